@@ -107,7 +107,7 @@ def test_a_missing_file_is_found(name: str, folder: Path) -> None:
 def test_a_newer_version_is_refused(folder: Path) -> None:
     value = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**value, "version": 7}, indent=1) + "\n")
-    assert "of version 7, and this Weft reads up to 1; install a newer one" in refused(folder)
+    assert "has version 7, and this Weft reads up to version 1; install a newer Weft" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_newest_that_is_whole_is_resumed(folder: Path) -> None:
     os.truncate(newer / FILES[2], 100)
     found, wrong = newest_complete(folder.parent)
     assert found == folder
-    assert len(wrong) == 1 and "checkpoint-16/part-00000.safetensors has 100 bytes of " in wrong[0]
+    assert len(wrong) == 1 and "checkpoint-16/part-00000.safetensors has 100 bytes instead of " in wrong[0]
     with pytest.raises(DamagedCheckpoint):
         find_to_resume(newer)
     with pytest.raises(ValueError, match="has no checkpoint to go on with"):

@@ -11,7 +11,7 @@ import torch
 from weft.models import Llama, from_pretrained, save_pretrained
 from weft.models.cli.generate import run
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer
-from weft.models.generation import LogitsNotFinite, end_ids, generate, kept, stream
+from weft.models.generation import LogitsNotFinite, end_ids, filter_logits, generate, stream
 
 from tests.models.cases import SMALL, make, some_tokens
 from tests.models.test_tokens import saved, theirs
@@ -37,7 +37,7 @@ def test_the_tokens_that_are_kept_are_those_of_transformers(top_k: int | None, t
     for given in (logits, ties):
         if given is ties and top_p not in (None, 1.0):
             continue  # which of two equal tokens is the last to be kept is said nowhere
-        assert torch.equal(kept(given, top_k, top_p), warped(given, top_k, top_p))
+        assert torch.equal(filter_logits(given, top_k, top_p), warped(given, top_k, top_p))
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.3}, {"top_k": 5, "top_p": 0.8}, {"top_k": 5}], ids=str)
@@ -119,7 +119,7 @@ class TestEnds:
     @pytest.mark.parametrize("found", ["</s>", [1, "a"], True, 1.5, -1, 2**31, [0, 2**70]])
     def test_an_end_that_is_no_token_is_refused(self, found: Any, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": found}))
-        with pytest.raises(ValueError, match=r"config.json: eos_token_id is .*; it must be the number of a token"):
+        with pytest.raises(ValueError, match=r"config.json: eos_token_id is .*; it must be the id of a token"):
             end_ids(tmp_path)
 
 

@@ -143,7 +143,7 @@ def read(kind, **changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_experts": 8}, "'num_experts', which is 8, is no field of a .* that is known here; remove it where"),
+        ({"num_experts": 8}, "'num_experts', which is 8, is not a known field of a .*; remove the field if"),
         ({"vocab_size": ...}, "has no 'vocab_size'; a .* needs vocab_size, "),
         ({"is_encoder_decoder": True}, "is_encoder_decoder True is not supported; a .* here has False"),
         ({"add_cross_attention": True}, "add_cross_attention True"),
@@ -163,7 +163,7 @@ def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message)
     ("kind", "change", "message"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; a Llama here has 'silu' or 'swish'"),
-        ("llama", {"use_sliding_window": True}, "'use_sliding_window', which is True, is no field of a Llama"),
+        ("llama", {"use_sliding_window": True}, "'use_sliding_window', which is True, is not a known field of a Llama"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ("llama", {"rope_interleaved": True}, "rope_interleaved is not supported"),
         (
@@ -181,15 +181,15 @@ def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message)
         (
             "llama",
             {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}},
-            "original_max_position_embeddings 32, but scaling sets in at max_position_embeddings, 64; make them equal",
+            "original_max_position_embeddings 32, but scaling begins at max_position_embeddings, 64; make them equal",
         ),
-        ("qwen2", {"attention_bias": True}, "'attention_bias', which is True, is no field of a Qwen 2"),
+        ("qwen2", {"attention_bias": True}, "'attention_bias', which is True, is not a known field of a Qwen 2"),
         ("qwen2", {"use_mrope": True}, "use_mrope True is not supported; a Qwen 2 here has False"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 layers; it needs 2, each full_attention or"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, r"some of \['chunked_attention'\]; it needs 2"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "there is no window; set use_sliding_window"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "no window is set; set use_sliding_window"),
         ("gpt2", {"activation_function": "relu"}, "activation is 'relu'; it must be one of 'gelu_new', 'gelu'"),
-        ("gpt2", {"rope_theta": 1e4}, "'rope_theta', which is 10000.0, is no field of a GPT-2"),
+        ("gpt2", {"rope_theta": 1e4}, "'rope_theta', which is 10000.0, is not a known field of a GPT-2"),
     ],
 )
 def test_what_a_family_does_not_have_is_an_error(kind, change, message):

@@ -239,7 +239,7 @@ def test_paddlenlp_9412_a_parallel_model_generates_what_one_device_does(pool, se
     ("shape", "options", "message"),
     [
         pytest.param((2, 0), {}, "give a prompt", id="empty-prompt"),
-        pytest.param((0, 3), {}, "no prompts; give one or more", id="no-prompts"),
+        pytest.param((0, 3), {}, "no prompts; give at least one", id="no-prompts"),
         pytest.param((3,), {}, r"prompts \[B, T\]", id="no-batch"),
         pytest.param((2, 3), {"max_new_tokens": -1}, "max_new_tokens is -1", id="max_new_tokens"),
         pytest.param((2, 3), {"temperature": -0.5}, "temperature is -0.5", id="temperature"),

@@ -144,22 +144,22 @@ def another_familys_config(model):
 
 
 STRANGERS = {
-    "another-mlp": (of_class(AnotherMLP), "its layers.0.mlp is a Ungated, no GatedMLP"),
+    "another-mlp": (of_class(AnotherMLP), "its layers.0.mlp is a Ungated, not a GatedMLP"),
     "same-names": (
         of_class(SameNames),
-        "its layers.0.mlp is a OfTheSameNames, whose forward is another than a GatedMLP's",
+        "its layers.0.mlp is a OfTheSameNames, whose forward differs from a GatedMLP's",
     ),
-    "forward": (of_class(ScaledLogits), "it is a ScaledLogits, whose forward is another than a Llama's"),
-    "embed": (of_class(ScaledEmbedding), "it is a ScaledEmbedding, whose embed is another than a Llama's"),
-    "value-head": (of_class(WithValueHead), "its value_head is a module that a Llama has not"),
-    "parameter": (of_class(WithParameter), "its temperature is a parameter that a Llama of its config has not"),
+    "forward": (of_class(ScaledLogits), "it is a ScaledLogits, whose forward differs from a Llama's"),
+    "embed": (of_class(ScaledEmbedding), "it is a ScaledEmbedding, whose embed differs from a Llama's"),
+    "value-head": (of_class(WithValueHead), "its value_head is a module that a Llama lacks"),
+    "parameter": (of_class(WithParameter), "its temperature is a parameter that a Llama of its config lacks"),
     "swapped-mlp": (
         changed(lambda model: swap(model, "layers.1.mlp", Ungated(SMALL))),
         "its layers.1.mlp is a Ungated",
     ),
     "swapped-norm": (
         changed(lambda model: swap(model, "norm", nn.LayerNorm(32))),
-        "its norm is a LayerNorm, no RMSNorm",
+        "its norm is a LayerNorm, not a RMSNorm",
     ),
     "swapped-size": (
         changed(lambda model: swap(model, "lm_head", Linear(32, 70, bias=False))),
@@ -172,7 +172,7 @@ STRANGERS = {
         changed(other_config),
         r"its layers.0.mlp.down_proj.weight has shape \(32, 44\), and its config makes the shape \(32, 45\)",
     ),
-    "another-familys": (changed(another_familys_config), "its config is a QwenConfig, no LlamaConfig"),
+    "another-familys": (changed(another_familys_config), "its config is a QwenConfig, not a LlamaConfig"),
 }
 
 
@@ -276,7 +276,7 @@ def parallel(axes, plan, kind, folder, compiles):
         save_lora(model, f"{folder}/adapters")
     stranger = of_class(ScaledEmbedding)()
     stranger = parallelize(stranger, mesh, replace(stranger.parallel_plan(), **plan))
-    with pytest.raises(ValueError, match="ScaledEmbedding, whose embed is another"):
+    with pytest.raises(ValueError, match="ScaledEmbedding, whose embed differs"):
         save_pretrained(stranger, f"{folder}/stranger")
     return family_of(model) is FAMILIES["llama"]
 

@@ -157,10 +157,8 @@ def with_fields(folder, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        pytest.param(
-            {"use_new_lora": True}, "'use_new_lora', which is True, is no field that is known here", id="unknown"
-        ),
-        pytest.param({"new": None}, "'new', which is None, is no field", id="unknown-null"),
+        pytest.param({"use_new_lora": True}, "'use_new_lora', which is True, is not a known field", id="unknown"),
+        pytest.param({"new": None}, "'new', which is None, is not a known field", id="unknown-null"),
         pytest.param({"r": ...}, "r is None; it must be a number above 0", id="no-rank"),
         pytest.param({"r": 0}, "r is 0; it must be", id="rank-0"),
         pytest.param({"r": "2"}, "r is '2'; it must be", id="rank-of-text"),

@@ -88,7 +88,7 @@ def test_every_field_is_as_in_transformers_or_refused_by_name(kind, value, tmp_p
     ],
 )
 def test_a_null_that_says_nothing_is_refused(kind, name):
-    with pytest.raises(ValueError, match=f"config.json: {name} is null, which says no value; give"):
+    with pytest.raises(ValueError, match=f"config.json: {name} is null; give"):
         read({**written(kind), name: None})
 
 

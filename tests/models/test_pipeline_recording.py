@@ -209,5 +209,5 @@ def test_what_cannot_be_recorded() -> None:
     model = on_meta()
     with pytest.raises(ValueError, match="3 microbatches do not divide the batch of 8 rows"):
         record(model, ProcessMesh.grid(dp=2), batch=(8, 9), microbatches=3)
-    with pytest.raises(ValueError, match=r"are not taken in 2 microbatches; give both as \[B, T\]"):
+    with pytest.raises(ValueError, match=r"cannot be divided into 2 microbatches; give both as \[B, T\]"):
         record(model, ProcessMesh.grid(dp=2), batch=(torch.ones(8, 9), torch.ones(8)), microbatches=2)

@@ -32,7 +32,7 @@ SMALL = QwenConfig(vocab_size=61, hidden_size=32, intermediate_size=44, num_laye
         ({"head_dim": 2, "rope_scaling": DynamicRopeScaling(factor=2.0)}, "head_dim 2 is too small for dynamic rope"),
         (
             {"rope_scaling": "yarn"},
-            "rope_scaling is 'yarn'; give a Llama3RopeScaling or another of weft.models, or None",
+            "rope_scaling is 'yarn'; give a Llama3RopeScaling or another scaling of weft.models, or None",
         ),
     ],
     ids=str,

@@ -110,7 +110,7 @@ def test_who_changes_the_folder_removes_the_checksums(folder: Path) -> None:
 def test_a_newer_version_is_refused(folder: Path) -> None:
     value = json.loads((folder / CHECKSUMS).read_text())
     (folder / CHECKSUMS).write_text(json.dumps({**value, "version": 7}, indent=1) + "\n")
-    with pytest.raises(ValueError, match="of version 7, and this Weft reads up to 1; install a newer one"):
+    with pytest.raises(ValueError, match="has version 7, and this Weft reads up to version 1; install a newer Weft"):
         read_all(folder)
 
 

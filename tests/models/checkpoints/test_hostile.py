@@ -166,7 +166,7 @@ def test_a_field_of_another_type_is_refused_by_its_name(folder, field, value, ki
         ({"rope_type": "yarn", "factor": 2.0, "mscale": "1", "mscale_all_dim": 1}, "mscale is '1', and a number"),
         (
             {"rope_type": "yarn", "factor": 2.0, "mscale": -99.0, "mscale_all_dim": 1},
-            "mscale that is no number of 0 or more",
+            "mscale or mscale_all_dim that is no number >= 0",
         ),
         ({"rope_type": "linear", "factor": {"a": 1}}, "factor is an object, and a number is needed"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),

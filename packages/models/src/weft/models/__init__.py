@@ -1,11 +1,11 @@
-"""Models written for one device, and what trains them on any mesh.
+"""Model families written for one device, and everything for training on any mesh.
 
-Names are imported when first used, so that the command line answers before torch is loaded, and Ctrl-C from the start.
+A public name is imported on first use: the command line can answer, and react to Ctrl-C, before torch is loaded.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # that of typing, whose import takes longer than all of this
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING; importing typing takes longer than the rest of this module
 if TYPE_CHECKING:
     from .checkpoint.adapters import load_lora, save_lora
     from .checkpoint.huggingface import from_pretrained, save_pretrained
@@ -77,7 +77,7 @@ _HOMES = {
     "Memory": ".memory",
     "predict_memory": ".memory",
     "clip_gradients": ".train.optimizer",
-}  # those of the families stand in `families`
+}  # public name -> module; `families.FAMILIES` adds the names of the model families
 __all__ = [
     "GPT",
     "Batch",
@@ -131,20 +131,20 @@ def _imported(name: str) -> object:
 
     from .families import FAMILIES
 
-    homes = _HOMES | {each: home for family in FAMILIES.values() for each, home in family.names.items()}
-    if name not in homes:
+    modules = _HOMES | {each: home for family in FAMILIES.values() for each, home in family.names.items()}
+    if name not in modules:
         from weft.mesh.version import version_of
 
         return version_of(__name__)(name)
-    value = getattr(import_module(homes[name], __name__), name)
+    value = getattr(import_module(modules[name], __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not, for `dir` and completion by tab; nothing is imported for them."""
+    """All public names, imported or not, for `dir` and tab completion. Imports nothing."""
     return sorted({*globals(), *__all__, "__version__"})
 
 
-if not TYPE_CHECKING:  # to a type checker it would be every name there is
+if not TYPE_CHECKING:  # a type checker would accept any attribute of a module with __getattr__
     __getattr__ = _imported

@@ -1,4 +1,4 @@
-"""What the configs of models have checked: each a ValueError that names the class, the field, its value and the remedy."""
+"""Checks of config fields. Each raises a ValueError with the class, the field, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 import sys
 from typing import Any, Protocol
 
-MOST_LAYERS = 100_000  # of a model, and heads of a layer: ten times what any model has; a module is made of each layer
-MOST_ELEMENTS = 2**40  # of one tensor, so that torch counts its bytes in 64 bits
-MOST_NEW_TOKENS = 2**24  # that a row of `generate` is given: memory for all is taken before the first is drawn
+# Layers of a model, and heads of a layer: ten times any published model's. Each layer of a model becomes a module.
+MOST_LAYERS = 100_000
+MOST_ELEMENTS = 2**40  # of one tensor: torch counts the tensor's bytes in 64 bits
+MOST_NEW_TOKENS = 2**24  # of a row in `generate`, which allocates memory for all before drawing the first
 
 
 class Cut(Protocol):
-    """A config that says what tensor parallelism cuts."""
+    """A config as `check_tensor_parallel` reads it."""
 
     @property
     def num_heads(self) -> int:
@@ -20,11 +21,11 @@ class Cut(Protocol):
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """By name, the sizes that are cut."""
+        """Name -> size, of the sizes divided by tensor parallelism."""
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raises ValueError where a field is no int of 1 or more, or has more than MOST_ELEMENTS."""
+    """Raises ValueError unless each field is an int from 1 to MOST_ELEMENTS."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -33,14 +34,14 @@ def check_sizes(config: Any, *names: str) -> None:
 
 
 def check_counts(config: Any, *names: str) -> None:
-    """Raises ValueError where a field is no int of 1 to MOST_LAYERS: a number of layers or heads."""
+    """Raises ValueError unless each field, a number of layers or heads, is an int from 1 to MOST_LAYERS."""
     check_sizes(config, *names)
     for name in names:
         _check_at_most(config, name, getattr(config, name), MOST_LAYERS)
 
 
 def check_table(config: Any, *names: str) -> None:
-    """Raises ValueError where a tensor with sides of these fields, which are sizes, has more than MOST_ELEMENTS."""
+    """Raises ValueError where the product of the fields, a tensor's sizes, is above MOST_ELEMENTS."""
     sizes = [getattr(config, name) for name in names]
     _check_at_most(config, " * ".join(names), math.prod(sizes), MOST_ELEMENTS)
 
@@ -52,7 +53,7 @@ def _check_at_most(config: Any, name: str, value: int, most: int) -> None:
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises ValueError where a field is no number above 0."""
+    """Raises ValueError unless each field is a finite number above 0."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
@@ -60,7 +61,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_probabilities(config: Any, *names: str) -> None:
-    """Raises ValueError where a field is no share that can be dropped: 0 to 1, without 1."""
+    """Raises ValueError unless each field is a dropout probability: 0 <= p < 1."""
     for name in names:
         p = getattr(config, name)
         if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
@@ -68,7 +69,7 @@ def check_probabilities(config: Any, *names: str) -> None:
 
 
 def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
-    """Raises ValueError where a field is none of `choices`."""
+    """Raises ValueError unless the field is one of `choices`."""
     value = getattr(config, name)
     if isinstance(value, bool) or value not in choices:
         listed = ", ".join(map(repr, choices))
@@ -76,9 +77,10 @@ def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
 
 
 def check_tensor_parallel(config: Cut, ways: int) -> None:
-    """Raises ValueError where heads or hidden sizes cannot be cut in `ways`, listing the degrees that work.
+    """Raises ValueError where tp=`ways` does not divide the heads or hidden sizes, and lists the degrees that work.
 
-    Key heads are fewer than `ways` where they divide it: each then lies on several ranks.
+    `ways` may be a multiple of the number of key and value heads: each of these heads is then replicated on several
+    ranks.
     """
     misfits = _misfits(config, ways)
     if misfits:

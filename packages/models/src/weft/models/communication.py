@@ -1,4 +1,4 @@
-"""What a rank communicates in a training step, as a value: by phase, kind of collective and axes of the mesh."""
+"""The communication of one rank in a training step, as a value: by phase, kind of collective and mesh axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # it brings torch, which what prints this can do without
+if TYPE_CHECKING:  # imports torch, which printing a Communication does not need
     from weft.reshard.running.issued import Collective
 
 Phase = Literal["forward", "backward", "gradients"]
@@ -16,33 +16,29 @@ PHASES: tuple[Phase, ...] = ("forward", "backward", "gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Collectives of one kind in one phase, over the same axes of the mesh.
-
-    axes: () where they are not known. nbytes: what the rank receives by all `count` of them; what it sends is as much but
-    for parts of uneven sizes.
-    """
+    """All collectives of the same kind, phase and mesh axes."""
 
     phase: Phase
-    kind: str
-    axes: tuple[str, ...]
-    nbytes: int
+    kind: str  # "all-reduce", ...
+    axes: tuple[str, ...]  # () where unknown
+    nbytes: int  # received by the rank in all `count` collectives; sent bytes are equal, except with uneven parts
     count: int
 
     @property
     def over(self) -> str:
-        """The axes, as they are written in a mesh's own order: "dp x tp"."""
+        """The axes in the mesh's order: "dp x tp"."""
         return " x ".join(self.axes) or "others"
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What a rank communicates in a step. entries: in the order in which they were first issued."""
+    """The communication of one rank in a training step, as `record` returns."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...] = ()  # in the order in which the rank first issued them
 
     @classmethod
     def of(cls, issued: Mapping[Phase, Iterable[Collective]]) -> Communication:
-        """From what was issued in each phase."""
+        """Groups the collectives issued in each phase by kind and axes."""
         found: dict[tuple[Phase, str, tuple[str, ...]], list[int]] = {}
         for phase in PHASES:
             for each in issued.get(phase, ()):
@@ -55,7 +51,7 @@ class Communication:
         )
 
     def select(self, *, phase: Phase | None = None, kind: str | None = None, axis: str | None = None) -> Communication:
-        """The entries of a phase, of a kind, or over axes with that one among them."""
+        """The entries of a phase, of a kind, or over axes including `axis`."""
         return Communication(
             tuple(
                 each
@@ -70,19 +66,19 @@ class Communication:
 
     @property
     def nbytes(self) -> int:
-        """Received by the rank."""
+        """Bytes received by the rank."""
         return sum(each.nbytes for each in self.entries)
 
     @property
     def counts(self) -> Counter[str]:
-        """Collectives by kind."""
+        """Kind -> number of collectives."""
         counts: Counter[str] = Counter()
         for each in self.entries:
             counts[each.kind] += each.count
         return counts
 
     def __str__(self) -> str:
-        """A line for each phase and axes: the collectives by kind, and the bytes that the rank receives."""
+        """One line for each phase and set of axes: the collectives by kind, and the bytes received."""
         groups = dict.fromkeys((each.phase, each.over) for each in self.entries)
         lines = []
         for phase, over in groups:

@@ -1,4 +1,4 @@
-"""The sizes that models share, checked when they are given."""
+"""The config classes shared by the model families. Making a config checks its fields."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
 
 def shown(metavar: str, default: str, name: str | None = None) -> Any:
-    """How the command's help shows an option whose default is said in words; nothing where there is no tyro to show it.
+    """Tyro metadata for an option whose default the command's help shows in words; None without tyro.
 
-    name: of the option, where the field has another, as a keyword of Python.
+    name: the option's name where it differs from the field's, as for a Python keyword.
     """
     try:
         from tyro.conf import arg
@@ -23,10 +23,10 @@ def shown(metavar: str, default: str, name: str | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants that every family has."""
+    """Sizes and constants of every model family."""
 
     vocab_size: int
-    """Tokens that there are."""
+    """Size of the vocabulary."""
     hidden_size: int
     """Width of the residual stream."""
     num_layers: int
@@ -34,9 +34,9 @@ class ModelConfig:
     num_heads: int
     """Query heads."""
     max_seq_len: int = 2048
-    """Tokens in the longest sequence that the model is trained on."""
+    """Tokens in the longest sequence used in training."""
     tie_embeddings: bool = False
-    """One table for embedding and output."""
+    """Share one table between the embedding and the output."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
 
@@ -49,22 +49,22 @@ class ModelConfig:
 
     @property
     def title(self) -> str:
-        """What such a model is called."""
+        """The family's name in messages."""
         return type(self).__name__.removesuffix("Config")
 
     @property
     def is_longer_alike(self) -> bool:
-        """Whether with a higher max_seq_len it is the same model, that says another length; unless a family knows, it is not."""
+        """Whether raising max_seq_len keeps the model's function. False, unless a family overrides this property."""
         return False
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, a tied table counted once."""
+        """Parameters of the model; a tied table counts once."""
         raise NotImplementedError
 
     @property
     def num_looked_up(self) -> int:
-        """Parameters of tables that are looked up and multiply nothing; a tied table multiplies at the output."""
+        """Parameters in lookup tables that take part in no product. A tied table is multiplied at the output."""
         return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
 
     @property
@@ -74,41 +74,41 @@ class ModelConfig:
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """By name, the sizes that tensor parallelism cuts and that must be divisible."""
+        """Name -> size, of the sizes divided by tensor parallelism, which must be divisible."""
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
-    """What the blocks of the rotary families differ in."""
+    """The options in which blocks of the rotary families differ."""
 
-    qkv_bias: bool = False
-    output_bias: bool = False
+    qkv_bias: bool = False  # in the query, key and value projections
+    output_bias: bool = False  # in the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
+    qk_norm: bool = False  # norms of query and key heads
+    window: int | None = None  # the number of most recent keys visible to a query; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryConfig(ModelConfig):
-    """What the families with rotary positions, RMS norms and gated MLPs share."""
+    """Sizes and constants of the families with rotary positions, RMS norms and gated MLPs."""
 
     intermediate_size: int
     """Width inside the MLPs."""
     num_kv_heads: int = 0
-    """Key and value heads, shared by groups of query heads; 0: as many as query heads."""
+    """Key and value heads, each shared by a group of query heads; 0: as many as query heads."""
     head_dim: int = 0
     """Width of a head; 0: hidden_size / num_heads."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """How the rotary wavelengths are stretched."""
+    """Stretching of the rotary wavelengths for longer contexts."""
     norm_eps: float = 1e-6
-    """Added to the mean square in norms."""
+    """Epsilon added to the mean square in norms."""
     attention_dropout: float = 0.0
-    """Probability of zeroing a weight of the attention."""
+    """Probability of zeroing an attention weight."""
     dropout: float = 0.0
-    """Probability of zeroing an element of the embedding's output, and of what a block adds to the residual stream."""
+    """Probability of zeroing an element of the embedding's output and of each block's residual additions."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -135,13 +135,15 @@ class RotaryConfig(ModelConfig):
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"{where}: head_dim {self.head_dim} is odd, but rotary embedding turns pairs; make it even"
+                f"{where}: head_dim {self.head_dim} is odd, but rotary embedding rotates pairs of elements; make it "
+                f"even"
             )
         check_positive(self, "rope_theta", "norm_eps")
         check_probabilities(self, "attention_dropout", "dropout")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ValueError(
-                f"{where}: rope_scaling is {self.rope_scaling!r}; give a Llama3RopeScaling or another of weft.models, or None"
+                f"{where}: rope_scaling is {self.rope_scaling!r}; give a Llama3RopeScaling or another scaling of "
+                f"weft.models, or None"
             )
         if isinstance(self.rope_scaling, DynamicRopeScaling) and self.head_dim < 4:
             raise ValueError(
@@ -150,18 +152,18 @@ class RotaryConfig(ModelConfig):
 
     @property
     def is_longer_alike(self) -> bool:
-        """Whether with a higher max_seq_len it is the same model: but where its wavelengths follow from that."""
+        """Whether raising max_seq_len keeps the model's function: not with dynamic scaling of its wavelengths."""
         return not isinstance(self.rope_scaling, DynamicRopeScaling)
 
     @property
     def rotary(self) -> Rotary:
-        """What the rotary tables follow from."""
+        """The settings of the rotary tables."""
         return Rotary(
             head_dim=self.head_dim, theta=self.rope_theta, max_seq_len=self.max_seq_len, scaling=self.rope_scaling
         )
 
     def block(self, index: int) -> BlockOptions:
-        """What block `index` has."""
+        """The options of block `index`."""
         raise NotImplementedError
 
     @property
@@ -170,20 +172,20 @@ class RotaryConfig(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, a tied table counted once."""
+        """Parameters of the model; a tied table counts once."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return tables + sum(self._block_parameters(i) for i in range(self.num_layers)) + self.hidden_size
 
     def _block_parameters(self, index: int) -> int:
-        has = self.block(index)
+        options = self.block(index)
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         weights = 2 * self.hidden_size * (width + kv_width) + 3 * self.hidden_size * self.intermediate_size
-        biases = has.qkv_bias * (width + 2 * kv_width) + has.output_bias * self.hidden_size
-        biases += has.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return weights + biases + 2 * self.hidden_size + has.qk_norm * 2 * self.head_dim
+        biases = options.qkv_bias * (width + 2 * kv_width) + options.output_bias * self.hidden_size
+        biases += options.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return weights + biases + 2 * self.hidden_size + options.qk_norm * 2 * self.head_dim
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """By name, the sizes that tensor parallelism cuts."""
+        """Name -> size, of the sizes divided by tensor parallelism."""
         names = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
         return {name: getattr(self, name) for name in names}

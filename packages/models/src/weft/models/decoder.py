@@ -1,4 +1,4 @@
-"""What decoder-only models are made of: blocks, a norm, a head, caches; and the body of those with rotary positions."""
+"""The shared body of decoder-only models, and the decoder of the families with rotary positions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ AnyRotaryConfig = TypeVar("AnyRotaryConfig", bound=RotaryConfig)
 
 
 class CausalModel(nn.Module, Generic[AnyConfig]):
-    """tokens [B, T] int64 -> logits [B, T, V]: embeddings, blocks, a norm and a head, which may share the embedding's table.
+    """Decoder-only model: tokens [B, T] int64 -> logits [B, T, V]. Base class of every family.
 
-    The blocks keep keys and values in a cache. residual_outputs: ends of the names of the weights that write into the residual stream.
+    Made of embeddings, blocks with key-value caches, a final norm and a head, which may share the embedding's table.
     """
 
     lm_head: Linear
-    residual_outputs: tuple[str, ...]
+    residual_outputs: tuple[str, ...]  # name endings of the weights that write into the residual stream
 
     def __init__(self, config: AnyConfig) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
 
     @property
     def embedding(self) -> Embedding:
-        """The tokens' table, which the head may share."""
+        """The token table, which the head may share."""
         raise NotImplementedError
 
     @property
@@ -62,9 +62,9 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
     def embed(
         self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the first block, [B, T, H], and what every block is given beside it.
+        """The input of the first block [B, T, H], and further arguments for every block.
 
-        positions: as of `forward`; where None they count from `first` on.
+        positions: as for `forward`; None: counted from `first`.
         """
         raise NotImplementedError
 
@@ -78,28 +78,30 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
         cache: Sequence[KeyValueCache] | None = None,
         last: bool = False,
     ) -> Tensor:
-        """positions: [B, T] of ints, each token's own; where None they count from 0, or on from the tokens in `cache`.
+        """Computes logits [B, T, V] of tokens [B, T].
 
-        documents: [B, T] of ints, the same number for the tokens that see one another, as in packed rows; with a cache
-        [B, capacity], see `kernels.attention`. cache: of `make_cache`; it is given the tokens' keys and values.
-        On a mesh tokens, positions and documents are given in one layout.
-        last: the logits of the last position alone, [B, 1, V], where no mesh has the model.
+        positions: [B, T] ints, each token's position; None: counted from 0, or from the end of `cache`.
+        documents: [B, T] ints; tokens attend only to tokens with the same number, as in packed rows. With a cache:
+            [B, capacity], see `kernels.attention`.
+        cache: from `make_cache`; extended by the tokens' keys and values.
+        last: compute only the last position's logits, [B, 1, V]. Not for a model on a mesh.
+        On a mesh, tokens, positions and documents have the same layout.
         """
-        x, beside = self.embed(tokens, positions, cache[0].length if cache else 0, dropout_key)
+        x, block_inputs = self.embed(tokens, positions, cache[0].length if cache else 0, dropout_key)
         for i, block in enumerate(self.blocks):
-            x = block(x, *beside, dropout_key, documents, cache[i] if cache else None)
+            x = block(x, *block_inputs, dropout_key, documents, cache[i] if cache else None)
         logits: Tensor = self.lm_head(self.final_norm(x[:, -1:] if last else x))  # [B, T, V]
         return logits
 
     def make_cache(self, capacity: int) -> list[KeyValueCache]:
-        """A cache for each block, with room for `capacity` tokens of a sequence."""
+        """One cache for each block, with room for `capacity` tokens a row."""
         return [KeyValueCache(capacity) for _ in self.blocks]
 
     def initial_value(self, name: str) -> Initial:
-        """How parameter `name` starts: norms 1, biases 0, weights normal with initializer_range.
+        """The initial value of parameter `name`: norms 1, biases 0, weights normal with initializer_range.
 
-        The two projections that write into the residual stream are scaled by 1 / sqrt(2 * num_layers), so that the
-        stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
+        The weights in `residual_outputs` are scaled by 1 / sqrt(2 * num_layers), so the variance of the residual
+        stream does not grow with depth (Radford et al. 2019, section 2.3).
         """
         if name.endswith(".bias"):
             return Constant(0.0)
@@ -111,12 +113,12 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
         return Normal(std)
 
     def _tie(self) -> None:
-        """Gives the head the embedding's table where the config says so; called when both are made."""
+        """Shares the embedding's table with the head where the config says so. Called after both are made."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # to_empty() and to() make one new parameter for each place that holds it; a tied weight stays one.
+        # to_empty() and to() replace a tied weight by two separate parameters; tie them again.
         tied = self.lm_head.weight is self.embedding.weight
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
@@ -125,7 +127,7 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
 
 
 class Decoder(CausalModel[AnyRotaryConfig]):
-    """tokens [B, T] int64 -> logits [B, T, V]: rotary positions, RMS norms before each part of a block, gated MLPs."""
+    """Decoder with rotary positions, RMS pre-norms and gated MLPs: tokens [B, T] int64 -> logits [B, T, V]."""
 
     residual_outputs = ("o_proj.weight", "down_proj.weight")
 
@@ -140,12 +142,12 @@ class Decoder(CausalModel[AnyRotaryConfig]):
 
     @property
     def reads_other_rows(self) -> bool:
-        """Whether what a row gives depends on other rows: where the rotary angles follow from the longest row."""
+        """Whether rows depend on each other: with dynamic rope scaling, angles depend on the longest row."""
         return self.config.rotary.depends_on_length
 
     @property
     def embedding(self) -> Embedding:
-        """The tokens' table, which the head may share."""
+        """The token table, which the head may share."""
         return self.embed_tokens
 
     @property
@@ -161,40 +163,40 @@ class Decoder(CausalModel[AnyRotaryConfig]):
     def embed(
         self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The tokens' rows of the table; beside them cosine and sine of their angles."""
-        beside = self._tables(tokens, positions, first)
-        return self.dropout(self.embed_tokens(tokens), dropout_key), beside
+        """The tokens' embeddings [B, T, H], and for every block the cosine and sine of the rotary angles."""
+        block_inputs = self._tables(tokens, positions, first)
+        return self.dropout(self.embed_tokens(tokens), dropout_key), block_inputs
 
     def _tables(self, tokens: Tensor, positions: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the tokens' angles, [T, D // 2] or [B, T, D // 2] each. first: the position of the first one."""
+        """Cosine and sine of the tokens' angles: [T, D // 2] or [B, T, D // 2]. first: the first token's position."""
         rotary = self.config.rotary
-        kept = not is_compiling() and has_data(tokens)
+        use_cached = not is_compiling() and has_data(tokens)
         if positions is not None:
             if rotary.depends_on_length:
                 frequencies = compute_rotary_frequencies(rotary, tokens.device, length_of(positions))
             else:
-                frequencies = (rotary_frequencies if kept else compute_rotary_frequencies)(rotary, tokens.device)
+                frequencies = (rotary_frequencies if use_cached else compute_rotary_frequencies)(rotary, tokens.device)
             return kernels.rope_tables(positions, frequencies, scale=rotary.table_scale)
         stop = first + tokens.shape[-1]
-        rows = 1 << max(0, stop - 1).bit_length()  # a power of two: few lengths, so few tables are kept
+        rows = 1 << max(0, stop - 1).bit_length()  # round up to a power of two, to cache few different tables
         length = stop if rotary.depends_on_length and stop > rotary.max_seq_len else None
-        cos, sin = (rotary_tables if kept else compute_rotary_tables)(rotary, rows, tokens.device, length)
+        cos, sin = (rotary_tables if use_cached else compute_rotary_tables)(rotary, rows, tokens.device, length)
         return cos[first:stop], sin[first:stop]
 
 
 def _block(config: RotaryConfig, index: int) -> Block:
-    has, name = config.block(index), f"layers.{index}"
+    options, name = config.block(index), f"layers.{index}"
     attention = Attention(
         config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        qkv_bias=has.qkv_bias,
-        output_bias=has.output_bias,
-        qk_norm_eps=config.norm_eps if has.qk_norm else None,
-        window=has.window,
+        qkv_bias=options.qkv_bias,
+        output_bias=options.output_bias,
+        qk_norm_eps=config.norm_eps if options.qk_norm else None,
+        window=options.window,
         dropout=config.attention_dropout,
         name=f"{name}.self_attn",
     )
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=has.mlp_bias)
+    mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=options.mlp_bias)
     return Block(attention, mlp, norm_eps=config.norm_eps, dropout=config.dropout, name=name)

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written: opened only where they are plain files, and parsed into values of stated types.
+"""Opens and parses files from untrusted sources: plain files only, and JSON only into values of declared types.
 
 Every JSON file that the package reads goes through `read_json` or `parse_json`. Nothing here needs torch.
 """
@@ -18,20 +18,20 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 T = TypeVar("T")
 
-# Bytes of a document, at most. The largest in use are manifests: about 150 bytes a part of a tensor.
+# The most bytes of a document. The largest in use are manifests: about 150 bytes for each part of a tensor.
 LARGEST = 256 * 2**20
-# Bytes of a file's name, at most, on the file systems in use.
+# The most bytes of a file's name, on the file systems in use.
 _LONGEST_NAME = 255
-# Digits of a name in an error, at most.
+# The most characters of a name or value in an error.
 _SHOWN = 60
 
 
 def read_plain(path: Path, *, limit: int = LARGEST) -> bytes:
-    """The content of a plain file, or of the plain file that a link leads to.
+    """The content of a plain file, or of the plain file behind a link.
 
-    limit: bytes, at most.
-    Raises ValueError for a folder, a pipe, a device or a larger file, FileNotFoundError where nothing has the name, OSError where the file
-    cannot be read.
+    limit: the most bytes.
+    Raises ValueError for a folder, a pipe, a device or a larger file; FileNotFoundError for an absent file; OSError
+    for an unreadable file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
     try:
@@ -41,16 +41,17 @@ def read_plain(path: Path, *, limit: int = LARGEST) -> bytes:
         if found.st_size > limit:
             raise ValueError(f"{path} has {found.st_size:,} bytes, and {limit:,} are read at most; check the file")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(found.st_size)  # not `limit`, which would be taken at once
+            return file.read(found.st_size)  # not read(limit), which would allocate `limit` bytes
     finally:
         os.close(descriptor)
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The object of a JSON file.
+    """Reads a JSON file with an object at the top level.
 
     remedy: how the error ends.
-    Raises ValueError for a file that is missing, no plain file, not JSON, or holds something else than an object.
+    Raises ValueError for a missing file, a path that is no plain file, a file that is not JSON, and JSON without an
+    object at the top level.
     """
     try:
         content = read_plain(path)
@@ -62,7 +63,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, where: str, remedy: str) -> dict[str, Any]:
-    """The object that a JSON text holds. where: the file, for errors. Raises ValueError as `read_json`."""
+    """Parses JSON with an object at the top level. where: the file, for errors. Raises ValueError as `read_json`."""
     try:
         value = json.loads(content.decode("utf-8"))
     except RecursionError:
@@ -75,7 +76,10 @@ def parse_json(content: bytes, where: str, remedy: str) -> dict[str, Any]:
 
 
 def check_plain_name(name: str, where: str) -> None:
-    """Raises ValueError unless `name` is the name of a file within its folder: no path, no "..", nothing hidden, 255 bytes at most."""
+    """Raises ValueError unless `name` is a visible file directly in its folder: no path, no "..", no leading dot.
+
+    A name has 255 bytes at most.
+    """
     nbytes = len(name.encode("utf-8", "surrogatepass"))
     plain = PurePosixPath(name).name == name and not name.startswith(".") and "\0" not in name and "\\" not in name
     if not (plain and 0 < nbytes <= _LONGEST_NAME):
@@ -83,9 +87,10 @@ def check_plain_name(name: str, where: str) -> None:
 
 
 def leads_out(path: Path) -> bool:
-    """Whether a file is a link that leads out of its folder, and out of the blobs of a Hugging Face cache.
+    """Whether a file is a link out of its folder, except a link into the blobs of a Hugging Face cache.
 
-    A cache has snapshots/REVISION/NAME as a link into blobs. A folder is the one that the file's own folder leads to.
+    A cache has snapshots/REVISION/NAME as a link into blobs. If the folder itself is a link, the folder behind the
+    link counts.
     """
     if not path.is_symlink() and not path.parent.is_symlink():
         return False
@@ -97,11 +102,11 @@ def leads_out(path: Path) -> bool:
 
 
 def as_type(kind: type[T], value: object, where: str) -> T:
-    """A parsed JSON value as a `kind`: a dataclass, a tuple, a mapping with string keys, a union, or a plain type.
+    """Converts a parsed JSON value to `kind`: a dataclass, tuple, mapping with string keys, union or plain type.
 
-    Objects become dataclasses, whose fields are all needed unless they have defaults; lists become tuples.
-    where: the file and the place in it, for errors.
-    Raises ValueError for a value of another type, a field that is missing and a field that is not known.
+    Objects become dataclasses, with a value for each field without default; lists become tuples.
+    where: the file and the place in the file, for errors.
+    Raises ValueError for a value of the wrong type, a missing field and an unknown field.
     """
     return cast(T, _as_type(kind, value, where))
 
@@ -157,7 +162,7 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_of(kind: Any, value: object) -> bool:
-    """Whether the outermost type of a JSON value is that of `kind`. A bool is no number."""
+    """Whether the outermost type of a JSON value fits `kind`. A bool is no number."""
     if kind is Any:
         return True
     if dataclasses.is_dataclass(kind):
@@ -172,7 +177,7 @@ def _is_of(kind: Any, value: object) -> bool:
     if origin is float:
         return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
     if origin is Literal:
-        return isinstance(value, type(get_args(kind)[0]))  # the class that has the field compares the values
+        return isinstance(value, type(get_args(kind)[0]))  # the class with the field compares the values
     return isinstance(value, origin)
 
 
@@ -190,7 +195,7 @@ def _expected(kind: Any) -> str:
 
 
 def _article(value: object) -> str:
-    """What a JSON value is, in words, and the value where it is short."""
+    """A description of a JSON value for errors: the value itself if short."""
     match value:
         case None:
             return "null"

@@ -1,4 +1,4 @@
-"""The families of models: the one table that checkpoints, training and the package's names read."""
+"""The table of model families, read by checkpoints, training and the package's public names."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A folder of config.py, model.py, plan.py and weights.py, and the name of the model in it; NAMEConfig is its config."""
+    """A family: a folder of config.py, model.py, plan.py and weights.py, with the classes NAME and NAMEConfig."""
 
     folder: str
-    model: str
+    model: str  # the model class's name
 
     @property
     def names(self) -> dict[str, str]:
-        """The public names, and the modules of weft.models that they are in."""
+        """Public name -> module of weft.models."""
         return {self.model: f".{self.folder}.model", f"{self.model}Config": f".{self.folder}.config"}
 
     @property
     def model_class(self) -> type[nn.Module]:
-        """The model."""
+        """The model class."""
         found: type[nn.Module] = getattr(import_module(f".{self.folder}.model", __package__), self.model)
         return found
 
     @property
     def config_class(self) -> type[ModelConfig]:
-        """Its config."""
+        """The config class."""
         found: type[ModelConfig] = getattr(import_module(f".{self.folder}.config", __package__), f"{self.model}Config")
         return found
 
     @property
     def weights(self) -> Any:
-        """What Hugging Face's files say of it: PREFIX, read_config, write_config, stored, repetition."""
+        """The family's module weights.py: PREFIX, read_config, write_config, stored and repetition."""
         return import_module(f".{self.folder}.weights", __package__)
 
 
 _LLAMA, _QWEN, _GPT = Family("llama", "Llama"), Family("qwen", "Qwen"), Family("gpt", "GPT")
 
-# By the model_type of Hugging Face's config.json.
+# model_type of Hugging Face's config.json -> family.
 FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN, "gpt2": _GPT}
 
 
 def make_model(config: ModelConfig) -> nn.Module:
-    """The model of a config, its parameters unset. Raises ValueError for a config of no family."""
+    """The model of a config, with unset parameters. Raises ValueError for a config outside the families."""
     for family in FAMILIES.values():
         if type(config) is family.config_class:
             return family.model_class(config)
@@ -60,13 +60,13 @@ def make_model(config: ModelConfig) -> nn.Module:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a model's network; None for a different network, also in a subclass of a family: see `foreign_part`."""
+    """The family whose network the model is; None for any other network, see `foreign_part`."""
     family = _family_by_class(model)
     return None if family is None or _foreign_part(model, family) is not None else family
 
 
 def foreign_part(model: nn.Module) -> str | None:
-    """How a model of a family's class differs from the family's network, in words; None for the family's network."""
+    """How a model of a family's class differs from the family's network, in words; None for no difference."""
     family = _family_by_class(model)
     return None if family is None else _foreign_part(model, family)
 
@@ -75,29 +75,30 @@ def _family_by_class(model: nn.Module) -> Family | None:
     return next((family for family in FAMILIES.values() if isinstance(model, family.model_class)), None)
 
 
-# Names that a subclass may define anew: making, filling, laying out and printing a model, not computing logits.
+# Names that a subclass may redefine, because they do not affect logits: making, filling, laying out and printing a
+# model.
 _MAY_DEFINE = frozenset(
     ["_apply", "extra_repr", "initial_value", "parallel_plan", "reset_parameters", "residual_outputs", "sharing_input"]
 )
 
 
 def _foreign_part(model: nn.Module, family: Family) -> str | None:
-    """Modules are compared by class and forward, and parameters by name and shape, with the model that the config makes."""
+    """Compares modules by class and forward, and parameters by name and shape, with the model made from the config."""
     from .low_rank import LowRank
     from .parallel.parallelize import pipeline_of
 
     config: Any = getattr(model, "config", None)
     if type(config) is not family.config_class:
-        return f"its config is a {type(config).__name__}, no {family.model}Config"
-    kinds, shapes = _parts(config)
+        return f"its config is a {type(config).__name__}, not a {family.model}Config"
+    kinds, shapes = _expected_parts(config)
     found = {name: each for name, each in model.named_modules() if not isinstance(each, LowRank)}
     for name, module in found.items():
         where = f"its {name}" if name else "it"
         if name not in kinds:
-            return f"{where} is a module that a {family.model} has not"
+            return f"{where} is a module that a {family.model} lacks"
         kind: Any = type(module)
         known: Any = kinds[name]
-        if (reason := _otherwise(kind, known)) or (reason := _replaced_forward(module)):
+        if (reason := _class_difference(kind, known)) or (reason := _replaced_forward(module)):
             return f"{where} {reason}"
     if missing := kinds.keys() - found.keys():
         return f"it has no {min(missing)}"
@@ -107,7 +108,7 @@ def _foreign_part(model: nn.Module, family: Family) -> str | None:
     if odd := own.keys() ^ shapes.keys():
         name = min(odd)
         return (
-            f"its {name} is a parameter that a {family.model} of its config has not"
+            f"its {name} is a parameter that a {family.model} of its config lacks"
             if name in own
             else f"it has no {name}"
         )
@@ -118,8 +119,8 @@ def _foreign_part(model: nn.Module, family: Family) -> str | None:
 
 
 @lru_cache(maxsize=32)
-def _parts(config: ModelConfig) -> tuple[dict[str, type[nn.Module]], dict[str, tuple[int, ...]]]:
-    """The classes of the modules of a config's model, and the shapes of its parameters, by name."""
+def _expected_parts(config: ModelConfig) -> tuple[dict[str, type[nn.Module]], dict[str, tuple[int, ...]]]:
+    """The classes of the modules, and the shapes of the parameters, of a config's model; both by name."""
     import torch
 
     with torch.device("meta"):
@@ -129,35 +130,34 @@ def _parts(config: ModelConfig) -> tuple[dict[str, type[nn.Module]], dict[str, t
 
 
 @lru_cache(maxsize=1024)
-def _otherwise(kind: type[nn.Module], known: type[nn.Module]) -> str | None:
-    """How a class computes differently from the known class; None for the known class and for subclasses that only add names."""
+def _class_difference(kind: type[nn.Module], known: type[nn.Module]) -> str | None:
+    """How a class computes differently from `known`; None for `known` and for subclasses that only add names."""
     from torch import nn
 
     if known not in kind.__mro__:
-        return f"is a {kind.__name__}, no {known.__name__}"
+        return f"is a {kind.__name__}, not a {known.__name__}"
     computing = {name for each in known.__mro__ if each not in nn.Module.__mro__ for name in vars(each)}
     computing = {name for name in computing if not name.startswith("__")} - _MAY_DEFINE | {"forward", "__call__"}
     for each in kind.__mro__[: kind.__mro__.index(known)]:
         for name in computing & vars(each).keys():
-            if not _is_ours(vars(each)[name]):
-                return f"is a {kind.__name__}, whose {name} is another than a {known.__name__}'s"
+            if not _is_weft_function(vars(each)[name]):
+                return f"is a {kind.__name__}, whose {name} differs from a {known.__name__}'s"
     return None
 
 
 def _replaced_forward(module: nn.Module) -> str | None:
     forward = vars(module).get("forward")
-    return None if forward is None or _is_ours(forward) else "has a forward that was set from outside"
+    return None if forward is None or _is_weft_function(forward) else "has a forward that was set from outside"
 
 
-def _is_ours(function: Any) -> bool:
-    """Whether this library defines a function, as for laying out a model: then the values are the same."""
+def _is_weft_function(function: Any) -> bool:
+    """Whether Weft defines a function, for example to lay out a model, which leaves values unchanged."""
     while True:
-        home = str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
+        module_name = str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", ""))
         if isinstance(function, partial):
             function = function.func
-        elif home.startswith(("torch.", "contextlib")) and hasattr(
-            function, "__wrapped__"
-        ):  # compiled, under a setting of torch
+        # The second case: a function compiled, or wrapped by a setting of torch.
+        elif module_name.startswith(("torch.", "contextlib")) and hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         else:
-            return home.startswith("weft.")
+            return module_name.startswith("weft.")

@@ -1,4 +1,4 @@
-"""Tokens drawn from a model, one after another."""
+"""Generates tokens from a model, one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .parallel.parallelize import pipeline_of
 
 
 class LogitsNotFinite(RuntimeError):
-    """A model gave no logits to draw a token by: NaN, or infinite."""
+    """The model's logits for a new token are NaN or infinite, so no token can be drawn."""
 
 
 @overload
@@ -63,22 +63,26 @@ def generate(
     use_cache: bool = True,
     ends: Sequence[int] = (),
 ) -> Tensor | list[Tensor]:
-    """Each prompt, and the tokens that the model puts after it.
+    """Extends each prompt by tokens drawn from the model.
 
-    prompts: [B, T] of int64 -> [B, T + max_new_tokens]; or several [T] of any lengths -> as many [T + max_new_tokens].
-    temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
-    top_k: draw among the k likeliest tokens alone; tokens as likely as number k are kept too.
-    top_p: of these, draw among the fewest likeliest tokens with a probability of top_p in sum. Kept tokens are those of transformers.
-    ends: tokens that end a text, such as `end_ids(folder)`. A row is complete with its first end: in [B, T] the row repeats
-        the end until all rows are complete; of several [T], each result stops with its end.
-    seed: a draw is a function of (seed, the prompt's place in the batch, tokens before it), the same on every rank and mesh.
-    use_cache: keep keys and values, so that a new token is all that the model reads; without, it reads the whole context for
-        each. The tokens are the same, except with dynamic rope scaling beyond max_seq_len: cached keys keep the base they were
-        read with, as in transformers. A row with a context of `Rotary.longest` tokens, max_seq_len without rope scaling, goes on
-        with the last half of the context.
-    Communication: the model's own, and for parallel logits a gather of the last position's, each token.
-    Raises ValueError for an empty prompt, an option out of range, a model without `make_cache` where it is to be used, and one
-    that is cut into stages; LogitsNotFinite where a row's largest logit is NaN or infinite.
+    prompts: [B, T] int64, giving [B, T + max_new_tokens]; or a list of [T] of any lengths, giving a list of [T +
+        max_new_tokens].
+    temperature: 0 takes the most likely token; above 0, logits are divided by the temperature and a token is drawn.
+    top_k: draw only among the k most likely tokens; ties with number k are included.
+    top_p: of these, draw only among the fewest most likely tokens with total probability top_p. Both filters keep the
+        same tokens as transformers.
+    seed: each draw is a function of (seed, row in the batch, number of tokens before), the same on every rank and
+        mesh.
+    ends: tokens that end a text, such as `end_ids(folder)`. A row is complete at its first end. With [B, T], a
+        complete row repeats the end until all rows are complete; with a list, each result stops at its end.
+    use_cache: cache keys and values, so the model reads only the new token each time; otherwise the whole context.
+        Both give the same tokens, except with dynamic rope scaling beyond max_seq_len: cached keys keep the base of
+        their own step, as in transformers.
+    A row whose context reaches `Rotary.longest` tokens (max_seq_len without rope scaling) continues with the last
+    half.
+    Communication: the model's own; for parallel logits also, for each token, a gather of the last position's logits.
+    Raises ValueError for an empty prompt, an option out of range, a model in stages, and a model without `make_cache`
+    where use_cache is True; LogitsNotFinite where a row's largest logit is NaN or infinite.
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     with fixed_parameters(model):
@@ -103,32 +107,35 @@ def stream(
     use_cache: bool = True,
     ends: Sequence[int] = (),
 ) -> Iterator[Tensor]:
-    """The tokens of `generate` as they are drawn: up to max_new_tokens tensors [B], each yielded before the next is computed.
+    """Yields the tokens of `generate` one step at a time: up to max_new_tokens tensors [B].
 
-    Arguments, communication and errors: as of `generate`.
+    A step's tokens are yielded before the next step is computed.
+
+    Arguments, communication and errors: as for `generate`.
     """
     rows = _rows(prompts)
     draw = _Draw(temperature=temperature, top_k=top_k, top_p=top_p)
     _check(rows, max_new_tokens)
     if pipeline_of(model) is not None:
         raise ValueError(
-            f"this {type(model).__name__} is cut into stages, and each token would wait for all of them in turn; "
-            f"save_pretrained(model, folder), and generate with from_pretrained(folder), on one process or a mesh without 'pp'"
+            f"this {type(model).__name__} is cut into stages, and each token would wait for every stage in turn; "
+            f"save_pretrained(model, folder), and generate with from_pretrained(folder), on one process or a mesh "
+            f"without 'pp'"
         )
     if use_cache and not hasattr(model, "make_cache"):
         raise ValueError(f"a {type(model).__name__} has no make_cache(capacity); generate with use_cache=False")
     rotary = getattr(getattr(model, "config", None), "rotary", None)
     if rotary is not None and rotary.depends_on_length and len({len(row) for row in rows}) > 1:
-        # The angles follow from the longest row of a call: rows of several lengths are read one by one.
-        apart = [
+        # Angles depend on the longest row of a call, so rows of different lengths are read separately.
+        streams = [
             _stream(model, [row], max_new_tokens, draw, seed, use_cache, tuple(ends), n) for n, row in enumerate(rows)
         ]
-        return _side_by_side(apart)
+        return _side_by_side(streams)
     return _stream(model, rows, max_new_tokens, draw, seed, use_cache, tuple(ends))
 
 
 def _side_by_side(streams: list[Iterator[Tensor]]) -> Iterator[Tensor]:
-    """The tokens of several streams of one row each; a complete stream repeats its last token."""
+    """Joins the tokens of several one-row streams. A finished stream repeats its last token."""
     last: dict[int, Tensor] = {}
     while new := {row: tokens for row, each in enumerate(streams) if (tokens := next(each, None)) is not None}:
         last |= new
@@ -146,8 +153,9 @@ def _stream(
     first_row: int = 0,
 ) -> Iterator[Tensor]:
     contexts = _Contexts(rows, max_new_tokens, model, use_cache)
-    numbers = _numbers(rows, max_new_tokens, seed, first_row) if draw.temperature else None  # [max_new_tokens, B, 1]
-    known = torch.tensor(ends, dtype=torch.int64, device=rows[0].device)
+    # numbers: [max_new_tokens, B, 1]
+    numbers = _uniform_numbers(rows, max_new_tokens, seed, first_row) if draw.temperature else None
+    end_tokens = torch.tensor(ends, dtype=torch.int64, device=rows[0].device)
     complete = torch.zeros(len(rows), dtype=torch.bool, device=rows[0].device)
     last = torch.zeros(len(rows), dtype=torch.int64, device=rows[0].device)
     for step in range(max_new_tokens):
@@ -157,7 +165,7 @@ def _stream(
             chosen = logits.argmax(-1) if numbers is None else _pick(logits, draw, numbers[step])
             if ends:
                 chosen = last = torch.where(complete, last, chosen)
-                complete = complete | torch.isin(chosen, known)
+                complete = complete | torch.isin(chosen, end_tokens)
             contexts.append(chosen)
         yield chosen.to(rows[0].dtype)
         if ends and bool(complete.all()):
@@ -165,30 +173,28 @@ def _stream(
 
 
 class _Contexts:
-    """What the model reads of each row. Rows end in the same column; the shorter are padded on the left.
-
-    lengths: of the rows, new tokens included.
-    """
+    """The model's input for each row. Rows end in the same column; shorter rows are padded on the left."""
 
     def __init__(self, rows: list[Tensor], max_new_tokens: int, model: nn.Module, use_cache: bool) -> None:
         config: Any = model.config
-        self.lengths = [len(row) for row in rows]
+        self.lengths = [len(row) for row in rows]  # of the rows, new tokens included
         self._model: Any = model
         rotary = getattr(config, "rotary", None)
         self._limit: int = config.max_seq_len if rotary is None else rotary.longest
-        self._stop = max(self.lengths)  # the column after the last token
+        self._stop = max(self.lengths)  # one past the column of the last token
         self._tokens = rows[0].new_zeros(len(rows), self._stop + max_new_tokens)
         for row, tokens in enumerate(rows):
             self._tokens[row, self._stop - len(tokens) : self._stop] = tokens
         self._use_cache = use_cache
-        self._starts: list[int] = []  # of each context, its first column, as the cache has it
+        self._starts: list[int] = []  # the first column of each row's context in the cache
         self._options: dict[str, Any] = {}
-        on_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())  # it is cut afterwards there
+        # A model on a mesh returns all logits, and `_last` cuts them.
+        on_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._last: dict[str, Any] = {"last": True} if isinstance(model, CausalModel) and not on_mesh else {}
 
     def read(self) -> Tensor:
-        """The logits of the last position: [B, V]."""
-        starts = [self._stop - length + _first(length, self._limit) for length in self.lengths]
+        """The logits of the last position, [B, V]."""
+        starts = [self._stop - length + _context_start(length, self._limit) for length in self.lengths]
         if starts == self._starts and self._use_cache:
             return self._logits(self._stop - 1)
         self._starts = starts
@@ -198,16 +204,14 @@ class _Contexts:
         if max(starts) > first:
             device = self._tokens.device
             begins = torch.tensor(starts, device=device).unsqueeze(1)  # [B, 1]
-            places = (
-                torch.arange(first, first + room, device=device) - begins
-            )  # [B, room], below 0 where there is padding
+            places = torch.arange(first, first + room, device=device) - begins  # [B, room], negative in padding
             self._options = {"positions": places.clamp(min=0), "documents": (places >= 0).long()}
         if self._use_cache:
             self._options["cache"] = self._model.make_cache(room)
         return self._logits(first)
 
     def _logits(self, column: int) -> Tensor:
-        """Of the last position, where the columns from this one on are read."""
+        """The logits of the last position, from reading the columns from `column` on."""
         options = self._options | self._last
         if "positions" in options:
             here = slice(column - min(self._starts), self._stop - min(self._starts))
@@ -217,31 +221,31 @@ class _Contexts:
         return _last(self._model(self._tokens[:, column : self._stop], **options))
 
     def append(self, chosen: Tensor) -> None:
-        """One more token of each row."""
+        """Adds one token to each row."""
         self._tokens[:, self._stop] = chosen
         self._stop += 1
         self.lengths = [length + 1 for length in self.lengths]
 
 
-def _first(length: int, limit: int) -> int:
-    """Where the context of a row begins: it is dropped half a limit at a time, so that a cache serves for as long."""
+def _context_start(length: int, limit: int) -> int:
+    """The first token of a row's context. Half a limit is dropped at a time, so a cache lasts for as many tokens."""
     half = (limit + 1) // 2
     return max(0, -(-(length - limit) // half) * half)
 
 
 def _last(logits: Tensor) -> Tensor:
-    """[B, T, V], in any layout -> the last position's, whole: [B, V]."""
+    """[B, T, V] in any layout -> the last position's logits, replicated: [B, V]."""
     if isinstance(logits, DTensor):
         layout = layout_of(logits)
-        if Shard(1) not in layout.placements:  # every rank has its part of the last position: gather no more
+        if Shard(1) not in layout.placements:  # every rank holds part of the last position: gather only this position
             B, _, V = logits.shape
             logits = wrap(logits.to_local()[:, -1:].contiguous(), layout, (B, 1, V))
         logits = to_global(logits)
     return logits[:, -1]
 
 
-def _numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tensor:
-    """Uniform numbers, [count, B, 1] of float64: each a function of (seed, row, tokens before it)."""
+def _uniform_numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tensor:
+    """Uniform numbers for drawing, [count, B, 1] float64: each a function of (seed, row, number of tokens before)."""
     drawn = []
     for row, tokens in enumerate(rows, first_row):
         key, before = derive_key(seed, "generate", row), len(tokens)
@@ -251,7 +255,7 @@ def _numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draw:
-    """How a token is drawn; as of `generate`."""
+    """How to draw a token; fields as in `generate`. Raises ValueError for a value out of range."""
 
     temperature: float
     top_k: int | None
@@ -267,14 +271,15 @@ class _Draw:
 
 
 def _pick(logits: Tensor, draw: _Draw, numbers: Tensor) -> Tensor:
-    """[B, V] and [B, 1] -> [B]: the first token whose share of the kept probability, summed, passes its row's number."""
-    cumulative = kept(logits.double() / draw.temperature, draw.top_k, draw.top_p).softmax(-1).cumsum(-1)  # [B, V]
+    """logits [B, V], numbers [B, 1] -> tokens [B], by inverse transform sampling after top_k and top_p."""
+    # cumulative: [B, V]
+    cumulative = filter_logits(logits.double() / draw.temperature, draw.top_k, draw.top_p).softmax(-1).cumsum(-1)
     place = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
     return place.clamp_(max=cumulative.shape[-1] - 1).squeeze(1)
 
 
-def kept(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """The logits [B, V], with -inf at tokens that are not drawn, as transformers' TopKLogitsWarper and TopPLogitsWarper have them."""
+def filter_logits(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Sets logits [B, V] to -inf outside top_k and top_p, like transformers' TopKLogitsWarper and TopPLogitsWarper."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -float("inf"))
@@ -287,7 +292,7 @@ def kept(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
 
 
 def _until_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """[N] -> the tokens up to the first end, that end included."""
+    """[N] -> the tokens up to and including the first end."""
     for place, token in enumerate(tokens.tolist() if ends else ()):
         if token in ends:
             return tokens[: place + 1]
@@ -295,20 +300,21 @@ def _until_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def _check_logits(logits: Tensor, step: int) -> None:
-    """Raises LogitsNotFinite where a row has no largest logit that is a number."""
+    """Raises LogitsNotFinite where a row's largest logit is NaN or infinite."""
     bad = ~logits.amax(-1).isfinite()
     if bool(bad.any()):
         raise LogitsNotFinite(
-            f"the model's logits for new token {step} of row {int(bad.nonzero()[0])} are NaN or infinite, so no token can be drawn; "
-            f"look for NaN in the weights, or load the model in float32"
+            f"the model's logits for new token {step} of row {int(bad.nonzero()[0])} are NaN or infinite, so no "
+            f"token can be drawn; look for NaN in the weights, or load the model in float32"
         )
 
 
 def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """The end tokens of the model in a folder: eos_token_id of generation_config.json, else of config.json, else `default`.
+    """The end tokens of a folder's model: eos_token_id of generation_config.json, else of config.json, else `default`.
 
-    default: such as the end of the folder's tokenizer.
-    Raises ValueError for a file without JSON, and an eos_token_id that is neither the number of a token nor a list of such numbers.
+    default: for example the end token of the folder's tokenizer.
+    Raises ValueError for a file that is not JSON, and for an eos_token_id that is neither the id of a token nor a list
+    of such ids.
     """
     for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():
@@ -318,18 +324,16 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
             continue
         several = found if isinstance(found, list) else [found]
         if not all(type(each) is int and 0 <= each < 2**31 for each in several):
-            raise ValueError(
-                f"{file}: eos_token_id is {found!r:.60}; it must be the number of a token, or a list of them"
-            )
+            raise ValueError(f"{file}: eos_token_id is {found!r:.60}; it must be the id of a token, or a list of ids")
         return tuple(several)
     return tuple(default)
 
 
 def _rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
     if isinstance(prompts, Tensor) and prompts.ndim != 2:
-        raise ValueError(f"generate takes prompts [B, T], or several of [T], got shape {tuple(prompts.shape)}")
+        raise ValueError(f"generate takes prompts [B, T], or a list of [T], got shape {tuple(prompts.shape)}")
     if not len(prompts):
-        raise ValueError("generate was given no prompts; give one or more")
+        raise ValueError("generate was given no prompts; give at least one")
     return list(prompts)
 
 

@@ -1,4 +1,4 @@
-"""The layers that models are made of: torch's own modules, computed by Weft's ops."""
+"""The layers of the model families: modules with torch's parameters and names, computed by Weft's ops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ROWWISE: set[type[nn.Module]] = set()
 
 
 def rowwise(kind: Kind) -> Kind:
-    """A decorator of a class of modules that compute each row of a batch [B, T, ...] by itself, and communicate nothing.
+    """Class decorator for modules that compute each row of a batch [B, T, ...] independently and communicate nothing.
 
-    On a mesh that divides nothing but rows a block of such modules computes on local tensors. It is said of a class, not of those
-    that are derived from it. Where a config lets a module read other rows, the module's `reads_other_rows` is True.
+    On a mesh with data axes only, a block of such modules runs on local tensors (`parallel.rows`). Subclasses are not
+    included; decorate them too. Where the config makes a module's rows depend on each other, the module's
+    `reads_other_rows` is True.
     """
     ROWWISE.add(kind)
     return kind
@@ -26,9 +27,9 @@ def rowwise(kind: Kind) -> Kind:
 
 @rowwise
 class Linear(nn.Linear):
-    """nn.Linear whose parameters are left unset: `initialize` or a checkpoint fills them, once.
+    """nn.Linear without initial values: `initialize` or a checkpoint fills the parameters, once.
 
-    unit: how many neighbours of the outputs stay together where they are sharded, as those of a head do.
+    unit: sharding the outputs never splits a group of `unit` consecutive outputs, such as the elements of one head.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, unit: int = 1) -> None:
@@ -36,7 +37,7 @@ class Linear(nn.Linear):
         self.unit = unit
 
     def reset_parameters(self) -> None:
-        """Nothing: the values come later."""
+        """Leaves the parameters unset."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
@@ -45,10 +46,10 @@ class Linear(nn.Linear):
 
 @rowwise
 class Embedding(nn.Embedding):
-    """nn.Embedding whose table is left unset: `initialize` or a checkpoint fills it, once."""
+    """nn.Embedding without initial values: `initialize` or a checkpoint fills the table, once."""
 
     def reset_parameters(self) -> None:
-        """Nothing: the values come later."""
+        """Leaves the table unset."""
 
     def forward(self, input: Tensor) -> Tensor:
         """tokens [...] -> [..., embedding_dim]"""
@@ -57,7 +58,7 @@ class Embedding(nn.Embedding):
 
 @rowwise
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x**2) + eps) * weight, over the last dim; its weight is left unset, as the other layers' are."""
+    """x / sqrt(mean(x**2) + eps) * weight, over the last dim. The weight starts unset, as `Linear`'s."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        """[..., size] -> [..., size]. With a residual of this shape: (input + residual, its norm), in one pass."""
         if residual is None:
             return kernels.rms_norm(input, self.weight, self.eps)
         return kernels.add_rms_norm(input, residual, self.weight, self.eps)
@@ -76,7 +77,7 @@ class RMSNorm(nn.Module):
 
 @rowwise
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dim; its parameters are left unset too."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dim. Parameters start unset."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[..., size] -> [..., size]; with a residual of that shape (input + residual, norm of that), in one pass"""
+        """[..., size] -> [..., size]. With a residual of this shape: (input + residual, its norm), in one pass."""
         if residual is None:
             return kernels.layer_norm(input, self.weight, self.bias, self.eps)
         return kernels.add_layer_norm(input, residual, self.weight, self.bias, self.eps)
@@ -95,7 +96,7 @@ class LayerNorm(nn.Module):
 
 @rowwise
 class HeadNorm(nn.Module):
-    """An RMSNorm of each head alone, and the rotation of what it gives: of the last dim `size` elements, all heads by one weight."""
+    """RMS norm of each head, then rotary embedding, in one op. All heads of `size` elements share one weight [size]."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: as of `kernels.rope`."""
+        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: as for `kernels.rope`."""
         return kernels.rms_norm_rope(input, self.weight, cos, sin, self.eps)
 
     def extra_repr(self) -> str:
@@ -112,11 +113,11 @@ class HeadNorm(nn.Module):
 
 @rowwise
 class Dropout(nn.Module):
-    """Zeroes elements with probability p while training, by (key, name, global element index); see `kernels.dropout`.
+    """Dropout with a mask by (key, name, global element index), the same on every mesh; see `kernels.dropout`.
 
-    name: the module's own in the model, which tells its mask from those of other layers wherever it is run.
-    The key comes with each call, as the arguments of a layer do, and is kept nowhere: what recomputes the layer later,
-    when other microbatches have gone by, has the same arguments, and so the same mask.
+    name: the module's path in the model; gives each layer a mask of its own.
+    The key is an argument of every call and is not stored. Recomputing a layer later, after further microbatches,
+    therefore draws the same mask.
     """
 
     def __init__(self, p: float, name: str) -> None:
@@ -126,10 +127,11 @@ class Dropout(nn.Module):
     def forward(
         self, input: Tensor, key: int | Tensor | None, order: Runs | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """[...] -> [...]; the input itself where p is 0, and in eval mode; with a residual, what that and this make together.
+        """[...] -> [...]: the input with dropout, plus `residual` if given. No dropout if p is 0, and in eval mode.
 
-        key: of this step and microbatch; compiled, a tensor of one uint64 on the CPU. order, residual: as of `kernels.dropout`.
-        Raises RuntimeError where elements are to be dropped and the key is None.
+        key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
+        order, residual: as for `kernels.dropout`.
+        Raises RuntimeError where elements would be dropped and the key is None.
         """
         options = self.options(key)
         if not options:
@@ -138,9 +140,9 @@ class Dropout(nn.Module):
         return kernels.dropout(input, p, key, self.name, order=order, residual=residual)
 
     def options(self, key: int | Tensor | None) -> dict[str, Any]:
-        """What `kernels.attention` is given, which drops its weights itself; nothing where p is 0, and in eval mode.
+        """The dropout arguments of `kernels.attention`, which drops attention weights itself. Empty without dropout.
 
-        Raises RuntimeError where elements are to be dropped and the key is None.
+        Raises RuntimeError where elements would be dropped and the key is None.
         """
         if not self.drops:
             return {}
@@ -153,7 +155,7 @@ class Dropout(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Whether any element may be zeroed."""
+        """Whether this call may zero elements: p is above 0, and the module is in training mode."""
         return self.p > 0 and self.training
 
     def extra_repr(self) -> str:
@@ -162,24 +164,26 @@ class Dropout(nn.Module):
 
 @rowwise
 class KeysAndValues(nn.Module):
-    """Keys and values on their way to the queries, as they are.
+    """The identity on keys and values: a place for hooks between their computation and their use.
 
-    A layer gives them here as soon as they are there, computes its queries, and hands what comes back on to its attention,
-    unread: where they are brought from elsewhere, it is done meanwhile.
+    A layer calls this module as soon as keys and values exist, then computes queries, then passes the returned
+    tensors on to attention. Context parallelism starts the all-gather of keys and values here, overlapped with the
+    queries' projection.
     """
 
     def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key and value [B, T, kv_heads * D]"""
+        """key and value [B, T, kv_heads * D], returned unchanged."""
         return key, value
 
 
 @rowwise
 class DotProductAttention(nn.Module):
-    """Causal attention of queries to keys, between a layer's projections; it has no parameters.
+    """Causal attention without parameters: the part of an attention layer between its projections.
 
-    Keys and values may go through its `keys_and_values` before the queries are computed.
-    window: how many of the last keys a query sees; all where None. scale: of the scores; 1 / sqrt(head_dim) where None.
-    name: its own in the model.
+    A layer may pass keys and values through `keys_and_values` before computing its queries.
+    window: the number of most recent keys visible to a query, itself included; None: all.
+    scale: multiplies the scores; None: 1 / sqrt(head_dim).
+    name: the module's path in the model.
     """
 
     def __init__(
@@ -219,7 +223,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def projects_at_once(attention: nn.Module) -> bool:
-    """Whether an attention's PROJECTIONS may be one op: nobody sees them, or comes between keys and values and queries."""
+    """Whether one op may compute q, k and v: no projection has a hook or adapter, and `keys_and_values` has no hook."""
     attend: Any = attention._modules["attend"]
     return all(map(is_bare, map(attention._modules.get, PROJECTIONS))) and is_bare(
         attend.keys_and_values, KeysAndValues
@@ -229,20 +233,20 @@ def projects_at_once(attention: nn.Module) -> bool:
 def project_at_once(
     attention: nn.Module, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, H] -> queries, keys and values of an attention that `projects_at_once`. cos, sin: as of `kernels.qkv_linear`."""
+    """x [B, T, H] -> queries, keys, values in one op; see `projects_at_once`. cos, sin: as for `kernels.qkv_linear`."""
     layers: list[Any] = [attention._modules[name] for name in PROJECTIONS]
     return kernels.qkv_linear(x, *[each.weight for each in layers], *[each.bias for each in layers], cos=cos, sin=sin)
 
 
 @rowwise
 class Attention(nn.Module):
-    """Causal attention with grouped queries and rotary positions.
+    """Causal attention layer with grouped queries and rotary positions.
 
-    qk_norm_eps: of a norm over each head of queries and keys, before they are turned; no such norm where None.
-    window: as of `DotProductAttention`. name: its own in the model.
+    qk_norm_eps: epsilon of the norm over each query and key head before rotation; None: no such norm.
+    window: as for `DotProductAttention`. name: the module's path in the model.
     """
 
-    sharing_input = PROJECTIONS  # the layers that are given what this module is given
+    sharing_input = PROJECTIONS  # submodules whose input is this module's input
 
     def __init__(
         self,
@@ -276,7 +280,7 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, T, H] -> [B, T, H]. cos, sin: as of `kernels.rope`. The others: as of `DotProductAttention`."""
+        """x [B, T, H] -> [B, T, H]. cos, sin: as for `kernels.rope`; the rest: as for `DotProductAttention`."""
         if not projects_at_once(self):
             key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
             key, value = self.attend.keys_and_values(key, self.v_proj(x))
@@ -292,16 +296,16 @@ class Attention(nn.Module):
 
 
 def _rotated(heads: Tensor, norm: HeadNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys at their positions, normalised before where the model does so."""
+    """Applies rotary embedding to queries or keys, after a norm of each head where the model has one."""
     turned: Tensor = kernels.rope(heads, cos, sin) if norm is None else norm(heads, cos, sin)
     return turned
 
 
 @rowwise
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are computed together where nobody comes between."""
+    """down(silu(gate(x)) * up(x)). One op computes gate and up, unless there is a bias, hook or adapter."""
 
-    sharing_input = ("gate_proj", "up_proj")  # the layers that are given what this module is given
+    sharing_input = ("gate_proj", "up_proj")  # submodules whose input is this module's input
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -321,9 +325,9 @@ class GatedMLP(nn.Module):
 
 
 def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
-    """Whether a layer's call is no more than what its class computes: no hook or adapter, not another's class or forward.
+    """Whether calling `layer` does no more than `kind.forward`: same class, and no hook, adapter or own forward.
 
-    Then the call may be left out, and nobody misses it.
+    The caller may then use the layer's parameters directly, in a fused op, instead of calling the layer.
     """
     if type(layer) is not kind or "forward" in layer.__dict__:
         return False
@@ -331,14 +335,14 @@ def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
 
 
 def hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
-    """What is called when the layer is, or when backward comes to it."""
+    """The layer's forward and backward hooks, as torch stores them: four dicts."""
     return layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
 
 
 def join(
     dropout: Dropout, norm: nn.Module, output: Tensor, residual: Tensor, key: int | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A layer's output joins the residual stream: the stream, and its norm; in one pass, in two where elements are dropped."""
+    """Adds a layer's output to the residual stream: (stream, norm(stream)). One pass without dropout, else two."""
     if dropout.drops:
         stream = dropout(output, key, residual=residual)
         return stream, norm(stream)
@@ -348,9 +352,9 @@ def join(
 
 @rowwise
 class Block(nn.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); with dropout on what is added, as in GPT-2.
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both addends as in GPT-2.
 
-    name: the block's own in the model.
+    name: the block's path in the model.
     """
 
     def __init__(self, attention: Attention, mlp: GatedMLP, *, norm_eps: float, dropout: float, name: str) -> None:
@@ -372,7 +376,7 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, T, H] -> [B, T, H]; the other arguments as of `Attention`."""
+        """x [B, T, H] -> [B, T, H]. Further arguments: as for `Attention`."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
         x, normal = join(self.self_attn_dropout, self.post_attention_layernorm, mixed, x, dropout_key)
         return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))

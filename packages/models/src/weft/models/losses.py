@@ -1,4 +1,4 @@
-"""A loss of which each rank has a part: where its backward begins, and its sum over the ranks, which travels meanwhile."""
+"""A loss computed in parts by the ranks: where backward starts, and the sum over ranks, overlapped with backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.reshard.running.executor import started
 
 
 def first_gradient(loss: Tensor) -> Tensor:
-    """With what the backward of a loss begins that is summed over the ranks: 1, as it lies where a reshard gives it back."""
+    """The gradient at which a loss's backward starts: ones, replicated on the axes over which the loss is Partial."""
     with torch.no_grad():
         if not isinstance(loss, DTensor):
             return torch.ones_like(loss)
@@ -23,21 +23,22 @@ def first_gradient(loss: Tensor) -> Tensor:
 
 
 def local_value(scalar: Tensor) -> Tensor:
-    """A number as a plain tensor: this rank's."""
+    """This rank's value of a scalar, as a plain tensor."""
     return (memory_of(scalar) if isinstance(scalar, DTensor) else scalar).detach()
 
 
 def without_graph(loss: Tensor) -> Tensor:
-    """The loss as it lies, which keeps nothing for backward alive. A DTensor's own `detach` goes through its dispatch."""
+    """The loss detached from the graph, in the same layout; skips the dispatch of DTensor's own `detach`."""
     return of_kind(local_value(loss), kind_of(loss)) if isinstance(loss, DTensor) else loss.detach()
 
 
 class LossSum:
-    """The sum of the losses of a rank's microbatches, on its way over all ranks.
+    """The sum of the losses of a step's microbatches over all ranks, started when made and finished by `wait`.
 
-    losses: scalars that lie alike; none on a stage that is not the last, whose sum is 0, of a model of that dtype. local: the sum
-    of this rank's parts.
-    Communication: a reshard of a number, over the axes that shard the tokens.
+    losses: this rank's scalars, all in the same layout. Empty on a pipeline stage other than the last; the sum is
+    then 0, of the model's `dtype` widened to at least float32.
+    local: the sum on this rank alone.
+    Communication: a reshard of one number, over the axes that shard the tokens.
     """
 
     def __init__(self, losses: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -47,10 +48,10 @@ class LossSum:
         self._pending: Pending | None = None
         if losses and isinstance(losses[0], DTensor):
             layout = layout_of(losses[0])
-            # A reshard without its autograd and its DTensors, which take longer than the sum.
+            # Runs the plan on plain tensors: the autograd and DTensors of `reshard` take longer than the sum.
             summed = plan(layout, cotangent(layout), (), self.local.dtype)
             self._pending = started(summed, self.local, losses[0].device_mesh)
 
     def wait(self) -> Tensor:
-        """The sum over all ranks, a plain number."""
+        """The sum over all ranks, as a plain scalar."""
         return self.local if self._pending is None else self._pending.wait()

@@ -1,4 +1,4 @@
-"""The module of a low-rank adapter, beside the linear layer."""
+"""The module of a LoRA adapter, attached to a linear layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from weft.kernels.autocast import is_autocasting
 
 
 class LowRank(nn.Module):
-    """A low-rank addend to a linear layer's output: alpha / rank * (input @ A.T) @ B.T (Hu et al. 2022).
+    """A LoRA adapter: adds alpha / rank * (input @ A.T) @ B.T to a linear layer's output (Hu et al. 2022).
 
-    The layer holds the adapter as `lora`. B is laid out as the outputs of the layer's weight are, A as the inputs. On a mesh the
-    addend therefore has the layout of the layer's output, Partial included, and both are reduced at once. Where A and B have a
-    wider dtype than the layer, as float32 beside bfloat16, the input is cast to the wider dtype, and the sum back, as in peft.
+    The layer holds the adapter as its submodule `lora`. On a mesh, B is sharded like the outputs of the layer's
+    weight and A like the inputs. The product then has the layout of the layer's output, Partial included, and both
+    are reduced together. If A and B have a wider dtype than the layer, for example float32 beside bfloat16, the input
+    is cast to the wider dtype and the sum is cast back, as in peft.
     """
 
     def __init__(self, a: Tensor, b: Tensor, alpha: float) -> None:
@@ -21,7 +22,7 @@ class LowRank(nn.Module):
         self.scale = alpha / a.shape[0]
 
     def forward(self, input: Tensor, output: Tensor) -> Tensor:
-        """input [..., in_features], output [..., out_features] of the layer -> that with the adapter's added to it"""
+        """input [..., in_features], the layer's output [..., out_features] -> the output plus the adapter's product."""
         added = kernels.linear(kernels.linear(_cast(input, self.A), self.A), self.B)
         return _cast(kernels.add(_cast(output, added), added, alpha=self.scale), output)
 
@@ -30,5 +31,5 @@ class LowRank(nn.Module):
 
 
 def _cast(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype of another tensor; as it is under autocast, which casts by itself."""
+    """Casts x to the dtype of `like`; leaves x unchanged under autocast, which casts by itself."""
     return x if x.dtype == like.dtype or is_autocasting() else x.to(like.dtype)

@@ -1,5 +1,6 @@
-"""Bytes that a rank holds under a plan, without data or processes: of parameters, gradients and optimizer state from layouts, of
-activations from a step on shapes.
+"""Predicts the bytes that a rank holds under a plan, without data or processes.
+
+Parameters, gradients and optimizer state follow from layouts; activations from a step on shapes.
 """
 
 from __future__ import annotations
@@ -34,17 +35,13 @@ from .recording import Criterion, on_shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on a rank. parameters, gradients, states: between steps; gathered: of whole parameters above their shards, at most.
+    """Bytes on a rank, as predicted by `predict_memory`."""
 
-    gradients: as they add up over several passes before a step.
-    activations: what is kept for backward at the most, of all microbatches that are under way; 0 where no batch was given.
-    """
-
-    parameters: int
-    gathered: int
-    gradients: int
-    states: int
-    activations: int = 0
+    parameters: int  # between steps
+    gathered: int  # full copies of sharded parameters, beyond their shards, at most
+    gradients: int  # between steps, when gradients accumulate over several backward passes
+    states: int  # the optimizer's, between steps
+    activations: int = 0  # tensors saved for backward, at most, over all microbatches in flight; 0 without a batch
 
     @property
     def nbytes(self) -> int:
@@ -63,16 +60,19 @@ def predict_memory(
     inputs: Mapping[str, Any] | None = None,
     microbatches: int = 1,
 ) -> Memory:
-    """What `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes.
+    """Predicts the bytes that `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes.
 
-    model: not parallel yet, on any device. plan: the model's own where None. With stages, it is those of the rank.
-    states: tensors that the optimizer keeps for an element that it changes: 2 of Adam, 1 of momentum.
-    batch, criterion, inputs, microbatches: as of `record`; with a batch a step is run on shapes, for its activations.
-    What is gathered is, up to zero=2, all that lies on shards: where a shard is a stretch of its whole's memory, what the others
-    have of it. With zero=3 it is nothing between calls; with stages it is as much until all microbatches are back.
-    Activations are what ops keep as they do on a CPU: attention its inputs, its output and a logsumexp a row. What is on its way is
-    not counted: to another stage, or in buckets of gradients. A rank outside of a mesh with stages holds nothing.
-    Communication: none. Raises ValueError as `parallelize`, and with a batch as `record`.
+    model: not parallel yet, on any device. plan: None for the model's own. With pipeline stages, the rank's stages
+        count.
+    states: tensors of optimizer state for each trained element: 2 for Adam, 1 for momentum.
+    batch, criterion, inputs, microbatches: as for `record`. Given a batch, a step is run on shapes to find
+        activations.
+    gathered: up to zero=2, full copies of all sharded parameters. A shard that is a contiguous range of its full copy
+        shares memory with the copy, so only the rest counts. With zero=3, nothing between calls; with stages, as with
+        zero=2, until all microbatches are done.
+    activations: what ops save on a CPU; attention saves inputs, output and a logsumexp a row.
+    Messages between stages and gradient buckets are not counted. A rank outside a mesh with stages holds nothing.
+    Communication: none. Raises ValueError as `parallelize`; with a batch also as `record`.
     """
     mesh = as_mesh(mesh)
     plan = own_plan(model) if plan is None else plan
@@ -110,11 +110,11 @@ def predict_memory(
             counts["states"] += states * shard
     if batch is None:
         return Memory(**counts)
-    kept = _Kept()
+    kept = _SavedBytes()
     with on_shapes(
         model, mesh, plan, batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches
     ) as ready:
-        assert ready is not None, "a rank outside of the stages has left"
+        assert ready is not None, "a rank outside the stages has returned above"
         pipeline = pipeline_of(ready.model)
         split = pipeline is not None and pipeline.schedule.splits_backward
 
@@ -123,35 +123,37 @@ def predict_memory(
                 pipeline.finish_sends()
             kept.ended(phase == "forward" or split, ready.model)
 
-        ready.run(lambda phase: None)  # what stays from step to step is made
+        ready.run(lambda phase: None)  # not counted: allocates buffers kept from step to step
         with kept:
             ready.run(ended)
     return Memory(**counts, activations=kept.most)
 
 
-class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of what ops make and is kept for backward. most: of all microbatches, at once."""
+class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of new tensors kept alive for backward. most: the peak over a step."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._new: dict[int, tuple[StorageWeakRef, int]] = {}  # since a microbatch's forward or backward was over last
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Storages made since the last end of a microbatch's forward or backward: storage -> (weak reference, bytes).
+        self._new: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}  # storages saved for backward
         self.most = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {each._cdata for each in _storages((args, kwargs))}
+        given_storages = {each._cdata for each in _storages((args, kwargs))}
         for storage in _storages(made):
-            if storage._cdata not in given:
+            if storage._cdata not in given_storages:
                 self._new[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         return made
 
     def ended(self, counts: bool, model: nn.Module) -> None:
-        """The forward or the backward of a microbatch is over.
+        """Called when the forward or the backward of a microbatch is over.
 
-        counts: whether what it made is kept for backward, as after a forward, or where gradients of weights wait for their turn.
+        counts: whether storages made since the last call are saved for backward: after a forward, and after a
+            backward that defers the weights' gradients.
         """
         if counts:
             self._held |= self._new

@@ -1,4 +1,4 @@
-"""`forward_backward`: a batch in parts through a model under any plan, and each part's weight in the mean."""
+"""`forward_backward`: a training step's gradients under any plan, with the batch divided into microbatches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .parallel.pipeline.run import Microbatch
 from .parallel.styles import PIPELINE_AXIS
 from .rope import mark_parts
 from .train.step import find_gradients
-from .weighing import Asked, weighing
+from .weighing import ProbedCriterion, weighing
 
-_SYNC = "_gradient_sync"  # of a model that forward_backward was called with
+_SYNC = "_gradient_sync"  # attribute of a model: the GradientSync made by forward_backward
 
 
 def forward_backward(
@@ -34,26 +34,31 @@ def forward_backward(
     sync: GradientSync | None = None,
     **inputs: Any,
 ) -> Tensor:
-    """Forward, backward and gradient sync under whatever plan the model has; the mean loss, a number on every rank.
+    """Runs forward, backward and gradient sync under the model's plan; returns the mean loss on every rank.
 
-    criterion: of the model's output and targets. The losses of microbatches add up to its loss of the whole batch.
-        `weft.kernels.cross_entropy`, or that with options by functools.partial: a mean over the tokens whose target is not its
-        ignore_index, by its weights where it has some. With reduction="sum", or a denominator, losses are added up as they are.
-        One of your own with a parameter `denominator` gets what its sum is divided by: the number of tokens of the whole batch
-        whose target is not its `ignore_index` (-100 without one), or the sum of its `weight` at their targets.
-        Another one of your own is a sum, or a mean by one denominator that depends on targets alone. Which one is found out:
-        where a batch is in microbatches or its tokens on several ranks, the criterion is also called on random numbers, three
-        times as large as each microbatch, and the host waits for the device. On the mesh it is called with plain tensors, of the
-        tokens of each rank, unless classes are sharded.
-    tokens, targets: [B, T], plain: the whole batch, the same on every rank, in stages too; or DTensors of rows that each rank
-        has, as `lay_out_batch` lays them out, of which each rank's rows are divided.
-    microbatches: parts of the batch, one after another; 1 leaves it to the plan's pipeline. They divide the rows.
-    sync: the model's GradientSync, where the program has one; else one is made, and kept with the model.
-    inputs: what else the model is called with: tensors [B, T] are divided as the tokens are, and a `dropout_key` gives each
-        microbatch a key of its own, so that masks do not depend on the mesh. The rest goes to all.
-    Gradients add up to those that are there. Communication: that of the plan; the gradients' buckets once; activations and their
-    gradients from stage to stage; the loss; for a criterion of your own without `denominator` the sum of a few numbers. Raises
-    ValueError for microbatches that do not divide the rows, and for such a criterion that is no sum and no such mean.
+    Gradients are added to existing gradients.
+    criterion: called with the model's output and the targets. The losses of all microbatches and ranks are weighted
+        to add up to the criterion's loss of the whole batch. Three kinds of criteria are supported:
+        - `weft.kernels.cross_entropy`, also with options by functools.partial: a mean over the tokens whose target is
+          not ignore_index, weighted by `weight` if given. With reduction="sum" or a denominator, losses are added
+          unweighted.
+        - A function with a parameter `denominator`, by which it divides a sum. Weft passes the number of tokens in
+          the whole batch whose target is not the function's `ignore_index` (default -100), or the sum of its `weight`
+          at these targets.
+        - Any other function, if its loss is a sum over tokens, or a mean with a denominator depending only on
+          targets. Weft finds out which by calls on random numbers: for each microbatch, three calls of the
+          microbatch's size, and the host waits for the device. This happens only with several microbatches, or with
+          tokens sharded over ranks. On a mesh, the function gets plain tensors with each rank's tokens, unless
+          classes are sharded.
+    tokens, targets: [B, T], plain: the whole batch, the same on every rank, in every stage; or DTensors sharded by
+        rows, as `lay_out_batch` makes them, whose local rows are divided into microbatches.
+    microbatches: a divisor of the number of rows. 1 leaves the number to the plan's pipeline.
+    sync: the model's GradientSync, if the program made one; None: made once and kept with the model.
+    inputs: further arguments of the model. Tensors [B, T] are divided like the tokens. A `dropout_key` gives each
+        microbatch a key of its own, so masks do not depend on the mesh. Further values go to every microbatch.
+    Communication: the plan's; each gradient bucket once; activations and their gradients between stages; the loss;
+        for a criterion of the third kind the sum of a few numbers.
+    Raises ValueError for microbatches that do not divide the rows, and for a criterion of none of the three kinds.
     """
     pipeline = pipeline_of(model)
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -63,17 +68,17 @@ def forward_backward(
         if sync is None:
             sync = GradientSync(model)
             object.__setattr__(model, _SYNC, sync)
-    weighed = weighing(criterion, parts, targets, pipeline)
-    loss = find_gradients(model, weighed, parts, sync).loss
-    if isinstance(weighed, Asked):
-        weighed.finish()
+    weighted = weighing(criterion, parts, targets, pipeline)
+    loss = find_gradients(model, weighted, parts, sync).loss
+    if isinstance(weighted, ProbedCriterion):
+        weighted.finish()
     return loss
 
 
 def divide(
     model: nn.Module, tokens: Tensor, targets: Tensor, count: int, inputs: Mapping[str, Any]
 ) -> list[Microbatch]:
-    """The microbatches of a batch, laid out as the model wants them. Raises ValueError where they do not divide its rows."""
+    """Divides a batch into microbatches, laid out for the model. Raises ValueError unless `count` divides the rows."""
     laid_out = laid_out_by(model)
     rows = tokens.to_local().shape[0] if isinstance(tokens, DTensor) else tokens.shape[0]
     if count < 1 or rows % count:
@@ -84,26 +89,26 @@ def divide(
         )
     parts = []
     for number in range(count):
-        own = {name: _part(value, number, count, tokens.shape) for name, value in inputs.items()}
-        if own.get("dropout_key") is not None:
-            own["dropout_key"] = microbatch_key(own["dropout_key"], number, count)
-        mine, target = (_part(each, number, count, tokens.shape) for each in (tokens, targets))
-        if isinstance(mine, DTensor):
-            own = {name: _on_stage(value, laid_out) for name, value in own.items()}
-            mine, target = _on_stage(mine, laid_out), _on_stage(target, laid_out)
+        kwargs = {name: _part(value, number, count, tokens.shape) for name, value in inputs.items()}
+        if kwargs.get("dropout_key") is not None:
+            kwargs["dropout_key"] = microbatch_key(kwargs["dropout_key"], number, count)
+        part_tokens, target = (_part(each, number, count, tokens.shape) for each in (tokens, targets))
+        if isinstance(part_tokens, DTensor):
+            kwargs = {name: _on_stage(value, laid_out) for name, value in kwargs.items()}
+            part_tokens, target = _on_stage(part_tokens, laid_out), _on_stage(target, laid_out)
         elif laid_out is not None:
             mesh, plan = laid_out
-            given = {name: own.pop(name, None) for name in ("positions", "documents")}
-            batch = lay_out_batch(mesh, plan, mine, target, **given)
-            mine, target = batch.tokens, batch.targets
-            own |= {name: value for name in given if (value := getattr(batch, name)) is not None}
-        parts.append(Microbatch(args=(mine,), kwargs=own, targets=target))
+            given = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
+            batch = lay_out_batch(mesh, plan, part_tokens, target, **given)
+            part_tokens, target = batch.tokens, batch.targets
+            kwargs |= {name: value for name in given if (value := getattr(batch, name)) is not None}
+        parts.append(Microbatch(args=(part_tokens,), kwargs=kwargs, targets=target))
     join(parts)
     return parts
 
 
 def join(parts: Sequence[Microbatch]) -> None:
-    """Lets rotary angles that grow with the longest row of a batch be alike in all its microbatches."""
+    """Links the positions of all microbatches: dynamic rope scaling then uses the longest row of the whole batch."""
     given = [each.kwargs.get("positions") for each in parts]
     values = [each.values if isinstance(each, OrderedPositions) else each for each in given]
     positions = [each for each in values if isinstance(each, Tensor)]
@@ -112,17 +117,17 @@ def join(parts: Sequence[Microbatch]) -> None:
 
 
 def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
-    """The dropout key of one of `count` microbatches: of one alone, that of the step."""
+    """The dropout key of microbatch `number`. A batch of one microbatch keeps the step's key."""
     if count == 1:
         return key
-    if isinstance(key, Tensor):  # as a number it may be above what an int64 holds
+    if isinstance(key, Tensor):  # uint64; values above the range of int64 are possible
         whole = int(key.view(torch.int64)) % 2**64
         return torch.tensor(derive_key(whole, "microbatch", number), dtype=torch.uint64, device=key.device)
     return derive_key(key, "microbatch", number)
 
 
 def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
-    """The rows of a microbatch, of what is as large as the tokens; of a DTensor those of each rank."""
+    """The rows of microbatch `number` of a tensor as large as the tokens; of a DTensor, of each rank's local rows."""
     if isinstance(value, OrderedPositions):
         return replace(value, values=_part(value.values, number, count, shape))
     if count == 1 or not isinstance(value, Tensor) or value.shape[:1] != shape[:1] or value.ndim < 2:
@@ -135,7 +140,7 @@ def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
 
 
 def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
-    """A DTensor that every stage has, as one of this rank's stage. Nothing moves."""
+    """Converts a DTensor on the mesh of all stages to one on this rank's stage. No data moves."""
     if isinstance(value, OrderedPositions):
         return replace(value, values=_on_stage(value.values, laid_out))
     if not isinstance(value, DTensor) or laid_out is None or layout_of(value).mesh == laid_out[0]:

@@ -1,6 +1,7 @@
-"""Standard output and error: what cannot be printed decides nothing that a run does.
+"""Standard output and error streams whose failures cannot stop a run.
 
-A reader may go away, a disk may be full, a terminal may close, and an encoding may lack a character.
+Printing may fail: a pipe's reader goes away, the disk is full, the terminal closes, or the encoding lacks a
+character.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 
 class NotPrinted(Exception):
-    """Output could not be written, of a command whose work is that output. cause: the error of the system."""
+    """A command could not write the output asked for. cause: the operating system's error."""
 
     def __init__(self, cause: OSError | ValueError) -> None:
         super().__init__(str(cause))
@@ -21,9 +22,9 @@ class NotPrinted(Exception):
 
 
 class Printing:
-    """A stream of text that has a question mark for each character that its encoding lacks, and goes nowhere after an error.
+    """Wraps a text stream: replaces characters outside the encoding by "?", and discards all output after an error.
 
-    ends: whether the first error raises NotPrinted; without it all errors are silent. All else is as of the stream.
+    ends: whether the first error raises NotPrinted; otherwise errors are silent. Further attributes are the stream's.
     """
 
     def __init__(self, stream: TextIO, *, ends: bool) -> None:
@@ -33,33 +34,33 @@ class Printing:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes the text; the number of its characters."""
+        """Writes the text; returns its number of characters."""
         try:
             self._stream.write(text)
         except UnicodeEncodeError:
             encoding = self._stream.encoding or "ascii"
             return self.write(text.encode(encoding, "replace").decode(encoding))
-        except (OSError, ValueError) as error:  # a ValueError is of a stream that is closed
-            self._lead_nowhere(error)
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._discard(error)
         return len(text)
 
     def flush(self) -> None:
-        """Hands on what was written."""
+        """Flushes the stream."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._lead_nowhere(error)
+            self._discard(error)
 
-    def _lead_nowhere(self, error: OSError | ValueError) -> None:
-        with suppress(OSError, ValueError):  # of what has no descriptor
-            _open_nowhere(self._stream.fileno())
+    def _discard(self, error: OSError | ValueError) -> None:
+        with suppress(OSError, ValueError):  # the stream may have no descriptor
+            _redirect_to_null(self._stream.fileno())
         if self._ends:
             raise NotPrinted(error) from error
 
 
 @contextmanager
 def printing(*, ends: bool) -> Iterator[None]:
-    """Has standard output be a `Printing`, and standard error one that is silent; `ends` is of standard output."""
+    """Makes standard output a `Printing` with `ends`, and standard error a silent one, within the context."""
     streams = sys.stdout, sys.stderr
     begin_printing(ends=ends)
     try:
@@ -74,19 +75,22 @@ def printing(*, ends: bool) -> Iterator[None]:
 
 
 def begin_printing(*, ends: bool = False) -> None:
-    """As `printing`, for the life of this process. A descriptor that is closed is opened: else the next file would have it."""
+    """As `printing`, until the process ends.
+
+    Opens closed descriptors 0 to 2 on the null device; otherwise the next opened file would take such a number.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            _open_nowhere(descriptor)
-    # Python has no stream for a descriptor that was closed as it started.
+            _redirect_to_null(descriptor)
+    # Python sets sys.stdout or sys.stderr to None if its descriptor was closed at startup.
     out, error = (each or open(os.devnull, "w", encoding="utf-8") for each in (sys.stdout, sys.stderr))  # noqa: SIM115
     sys.stdout, sys.stderr = Printing(out, ends=ends), Printing(error, ends=False)
 
 
 def can_show(text: str) -> bool:
-    """Whether the encoding of standard output has all characters of the text."""
+    """Whether standard output's encoding has all characters of the text."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -94,8 +98,8 @@ def can_show(text: str) -> bool:
     return True
 
 
-def _open_nowhere(descriptor: int) -> None:
-    """Has a descriptor, and those that processes started later inherit, lead to the null device."""
+def _redirect_to_null(descriptor: int) -> None:
+    """Redirects a descriptor to the null device; child processes inherit the redirection."""
     null = os.open(os.devnull, os.O_RDWR)
     if null == descriptor:
         os.set_inheritable(null, True)

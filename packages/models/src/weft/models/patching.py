@@ -1,4 +1,4 @@
-"""Weft's loss, norms and gates in a model that `transformers` has loaded, and out of it again."""
+"""`patch`: runs a `transformers` model with Weft's loss, norms and gated MLPs, and undoes this again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from weft.kernels import linear_cross_entropy, rms_norm, swiglu
 
 Forward = Callable[..., Any]
-IGNORED = -100  # the label of a token that has none, where the caller names no other
+IGNORED = -100  # the default label of tokens without a label
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Names of classes of `transformers`: of the model, of its RMS norms and of its gated MLPs."""
+    """Class names in `transformers`: of a model, its RMS norms and its gated MLPs."""
 
     model: str
     norm: str | None = None
@@ -42,7 +42,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A module whose forward is Weft's, and what it computes now."""
+    """A module, the new forward, and a description of this forward for the printed summary."""
 
     module: nn.Module
     forward: Forward
@@ -50,7 +50,7 @@ class Replaced:
 
 
 class Patch:
-    """What `patch` changed in a model. Printed, it has a line for each class of modules."""
+    """The changes made by `patch`. Its string has a line for each class of changed modules."""
 
     def __init__(self, replaced: list[Replaced]) -> None:
         self._replaced = replaced
@@ -62,9 +62,9 @@ class Patch:
         return "\n".join(f"{name} x {count}: {what}" for (name, what), count in counts.items()) or "nothing"
 
     def undo(self) -> None:
-        """Gives every module the forward of its class again. A second time it does nothing.
+        """Restores every module's own forward. A second call does nothing.
 
-        Raises RuntimeError where something else has replaced a forward since; then nothing is changed.
+        Raises RuntimeError, and changes nothing, where a forward was replaced after `patch`.
         """
         for each in self._replaced:
             if each.module.__dict__.get("forward") is not each.forward:
@@ -76,31 +76,32 @@ class Patch:
 
 
 def patch(model: nn.Module) -> Patch:
-    """Lets a Llama, Qwen 2, Qwen 3 or GPT-2 of `transformers` compute with Weft's ops; prints what it changed, and returns it.
+    """Runs a Llama, Qwen 2, Qwen 3 or GPT-2 of `transformers` with Weft's ops. Prints and returns the changes.
 
-    In training, with labels, the loss is the `linear_cross_entropy` of the last hidden states: the logits never exist all at
-    once, and the output's `logits` are None. The model's own forward runs without labels, in `eval()`, with a head that is no
-    plain nn.Linear or has hooks, and with a `loss_function` of the model's own, also where the head or the loss is changed after
-    `patch`. The print names the reason. The RMS norms and gated MLPs of a Llama or Qwen are Weft's `rms_norm` and `swiglu`; an MLP
-    with another activation, or hooks on the activation, keeps its own forward. Parameters, names and checkpoints stay the same.
+    In training with labels, the loss is `linear_cross_entropy` of the last hidden states: the full logits never
+    exist, and the output's `logits` are None. The model's own forward runs without labels, in `eval()`, with a head
+    that is not a plain nn.Linear or has hooks, and with a custom `loss_function`, even one set after `patch`. The
+    printed summary names the reason. Llama's and Qwen's RMS norms and gated MLPs become Weft's `rms_norm` and
+    `swiglu`. An MLP with another activation, or with hooks on the activation, keeps its own forward. Parameters,
+    names and checkpoints stay the same.
     `patch(model).undo()` restores the model.
     Communication: none.
-    Raises ValueError for a model of another class, a forward that replaces or wraps the forward of transformers, and a compiled
+    Raises ValueError for a model of another class, a replaced or wrapped forward of transformers, and a compiled
     module.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or not hasattr(model, "config") or not _of_transformers(type(model)):
         raise ValueError(f"patch takes a {', '.join(FAMILIES)} of transformers, not a {type(model).__name__}")
-    ways: dict[str | None, tuple[Forward, str]] = {
+    replacements: dict[str | None, tuple[Forward, str]] = {
         family.model: (_model, _what_of_model(model)),
         family.norm: (_norm, "rms_norm"),
         family.mlp: (_gated_mlp, "swiglu"),
     }
     if getattr(model.config, "hidden_act", None) != "silu":
-        del ways[family.mlp]
+        del replacements[family.mlp]
     replaced = []
     for name, module in model.named_modules():
-        if type(module).__name__ not in ways or not _of_transformers(type(module)):
+        if type(module).__name__ not in replacements or not _of_transformers(type(module)):
             continue
         where = f"{name or type(model).__name__}.forward"
         if "forward" in module.__dict__:
@@ -110,23 +111,23 @@ def patch(model: nn.Module) -> Patch:
         if not _is_forward_of_transformers(type(module)):
             own = type(module).forward
             raise ValueError(
-                f"{where} is not that of transformers: {own.__module__}.{own.__qualname__} stands in its place for every "
-                f"{type(module).__name__}; take that back, then patch"
+                f"{where} is not that of transformers: {own.__module__}.{own.__qualname__} stands in its place for "
+                f"every {type(module).__name__}; take that back, then patch"
             )
-        way, what = ways[type(module).__name__]
-        replaced.append(Replaced(module, _instead_of(way, module), what))
+        replacement, what = replacements[type(module).__name__]
+        replaced.append(Replaced(module, _bound(replacement, module), what))
     changed = Patch(replaced)
     print(changed)
     return changed
 
 
 def _of_transformers(kind: type) -> bool:
-    """Whether a class is one of transformers, and not another of the same name."""
+    """Whether transformers defines the class, rather than another library with a class of this name."""
     return kind.__module__.partition(".")[0] == "transformers"
 
 
 def _is_forward_of_transformers(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is written in the folder of transformers, so neither replaced nor wrapped."""
+    """Whether the class's forward is code from transformers' folder: neither replaced nor wrapped."""
     import transformers
 
     folder = Path(str(transformers.__file__)).parent
@@ -140,8 +141,8 @@ def _what_of_model(model: Any) -> str:
 
 
 def _why_own_forward(model: Any) -> str | None:
-    """Why `linear_cross_entropy` would go around the model's head or loss; None where both are those of transformers."""
-    from transformers.loss import loss_utils  # the model's own library, which Weft does without
+    """Why `linear_cross_entropy` would bypass the model's head or loss; None if both are transformers' own."""
+    from transformers.loss import loss_utils  # the library of the model; Weft does not depend on it
 
     head, loss = model.get_output_embeddings(), model.loss_function
     if type(head) is not nn.Linear:
@@ -162,20 +163,20 @@ def _why_own_forward(model: Any) -> str | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its forward."""
+    """Whether calling the module runs hooks besides its forward."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     of_all = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     return any(map(len, own)) or any(len(getattr(torch.nn.modules.module, f"_global_{name}")) for name in of_all)
 
 
-def _instead_of(way: Forward, module: nn.Module) -> Forward:
-    """`way` as a method of the module, with the signature of the class's own forward, which others look at."""
+def _bound(replacement: Forward, module: nn.Module) -> Forward:
+    """Binds `replacement` to the module, with the signature of the class's own forward, which callers inspect."""
     own = type(module).forward
     names = tuple(inspect.signature(own).parameters)[1:]
 
     @functools.wraps(own)
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
-        return way(self, dict(zip(names, given, strict=False)) | named)
+        return replacement(self, dict(zip(names, given, strict=False)) | named)
 
     return MethodType(forward, module)
 
@@ -190,34 +191,34 @@ def _gated_mlp(self: Any, given: dict[str, Any]) -> Any:
     return self.down_proj(swiglu(self.gate_proj(given["x"]), self.up_proj(given["x"])))
 
 
-def _is_asked(logits_to_keep: Any) -> bool:
-    """Whether some of the positions are named, by a number or by a tensor of places."""
+def _requests_logits(logits_to_keep: Any) -> bool:
+    """Whether logits of some positions are requested, by a number or by a tensor of indices."""
     return isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
 
 
 def _model(self: Any, given: dict[str, Any]) -> Any:
-    asks_for_logits = not self.training or given.get("labels") is None or _is_asked(given.get("logits_to_keep"))
+    asks_for_logits = not self.training or given.get("labels") is None or _requests_logits(given.get("logits_to_keep"))
     if asks_for_logits or _why_own_forward(self) is not None:
         return type(self).forward(self, **given)
     head = self.get_output_embeddings()
-    from transformers import modeling_outputs  # the model's own library, which Weft does without
+    from transformers import modeling_outputs  # the library of the model; Weft does not depend on it
 
     labels, targets = given.pop("labels"), given.pop("shift_labels", None)
     ignored, tokens = given.pop("ignore_index", IGNORED), given.pop("num_items_in_batch", None)
     given.pop("logits_to_keep", None)
     as_tuple = not (self.config.use_return_dict if given.get("return_dict") is None else given["return_dict"])
-    inner = self.base_model(**given | {"return_dict": True})
-    hidden = inner.last_hidden_state  # [B, T, H]
+    hidden_output = self.base_model(**given | {"return_dict": True})
+    hidden = hidden_output.last_hidden_state  # [B, T, H]
     if targets is None:
-        targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]  # [B, T], of the token after each
+        targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]  # [B, T]; each token's target is the next label
     loss = linear_cross_entropy(
         hidden, head.weight, targets.to(hidden.device), linear_bias=head.bias, ignore_index=ignored, denominator=tokens
     )
     output = (
         modeling_outputs.CausalLMOutputWithCrossAttentions
-        if hasattr(inner, "cross_attentions")
+        if hasattr(hidden_output, "cross_attentions")
         else modeling_outputs.CausalLMOutputWithPast
     )
-    parts: dict[str, Any] = {name: value for name, value in inner.items() if name != "last_hidden_state"}
+    parts: dict[str, Any] = {name: value for name, value in hidden_output.items() if name != "last_hidden_state"}
     result = output(**parts | {"loss": loss})
     return result.to_tuple() if as_tuple else result

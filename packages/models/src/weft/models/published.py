@@ -1,6 +1,6 @@
-"""Models as they were published: the sizes and constants of their config.json on huggingface.co.
+"""Configs of published models, with the sizes and constants of their config.json on huggingface.co.
 
-Dropout is left out, as today's runs train without it. Tokens of a sequence are at most those that the config was published with.
+Dropout is omitted, as in current training. max_seq_len is the published maximum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _llama3(
     stretched: float | None = None,
     tie_embeddings: bool = False,
 ) -> LlamaConfig:
-    """stretched: by which factor the rotary wavelengths were, from 3.1 on, for 131,072 tokens."""
+    """stretched: the factor on the rotary wavelengths since Llama 3.1, for 131,072 tokens; None: Llama 3, for 8192."""
     scaling = None
     if stretched is not None:
         scaling = Llama3RopeScaling(

@@ -1,4 +1,4 @@
-"""`record`: a training step of any model run on shapes, for what one rank of any mesh communicates in it."""
+"""`record`: runs a training step of any model on shapes, and returns the communication of one rank of any mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .parallel.plan import without_pipeline
 from .parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from .schedules.schedule import Schedule
 from .train.step import find_gradients
-from .weighing import Asked, weighing
+from .weighing import ProbedCriterion, weighing
 
 Criterion = Callable[[Any, Tensor], Tensor]
 
@@ -53,24 +53,27 @@ def record(
     bucket_bytes: int = BUCKET_BYTES,
     reduce_dtype: torch.dtype | None = None,
 ) -> Communication:
-    """What `rank` communicates in a training step of `model` on `mesh` under `plan`, without data or processes.
+    """Predicts what `rank` communicates in a training step of `model` on `mesh` under `plan`, without processes.
 
-    A copy of the model is laid out by `parallelize` and run forward and backward on tensors without data, with the
-    gradients' buckets; its collectives are recorded where they would start. So it holds for any module, plan and criterion
-    that would run: what comes out is what the program itself asks for.
-    model: not parallel yet, on any device; it is left as it is. plan: the model's own where None.
-    batch: the global shape [B, T] of tokens and targets, int64, or the two tensors, of which shapes and dtypes are used; they
-    are laid out by `lay_out_batch`, and others than [B, T] by rows over "dp".
-    criterion: of the model's output and the targets, a scalar; the mean cross-entropy over all tokens where None.
-    inputs: what else the model is called with, by name, as `dropout_key`. clip_norm: as of the step, which then asks for the norm.
-    microbatches: as of `forward_backward`, whose step it is where there are several; 1 leaves it to the plan's pipeline.
-    bucket_bytes, reduce_dtype: as of GradientSync, whose `dtype` it is.
-    With stages, the rank's own are run by its schedule; a send counts as 0 bytes, as they are received elsewhere.
-    Cost: a step's host time on one rank; with stages that of the whole model on one microbatch besides, for what goes from stage
-    to stage. It does not grow with the ranks of the mesh. A rank outside communicates nothing.
-    Communication: none, and no process group is needed or touched.
-    Raises ValueError for a model that is parallel already, a rank below 0, a batch that is neither, microbatches that do not divide
-    it, and as `parallelize`; what the model raises where it reads values of its tensors.
+    A copy of the model is laid out by `parallelize`, and runs forward, backward and gradient buckets on tensors
+    without data. Collectives are recorded where they would start. The result therefore holds for every module, plan
+    and criterion that can run, and equals what the program itself issues.
+    model: not parallel yet, on any device; unchanged. plan: None for the model's own.
+    batch: the global shape [B, T] of int64 tokens and targets; or two tensors, of which only shapes and dtypes are
+        used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
+    criterion: of the model's output and targets, a scalar; None: the mean cross-entropy over all tokens.
+    inputs: further arguments of the model, by name, like `dropout_key`.
+    clip_norm: includes the gradient norm's communication, as in a step with clipping.
+    microbatches: as for `forward_backward`, whose step is run where there are several. 1 leaves the number to the
+        plan's pipeline.
+    bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`.
+    With stages, the rank's own stages run by its schedule. A send counts as 0 bytes: bytes count at the receiver.
+    Cost: the host time of one rank's step; with stages also of the whole model on a microbatch, to find the messages
+        between stages. The cost does not grow with the mesh. A rank outside the mesh communicates nothing.
+    Communication: none; no process group is needed or touched.
+    Raises ValueError for an already parallel model, a negative rank, a batch that is neither shape nor tensors,
+        microbatches that do not divide the batch, and as `parallelize`; and whatever the model raises when it reads a
+        tensor's values.
     """
     return run_on_shapes(
         model,
@@ -89,12 +92,12 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of one rank, run on shapes. shapes: global, of the parameters that the rank has a part of; layouts: how those lie."""
+    """A rank's step after a run on shapes."""
 
     communication: Communication = field(default_factory=Communication)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    layouts: Mapping[str, Layout | None] = field(default_factory=dict)
-    schedule: Schedule | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # global shapes of the rank's parameters
+    layouts: Mapping[str, Layout | None] = field(default_factory=dict)  # layouts of the same parameters
+    schedule: Schedule | None = None  # the pipeline's
 
 
 def run_on_shapes(
@@ -111,7 +114,7 @@ def run_on_shapes(
     bucket_bytes: int = BUCKET_BYTES,
     reduce_dtype: torch.dtype | None = None,
 ) -> Step:
-    """The step that `record` records, with more of what is known of it. Arguments and errors are those of `record`."""
+    """As `record`, but also returns the parameters' layouts and the pipeline's schedule."""
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(
         model,
@@ -144,16 +147,16 @@ def run_on_shapes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A step of one rank that is ready to be run on shapes. model: its part of the parallel model."""
+    """A rank's step before a run on shapes, as yielded by `on_shapes`."""
 
-    model: nn.Module
+    model: nn.Module  # the rank's part of the parallel model
     criterion: Criterion
     microbatches: Sequence[Microbatch]
     sync: GradientSync
     recorded: Recorded
 
     def run(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Forward, backward and gradient sync. ended, clip_norm: as of `find_gradients`."""
+        """Runs forward, backward and gradient sync. ended, clip_norm: as for `find_gradients`."""
         find_gradients(self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, ended=ended)
 
 
@@ -171,37 +174,40 @@ def on_shapes(
     bucket_bytes: int = BUCKET_BYTES,
     reduce_dtype: torch.dtype | None = None,
 ) -> Iterator[Ready | None]:
-    """What `record` runs: inside it can be. None for a rank without a stage. Arguments and errors are those of `record`."""
+    """Prepares the step of `record`, to be run within the context. Yields None for a rank without a stage.
+
+    Arguments and errors: as for `record`.
+    """
     mesh = as_mesh(mesh)
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
-    tokens, targets = _shapes_alone(batch)
+    tokens, targets = _on_meta(batch)
     compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
             yield None
             return
-        parallel = parallelize(_without_data(model), mesh, plan)
+        parallel = parallelize(_meta_copy(model), mesh, plan)
         pipeline = pipeline_of(parallel)
         count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
         if tokens.ndim == 2 and tokens.shape == targets.shape:
             parts = divide(parallel, tokens, targets, count, inputs or {})
         elif count == 1:
-            laid, target = _by_rows(mesh, tokens, targets)
-            parts = [Microbatch(args=(laid,), kwargs=dict(inputs or {}), targets=target)]
+            laid_out, target = _by_rows(mesh, tokens, targets)
+            parts = [Microbatch(args=(laid_out,), kwargs=dict(inputs or {}), targets=target)]
         else:
             raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} are not taken in {count} "
-                f"microbatches; give both as [B, T]"
+                f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
+                f"divided into {count} microbatches; give both as [B, T]"
             )
-        weighed = weighing(compute, parts, targets)
-        if (
-            len(parts) > 1 or pipeline is not None or not isinstance(weighed, Asked)
-        ):  # else a step is what the caller writes
-            compute = weighed
+        weighted = weighing(compute, parts, targets)
+        # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
+        # training loop of the caller's own.
+        if len(parts) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
+            compute = weighted
         if pipeline is not None:
-            pipeline.forms = _forms(_without_data(model), pipeline, plan, parts[0], compute)
+            pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, parts[0], compute)
         sync = GradientSync(parallel, bucket_bytes=bucket_bytes, dtype=reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
@@ -214,25 +220,25 @@ def _mean_cross_entropy(targets: Tensor) -> Criterion:
 
 
 def _by_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and targets that are not [B, T]: rows over "dp" alone."""
+    """Lays out tokens and targets that are not [B, T]: rows over "dp" only."""
     if mesh.size == 1:
         return tokens, targets
     rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
     return distribute(tokens, rows), distribute(targets, rows)
 
 
-def _forms(
+def _message_forms(
     model: nn.Module, pipeline: Pipeline, plan: ParallelPlan, microbatch: Microbatch, criterion: Criterion
 ) -> dict[tuple[str, int], dict[Any, Any]]:
-    """What the messages between stages are like: all stages are run once on this rank's place in the mesh of one."""
+    """The forms of all messages between stages, from a run of all stages at this rank's place in the stage mesh."""
     layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
     parallelize(model, pipeline.stage_mesh, without_pipeline(plan))
-    given: dict[int, Any] = {}
+    input_forms: dict[int, Any] = {}
     gradients: dict[int, list[Tensor | None]] = {}
 
     def note(stage: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            given[stage] = form_of(output)
+            input_forms[stage] = form_of(output)
             followed = differentiable(output)
             gradients[stage] = [None] * len(followed)
             for i, each in enumerate(followed):
@@ -244,12 +250,12 @@ def _forms(
         model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
     loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
     go_back(loss, [first_gradient(each) for each in loss])
-    forward = {("F", stage): {microbatch.kind: form} for stage, form in given.items()}
+    forward = {("F", stage): {microbatch.kind: form} for stage, form in input_forms.items()}
     return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 
 
-def _shapes_alone(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, without data."""
+def _on_meta(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens and targets on the meta device."""
     first, second = batch if len(batch) == 2 else (None, None)
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.to("meta"), second.to("meta")
@@ -262,20 +268,20 @@ def _shapes_alone(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor,
     return tokens, targets
 
 
-def _without_data(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have no data: tied ones stay tied, and none is copied first."""
-    without: dict[int, Any] = {}
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device; never copies data, and keeps tied parameters tied."""
+    copies: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"parameter {name} of {type(model).__name__} is a DTensor: the model is parallel already; record it before "
-                f"parallelize, or a model of the same config built under torch.device('meta')"
+                f"parameter {name} of {type(model).__name__} is a DTensor: the model is parallel already; record it "
+                f"before parallelize, or a model of the same config built under torch.device('meta')"
             )
-        without[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for module in model.modules():
         tensors = (
             *module.buffers(recurse=False),
             *(each for each in vars(module).values() if isinstance(each, Tensor)),
         )
-        without |= {id(each): each.detach().to("meta") for each in tensors}
-    return copy.deepcopy(model, without)
+        copies |= {id(each): each.detach().to("meta") for each in tensors}
+    return copy.deepcopy(model, copies)

@@ -1,4 +1,4 @@
-"""Tables for rotary embedding (Su et al. 2021), made from a config on demand: right wherever the model was built."""
+"""Tables for rotary embedding (Su et al. 2021), computed from a config on demand instead of kept as buffers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScali
 def compute_rotary_tables(
     rotary: Rotary, rows: int, device: torch.device, length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of the positions below `rows`: [rows, D // 2] float32 each.
+    """Cosine and sine of the angles of positions 0 to rows - 1: [rows, D // 2] float32 each.
 
-    length: of the sequence that is read, where the frequencies depend on it. In float32 as Hugging Face computes them,
-    for that is what the published weights were trained with.
+    length: of the sequence read, where the frequencies depend on it. Computed in float32 like Hugging Face's tables,
+    because the published weights were trained with these.
     """
     frequencies = compute_rotary_frequencies(rotary, device, length)
     angle = torch.outer(torch.arange(rows, device=device).float(), frequencies)
@@ -32,14 +32,14 @@ def compute_rotary_tables(
 
 
 def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int | Tensor | None = None) -> Tensor:
-    """By how much the angle of each pair of elements turns from token to token: [D // 2] float32.
+    """The rotation of each pair of elements from one token to the next, in radians: [D // 2] float32.
 
-    length: of the sequence that is read, a number or a scalar on the device; it counts for dynamic scaling alone.
+    length: of the sequence read, as an int or a scalar on the device; used by dynamic scaling only.
     """
     exponent = torch.arange(0, rotary.head_dim, 2, device=device).float() / rotary.head_dim  # [D // 2]
     match rotary.scaling:
         case DynamicRopeScaling(factor=factor) if length is not None:
-            return 1.0 / _grown_base(rotary, factor, length, device) ** exponent
+            return 1.0 / _dynamic_base(rotary, factor, length, device) ** exponent
         case LinearRopeScaling(factor=factor):
             return 1.0 / rotary.theta**exponent / factor
         case Llama3RopeScaling() as scaling:
@@ -49,21 +49,21 @@ def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int
     return 1.0 / rotary.theta**exponent
 
 
-_PARTS = "_positions_of_all_parts"  # an attribute of positions that are of a part of a batch
+_PARTS = "_positions_of_all_parts"  # attribute of a microbatch's positions: the positions of all microbatches
 
 
 def mark_parts(parts: Sequence[Tensor]) -> None:
-    """Lets the positions of each part of a batch be as long as the batch: see `length_of`."""
-    # Other tensors of the same memory: each with itself among its attributes would wait for the garbage collector.
-    alike = tuple([of_kind(x.to_local(), kind_of(x)) if isinstance(x, DTensor) else x.detach() for x in parts])
+    """Links the positions of all microbatches of a batch: `length_of` any of them is the batch's length."""
+    # Detached aliases: a tensor referring to itself by an attribute would live until garbage collection.
+    aliases = tuple([of_kind(x.to_local(), kind_of(x)) if isinstance(x, DTensor) else x.detach() for x in parts])
     for each in parts:
-        setattr(each, _PARTS, alike)
+        setattr(each, _PARTS, aliases)
 
 
 def length_of(positions: Tensor) -> Tensor:
-    """One more than the highest position of the whole batch: a scalar on the device, of int64.
+    """One more than the highest position of the whole batch: an int64 scalar on the device.
 
-    Communication: where the positions are sharded, one all-reduce of a number over those axes.
+    Communication: where the positions are sharded, an all-reduce of a number over the sharding axes.
     """
     parts: tuple[Tensor, ...] = getattr(positions, _PARTS, (positions,))
     locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in parts]
@@ -77,8 +77,8 @@ def length_of(positions: Tensor) -> Tensor:
     return highest + 1
 
 
-def _grown_base(rotary: Rotary, factor: float, length: int | Tensor, device: torch.device) -> Tensor:
-    """A scalar, computed on the device: where the length is there, the host does not wait for it."""
+def _dynamic_base(rotary: Rotary, factor: float, length: int | Tensor, device: torch.device) -> Tensor:
+    """The base under dynamic scaling: a scalar computed on the device, without a wait of the host for `length`."""
     seen = torch.as_tensor(length, device=device).clamp(min=rotary.max_seq_len)
     growth = factor * seen / rotary.max_seq_len - (factor - 1)
     base: Tensor = rotary.theta * growth ** (rotary.head_dim / (rotary.head_dim - 2))
@@ -86,14 +86,14 @@ def _grown_base(rotary: Rotary, factor: float, length: int | Tensor, device: tor
 
 
 def _llama3(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # in the context first trained on
+    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # full rotations within the original context
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)  # 0: a long wave, stretched; 1: a short one, kept
+    blend = blend.clamp(0, 1)  # 0: long wavelength, stretched; 1: short wavelength, unchanged
     return (1 - blend) * frequency / scaling.factor + blend * frequency
 
 
 def _yarn(rotary: Rotary, wavelength: Tensor, scaling: YarnRopeScaling) -> Tensor:
-    """wavelength: [D // 2], over 2 pi. The pair that turns n times is found by its number, as in the paper's eq. 17."""
+    """wavelength: [D // 2], divided by 2 pi. `pair` finds the pair with n rotations, as in YaRN's eq. 17."""
 
     def pair(turns: float) -> float:
         ratio = scaling.original_max_seq_len / (turns * 2 * math.pi)
@@ -104,17 +104,17 @@ def _yarn(rotary: Rotary, wavelength: Tensor, scaling: YarnRopeScaling) -> Tenso
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.head_dim - 1)
     if low == high:
-        high += 0.001  # as transformers has it
+        high += 0.001  # as in transformers
     number = torch.arange(rotary.head_dim // 2, device=wavelength.device, dtype=torch.float32)
     stretched = ((number - low) / (high - low)).clamp(0, 1)
     return stretched / (scaling.factor * wavelength) + (1 - stretched) / wavelength
 
 
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)  # kept tables must be fit for training, whoever asks first
+@torch.inference_mode(False)  # cached tables must work in training, even if first made in inference
 @torch.no_grad()
 def rotary_tables(rotary: Rotary, rows: int, device: torch.device, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """`compute_rotary_tables`, kept; a graph that is traced computes its own."""
+    """`compute_rotary_tables`, cached. Not for a traced graph, which computes its own tables."""
     return compute_rotary_tables(rotary, rows, device, length)
 
 
@@ -122,5 +122,5 @@ def rotary_tables(rotary: Rotary, rows: int, device: torch.device, length: int |
 @torch.inference_mode(False)
 @torch.no_grad()
 def rotary_frequencies(rotary: Rotary, device: torch.device) -> Tensor:
-    """`compute_rotary_frequencies` of a length up to max_seq_len, kept as the tables are."""
+    """`compute_rotary_frequencies` for lengths up to max_seq_len, cached. Not for a traced graph."""
     return compute_rotary_frequencies(rotary, device)

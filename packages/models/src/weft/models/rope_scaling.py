@@ -1,6 +1,6 @@
-"""How rotary wavelengths are stretched beyond the context that a model was first trained on.
+"""Settings that stretch rotary wavelengths beyond a model's original context.
 
-Each kind is what `transformers` 4.57 computes under the same name (its `modeling_rope_utils`).
+Each kind computes the same as the kind of this name in `transformers` 4.57 (`modeling_rope_utils`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .checks import check_positive, check_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRopeScaling:
-    """Every wavelength `factor` times longer, as if the positions were that much closer (Chen et al. 2023)."""
+    """Makes every wavelength `factor` times longer, as if positions were `factor` times closer (Chen et al. 2023)."""
 
     factor: float
 
@@ -23,11 +23,11 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicRopeScaling:
-    """Beyond max_seq_len the base grows with the length of the sequence that is read; up to it nothing changes.
+    """Beyond max_seq_len, grows the base with the length of the sequence; up to max_seq_len nothing changes.
 
-    The base is rope_theta * (factor * length / max_seq_len - (factor - 1)) ** (D / (D - 2)): "NTK-aware" scaling, as in
-    section 3.3 of Peng et al. 2023. The length is that of one call, the longest row's, and in microbatches that of the whole batch. What
-    a cache holds keeps the base of its own.
+    The base is rope_theta * (factor * length / max_seq_len - (factor - 1)) ** (D / (D - 2)): "NTK-aware" scaling,
+    section 3.3 of Peng et al. 2023. The length is the longest row's in a call, and with microbatches the longest
+    row's of the whole batch. Keys in a cache keep the base with which they were computed.
     """
 
     factor: float
@@ -40,10 +40,10 @@ class DynamicRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's stretch of the rotary wavelengths beyond the context it was first trained on.
+    """Llama 3.1's stretching of rotary wavelengths beyond the original context.
 
-    Wavelengths above original_max_seq_len / low_freq_factor are made `factor` times longer, those below
-    original_max_seq_len / high_freq_factor stay, and those in between blend.
+    Wavelengths above original_max_seq_len / low_freq_factor become `factor` times longer. Wavelengths below
+    original_max_seq_len / high_freq_factor stay. Wavelengths in between are blended.
     """
 
     factor: float
@@ -63,19 +63,18 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRopeScaling:
-    """YaRN (Peng et al. 2023): pairs that turn seldom are stretched by `factor`, and the tables are scaled.
+    """YaRN (Peng et al. 2023): stretches pairs that rotate slowly by `factor`, and scales the tables.
 
-    Pairs that turn more than beta_fast times in the original context stay; those that turn less than beta_slow times are
-    stretched; those in between blend, by their number. truncate: the bounds of that blend are whole numbers.
-    attention_factor: what cosine and sine are multiplied by; 0.1 * ln(factor) + 1 where None.
+    Pairs with more than beta_fast rotations in the original context stay. Pairs with fewer than beta_slow rotations
+    are stretched. Pairs in between are blended by their number.
     """
 
     factor: float
     original_max_seq_len: int
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # multiplies cosine and sine; None: 0.1 * ln(factor) + 1
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True
+    truncate: bool = True  # round the bounds of the blend to whole numbers
 
     def __post_init__(self) -> None:
         check_positive(self, "factor", "beta_fast", "beta_slow")
@@ -84,12 +83,13 @@ class YarnRopeScaling:
             check_positive(self, "attention_factor")
         if self.beta_fast < self.beta_slow:
             raise ValueError(
-                f"YarnRopeScaling: beta_fast {self.beta_fast} must be at least beta_slow {self.beta_slow}; YaRN has 32 and 1"
+                f"YarnRopeScaling: beta_fast {self.beta_fast} must be at least beta_slow {self.beta_slow}; YaRN has "
+                f"32 and 1"
             )
 
     @property
     def table_scale(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor on cosine and sine."""
         return magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
 
@@ -97,31 +97,32 @@ RopeScaling = LinearRopeScaling | DynamicRopeScaling | Llama3RopeScaling | YarnR
 
 
 def magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's multiplier of cosine and sine for a stretch by `factor` (Peng et al. 2023, eq. 22)."""
+    """YaRN's factor on cosine and sine for a stretch by `factor` (Peng et al. 2023, eq. 22)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """All that rotary tables follow from. max_seq_len: of the model, from which dynamic scaling sets in."""
+    """All settings of the rotary tables."""
 
     head_dim: int
     theta: float
-    max_seq_len: int
+    max_seq_len: int  # of the model; dynamic scaling begins beyond
     scaling: RopeScaling | None = None
 
     @property
     def table_scale(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor on cosine and sine."""
         return self.scaling.table_scale if isinstance(self.scaling, YarnRopeScaling) else 1.0
 
     @property
     def longest(self) -> int:
         """The longest context that the model is meant for, in tokens.
 
-        Linear and dynamic scaling lengthen max_seq_len `factor` times: transformers asks that max_position_embeddings stays as it
-        was. YaRN lengthens the original context; where max_seq_len is the longer, it was set to that already. Llama 3.1's
-        max_seq_len is the scaled length. vLLM derives the same lengths.
+        Linear and dynamic scaling: `factor` times max_seq_len, because transformers keeps max_position_embeddings at
+        the unscaled length.
+        YaRN: `factor` times the original length, or max_seq_len if longer, which then is already the scaled length.
+        Llama 3.1: max_seq_len, which is the scaled length. vLLM derives the same lengths.
         """
         if isinstance(self.scaling, LinearRopeScaling | DynamicRopeScaling):
             return max(self.max_seq_len, int(self.max_seq_len * self.scaling.factor))
@@ -131,5 +132,5 @@ class Rotary:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies are others for a longer sequence."""
+        """Whether the frequencies depend on the length of the sequence."""
         return isinstance(self.scaling, DynamicRopeScaling)

@@ -1,4 +1,4 @@
-"""What this package says on a terminal, whoever prints it: how the user has called it, and text that fits and is safe to show."""
+"""Texts for the terminal: the program's name as the user called it, and safe output in the terminal's width."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
-PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # how the user has called this program
-INTERRUPTED = "interrupted; what was saved is whole"  # by Ctrl-C
-INTERRUPTED_STATUS = 130  # as a shell gives it for SIGINT
+PROGRAM = os.environ.get("WEFT_PROGRAM", "weft")  # the command's name as typed by the user
+INTERRUPTED = "interrupted; what was saved is whole"  # printed on Ctrl-C
+INTERRUPTED_STATUS = 130  # a shell's exit status for SIGINT
 
 _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for control characters, by which a terminal would be moved, coloured or renamed."""
+    """Replaces control characters, which could move, colour or rename a terminal, by U+FFFD."""
     return _CONTROLS.sub("\ufffd", text)
 
 
 def one_line(text: str) -> str:
-    """The text in one line, as an error is printed: a space for each break of a line, U+FFFD for all that no terminal shows."""
+    """Joins the text's lines by spaces, for an error, and replaces unprintable characters by U+FFFD."""
     return "".join(each if each.isprintable() else "\ufffd" for each in " ".join(text.splitlines()))
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text with its lines wrapped, each with its own indent."""
+    """Wraps each line of the text to `width`, keeping the line's indent."""
 
     def of_line(line: str) -> str:
         indent = line[: len(line) - len(line.lstrip())]
@@ -39,7 +39,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def install_command(package: str) -> str:
-    """What the user types to install a package where this interpreter finds it: by the pip or the uv that there is."""
+    """The command that installs a package for this interpreter: by pip or uv, whichever there is."""
     python, pip = shlex.quote(sys.executable), shutil.which("pip")
     if pip is not None and Path(pip).parent == Path(sys.executable).parent:
         return f"pip install {package}"

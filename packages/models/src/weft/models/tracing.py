@@ -1,4 +1,4 @@
-"""Names for the parts of a training step, in the trace of torch's profiler."""
+"""Names for the parts of a training step in traces of torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Traced = Literal["data", "forward", "backward", "sync", "clip", "optimizer", "co
 
 
 def traced(part: Traced) -> AbstractContextManager[Any]:
-    """What is done in it is "weft.PART" in a trace. Where nothing is profiled it costs next to nothing.
+    """A context whose work appears as "weft.PART" in a trace. Costs next to nothing without a profiler.
 
-    data: the wait for the rows of the step. sync: the gradients that wait until backward is over. copy: of what a checkpoint holds.
+    data: waiting for the step's rows. sync: gradient communication after backward. copy: copying tensors for a
+        checkpoint.
     """
     is_profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return record_function(f"weft.{part}") if is_profiling else nullcontext()

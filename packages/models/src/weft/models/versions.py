@@ -1,4 +1,4 @@
-"""The versions of what runs."""
+"""Versions of Python, torch and the packages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ PACKAGES = ("weft-mesh", "weft-reshard", "weft-kernels", "weft-models", "triton"
 
 
 def versions() -> dict[str, str | None]:
-    """Python's version, torch's as it names itself ("2.13.0+cpu"), and those of the packages; None for one that is not installed."""
-    import torch  # which takes seconds: not where a command's options are wrong
+    """Name -> version, of Python, torch ("2.13.0+cpu") and the packages; None for a missing package."""
+    import torch  # takes seconds; importing it here keeps errors about a command's options fast
 
     own = {"python": platform.python_version(), "torch": str(torch.__version__)}
     return own | {name: _version(name) for name in PACKAGES}

@@ -1,4 +1,4 @@
-"""What makes the losses of microbatches add up to a criterion's loss of the whole batch."""
+"""Weights a criterion: the losses of microbatches and ranks then add up to the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from .shares import Shares, find_shares, local_of, sharded_axes, sharded_in, sum
 Criterion = Callable[..., Tensor]
 IGNORED = -100  # torch's ignore_index
 
-_known: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
+_signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
 def weighing(
     criterion: Criterion, parts: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
 ) -> Criterion:
-    """The criterion for microbatches whose losses are added up. targets: of the whole batch.
+    """Weights the criterion, for the losses of microbatches to add up to the loss of the whole batch.
 
-    A criterion with a parameter `denominator` is given that of the whole batch. Where each rank has all targets, each rank counts
-    them itself: asked for in the criterion, their number would keep each rank from its backward until all are forward.
-    Communication: of targets that are sharded, in several microbatches, the sum of one or two numbers.
+    targets: of the whole batch.
+    A criterion with a parameter `denominator` gets the whole batch's. Ranks that have all targets count them before
+    the step. Counting inside the criterion would make all ranks wait for each other between forward and backward.
+    Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
-    known = _parameters(criterion)
-    options = {name: each.default for name, each in known.items()} | getattr(criterion, "keywords", {})
-    if "denominator" not in known:
+    parameters = _parameters(criterion)
+    options = {name: each.default for name, each in parameters.items()} | getattr(criterion, "keywords", {})
+    if "denominator" not in parameters:
         is_whole = len(parts) == 1 and not sharded_axes(parts[0].targets)
-        return criterion if is_whole else Asked(criterion, [each.targets for each in parts], pipeline)
+        return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in parts], pipeline)
     if options.get("reduction") == "sum" or options["denominator"] not in (None, inspect.Parameter.empty):
         return criterion
     weight = options.get("weight")
-    has_all = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
-    if len(parts) == 1 and (weight is not None or not has_all):
+    has_all_targets = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
+    if len(parts) == 1 and (weight is not None or not has_all_targets):
         return criterion
     index = options.get("ignore_index", IGNORED)
     if not isinstance(weight, Tensor):
@@ -53,46 +54,47 @@ def weighing(
     total = _total(targets, index, weight)
     if not options.get("z_loss"):
         return lambda output, target: criterion(output, target, denominator=total)
-    # z-loss has no weights, and is divided by the number of tokens. Weights times tokens / their sum let both have that number.
+    # z-loss is unweighted and divided by the number of tokens. Weights scaled by tokens / total share this
+    # denominator.
     tokens = _total(targets, index, None)
-    scaled = _times(weight, tokens / total)
+    scaled = _scaled_weight(weight, tokens / total)
     return lambda output, target: criterion(output, target, weight=scaled, denominator=tokens)
 
 
 def _parameters(criterion: Criterion) -> Mapping[str, inspect.Parameter]:
-    """To read those of a function takes the host longer than to count the tokens."""
+    """The criterion's signature, cached for functions: reading a signature takes longer than counting the tokens."""
     if not isinstance(criterion, FunctionType):
         return inspect.signature(criterion).parameters
-    if criterion not in _known:
-        _known[criterion] = inspect.signature(criterion).parameters
-    return _known[criterion]
+    if criterion not in _signatures:
+        _signatures[criterion] = inspect.signature(criterion).parameters
+    return _signatures[criterion]
 
 
 def _total(targets: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
-    """The tokens that count, or the sum of their classes' weights: a plain scalar."""
+    """The number of tokens not ignored, or the sum of their classes' weights: a plain scalar."""
     classes = to_global(weight) if isinstance(weight, DTensor) else weight
     dtype = torch.float32 if weight is None else torch.float64
     return summed(of_target(classes, local_of(targets).flatten(), ignored, dtype).sum(), targets)
 
 
-def _times(weight: Tensor, factor: Tensor) -> Tensor:
-    """The weights of classes, in float64, times a number."""
+def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
+    """Class weights times a factor, in float64."""
     if isinstance(weight, DTensor):
         return wrap(weight.to_local().double() * factor, layout_of(weight), weight.shape)
     return weight.double() * factor
 
 
-class Asked:
-    """A criterion that names no denominator, weighed by its shares: see `shares`.
+class ProbedCriterion:
+    """A criterion without a parameter `denominator`, weighted by its shares, see `shares`.
 
-    targets: of each microbatch. On a mesh that shards tokens the criterion is called with the plain tensors of a rank's own tokens,
-    and with DTensors where classes are sharded.
+    targets: of each microbatch. Where tokens are sharded, the criterion gets plain tensors of the rank's own tokens,
+    or DTensors where classes are sharded.
     """
 
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
         self._criterion, self._targets, self._pipeline = criterion, targets, pipeline
         self._shares: Shares | None = None
-        self._why: str | None = None  # it is refused, which other stages learn of when the step is over
+        self._why: str | None = None  # why the criterion is refused; `finish` tells the other stages
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
@@ -105,61 +107,67 @@ class Asked:
             if self._pipeline is None:
                 raise self._refused(shares.why)
             self._why = shares.why
-            nothing: Tensor = (
-                local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
-            )  # the step goes on to its end
-            return _added(nothing, target)
+            # Zero lets the step run to the end; `finish` raises the error.
+            zero_loss: Tensor = local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
+            return _partial_loss(zero_loss, target)
         if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not sharded_axes(target):
-            return self._weighed(output, target, shares.whole[number])
+            return self._weighted(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
-            loss = self._weighed(output, target, shares.whole[number])
+            loss = self._weighted(output, target, shares.whole[number])
             if not _is_averaged(loss):
                 return loss
             output = reshard(output, placements=layout_of(target))
-        return _added(self._weighed(output.to_local(), local_of(target), shares.own[number]), target)
+        return _partial_loss(self._weighted(output.to_local(), local_of(target), shares.own[number]), target)
 
     def finish(self) -> None:
-        """Raises ValueError on every stage where the last one found no shares. Communication: with stages, the sum of a number."""
+        """Raises ValueError on every stage where the last stage found no weights.
+
+        Communication: with stages, the sum of a number.
+        """
         if self._pipeline is None:
             return
         found = torch.tensor(float(self._why is not None), device=self._targets[0].device)
         if self._pipeline.sum_over_stages(found).item():
             raise self._refused(self._why or "see the error of a rank of the last stage")
 
-    def _weighed(self, output: Any, target: Tensor, share: float) -> Tensor:
-        """The criterion's loss times its share. Where no token counts, a loss of others takes its place, times 0: its own is NaN."""
+    def _weighted(self, output: Any, target: Tensor, share: float) -> Tensor:
+        """The criterion's loss times `share`.
+
+        With share 0, no token counts and the loss is NaN: returns 0 times the loss of labels that count.
+        """
         if share:
             return self._criterion(output, target) * share
-        assert self._shares is not None, "of which this is one"
+        assert self._shares is not None, "shares were found before"
         label = torch.full_like(local_of(target), self._shares.label)
         others = wrap(label, layout_of(target), target.shape) if isinstance(target, DTensor) else label
-        nothing = self._criterion(output, others)
-        return nothing * 0 if isinstance(nothing, DTensor) else nothing.nan_to_num(0, 0, 0) * 0
+        zero_loss = self._criterion(output, others)
+        return zero_loss * 0 if isinstance(zero_loss, DTensor) else zero_loss.nan_to_num(0, 0, 0) * 0
 
     def _refused(self, why: str) -> ValueError:
         name = getattr(self._criterion, "__name__", type(self._criterion).__name__)
         return ValueError(
-            f"the criterion {name} cannot be weighed over {len(self._targets)} microbatches and the ranks' tokens: {why}. Let it "
-            f"return a sum divided by a parameter `denominator`, which is given the number of tokens of the whole batch whose "
-            f"target is not {IGNORED}; or take weft.kernels.cross_entropy with its options; or one microbatch"
+            f"the criterion {name} cannot be weighed over {len(self._targets)} microbatches and the ranks' tokens: "
+            f"{why}. Let it return a sum divided by a parameter `denominator`, which is given the number of tokens "
+            f"of the whole batch whose target is not {IGNORED}; or take weft.kernels.cross_entropy with its options; "
+            f"or one microbatch"
         )
 
 
-def _added(addend: Tensor, target: Tensor) -> Tensor:
-    """A rank's addend of a loss, as the loss lies where the targets lie so."""
+def _partial_loss(addend: Tensor, target: Tensor) -> Tensor:
+    """A rank's addend of the loss; as a Partial DTensor where the targets are a DTensor."""
     if not isinstance(target, DTensor):
         return addend
-    added: Tensor = _Added.apply(addend, layout_of(target))  # type: ignore[no-untyped-call]
+    added: Tensor = _PartialLoss.apply(addend, layout_of(target))  # type: ignore[no-untyped-call]
     return added
 
 
 def _is_averaged(loss: Tensor) -> bool:
-    """Whether torch took the mean of the losses of ranks, whatever number of tokens counts on each."""
+    """Whether torch averaged the ranks' losses, regardless of the number of tokens on each rank."""
     return isinstance(loss, DTensor) and any(each == Partial("avg") for each in layout_of(loss).placements)
 
 
-class _Added(torch.autograd.Function):
-    """A rank's addend of a loss, as a DTensor that is Partial over the axes that shard the tokens."""
+class _PartialLoss(torch.autograd.Function):
+    """Wraps a rank's addend of a loss as a DTensor, Partial over the axes sharding the tokens."""
 
     @staticmethod
     def forward(ctx: Any, addend: Tensor, tokens: Layout) -> DTensor:

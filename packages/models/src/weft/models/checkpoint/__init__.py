@@ -1,1 +1,1 @@
-"""Models on disk. Its modules are imported by name, so that the one that reads manifests needs no torch."""
+"""Models on disk. This package imports none of its modules, so `checkpoint.manifest` can be imported without torch."""

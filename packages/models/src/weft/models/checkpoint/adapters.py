@@ -1,4 +1,7 @@
-"""Adapters on disk, in the folder layout that `peft` reads and writes: adapter_config.json and adapter_model.safetensors."""
+"""LoRA adapters on disk, in the folder layout that `peft` reads and writes.
+
+A folder holds adapter_config.json and adapter_model.safetensors.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +31,32 @@ from .stored import Stored
 from .tensors import DTYPES
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# The fields of adapter_config.json that are known: any other field is an error. First the fields that change no output beyond
-# the tensors and the scale, or act in training alone.
+# `load_lora` knows the fields of adapter_config.json in the three tables below; any further field is an error.
+# _MEANINGLESS: fields for training only, or already expressed by the tensors and the scale.
 _MEANINGLESS = frozenset(
     [
         "auto_mapping",
         "base_model_name_or_path",
-        "exclude_modules",  # as target_modules: the file has the tensors of the layers that were chosen
-        "fan_in_fan_out",  # how the base layer keeps its weight, for merging
+        "exclude_modules",  # like target_modules: the file has tensors for the chosen layers only
+        "fan_in_fan_out",  # whether the base layer stores a transposed weight; used for merging
         "inference_mode",
-        "layers_pattern",  # of layers_to_transform
+        "layers_pattern",  # goes with layers_to_transform
         "lora_dropout",
-        "megatron_core",  # of megatron_config
+        "megatron_core",  # goes with megatron_config
         "peft_version",
-        "qalora_group_size",  # of use_qalora
+        "qalora_group_size",  # goes with use_qalora
         "revision",
         "target_modules",
     ]
 )
 _READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 _OFF: tuple[Any, ...] = (None, {}, [], False)
-# The fields that change the output, and the values with which they do not.
+# Fields that change the adapters' output, except with the listed values.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # pissa, olora, corda, eva, loftq and lora_ga take their start out of the base's weights, which the folder does not hold.
+    # pissa, olora, corda, eva, loftq and lora_ga start from the base model's weights, which the folder does not hold.
     "init_lora_weights": (True, False, "gaussian"),
     **dict.fromkeys(
         [
@@ -87,15 +90,17 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 def save_lora(
     model: nn.Module, folder: str | Path, *, base: str | None = None, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Writes the adapters alone, as `peft.PeftModel.from_pretrained` and `load_lora` read them.
+    """Writes a model's adapters alone, in the form that `peft.PeftModel.from_pretrained` and `load_lora` read.
 
-    base: the name or folder of the model that they are for, which is written down.
-    tokenizer: its files are put into the folder; where None, those that stand in the folder `base`, if it is one, and without
-        `base` those that the model carries.
-    Adapters of layers that Hugging Face's model keeps as one, as GPT-2's q, k and v, are one adapter of that: its A has theirs
-    one after the other, its B has theirs on the diagonal, and its rank and alpha are as many times as large.
-    Communication: as of `save_pretrained`, of the adapters alone. Every rank calls it.
-    Raises ValueError for a model without adapters or of an unknown kind, and where the folder exists; OSError where it cannot be written; on every rank, for a parallel model.
+    base: the name or folder of the base model; recorded in adapter_config.json.
+    tokenizer: written into the folder. Where None, the tokenizer files of the folder `base` are copied; without
+        `base`, the files that the model carries, see `from_pretrained`.
+    Hugging Face's model may store several layers as one, like GPT-2's q, k and v. Their adapters are written as one
+    adapter: A stacks the layers' A matrices, B has the layers' B matrices on its diagonal, and rank and alpha are
+    multiplied by the number of layers.
+    Every rank must call this. Communication: as `save_pretrained`, for the adapters only.
+    Raises ValueError for a model without adapters, a model outside the families and an existing folder; OSError where
+    the folder cannot be written. A parallel model raises on every rank.
     """
     folder, adapters = Path(folder), lora_of(model)
     weights = weights_of_model(model)
@@ -146,26 +151,27 @@ def save_lora(
 
 
 def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """`model` itself, with the adapters of a folder that `save_lora` or `peft` wrote; before or after `parallelize`.
+    """Adds the adapters of a folder that `save_lora` or `peft` wrote to `model`, and returns `model`.
 
-    Each rank reads the parts that it holds. What dropout the adapters were trained with acts in training alone, and is left out.
-    dtype: of the adapters, as of `lora`.
+    Call this before or after `parallelize`. Each rank reads only the slices it holds. The adapters' training dropout
+    is not restored.
+    dtype: of the adapters, as for `lora`.
     Communication: none.
-    Raises ValueError for a folder that has no such adapters, a field of adapter_config.json that is not known or has a value that these here have not, layers that the model
-    has not, tensors of other shapes, and as `lora`.
+    Raises ValueError for a folder without LoRA adapters, an unknown or unsupported field of adapter_config.json, an
+    adapter of a layer missing from the model, a tensor of the wrong shape, and whatever `lora` refuses.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_FILE, "give a folder that save_lora or peft saved adapters in")
     _check_config(config, folder / CONFIG_FILE)
-    layers: dict[str, dict[int, str]] = {}  # by layer of Hugging Face's model, ours that it is
+    layers: dict[str, dict[int, str]] = {}  # Hugging Face's layer -> part number -> our layer
     weights = weights_of_model(model)
     for name, each in model.named_modules():
         if isinstance(each, nn.Linear):
             where = _stored_layer(weights, name)
             layers.setdefault(where.name, {})[where.part] = name
     with open_shard(folder / FILE, "fetch it again") as file:
-        found: dict[str, dict[str, Any]] = {}  # by layer there, its tensors
-        for tensor in file.keys():  # noqa: SIM118  it is no mapping
+        found: dict[str, dict[str, Any]] = {}  # Hugging Face's layer -> its "A" and "B" in the file
+        for tensor in file.keys():  # noqa: SIM118  safe_open is not iterable
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(?:\.default)?\.weight", tensor)
             if match is None or match[1] not in layers:
                 raise ValueError(
@@ -174,23 +180,23 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
             stored = file.get_slice(tensor)
             if stored.get_dtype() not in DTYPES or len(stored.get_shape()) != 2 or 0 in stored.get_shape():
                 raise ValueError(
-                    f"{folder / FILE}: {tensor} is {stored.get_dtype()} of shape {stored.get_shape()}; it must be a matrix of "
-                    f"{', '.join(DTYPES)}"
+                    f"{folder / FILE}: {tensor} is {stored.get_dtype()} of shape {stored.get_shape()}; it must be a "
+                    f"matrix of {', '.join(DTYPES)}"
                 )
             found.setdefault(match[1], {})[match[2]] = stored
-        sources: dict[str, _Source] = {}  # by layer of ours
+        sources: dict[str, _Source] = {}  # by the name of our layer
         for name, pair in found.items():
             if set(pair) != {"A", "B"}:
                 raise ValueError(f"{folder / FILE} has no lora_A or no lora_B of {name}; check it")
             own = _sources(pair, len(layers[name]), config["r"])
             if own is None:
                 raise ValueError(
-                    f"{folder / FILE}: the adapter of {name} is none of {' and '.join(layers[name].values())}: its B is not on the "
-                    f"diagonal; merge it in peft, and read the model"
+                    f"{folder / FILE}: the adapter of {name} is none of {' and '.join(layers[name].values())}: its B "
+                    f"is not block diagonal; merge it in peft, and read the model"
                 )
             sources.update({layers[name][part]: source for part, source in own.items()})
         _check_patterns(config, found, folder / CONFIG_FILE)
-        for layer, source in sources.items():  # before memory is taken for the rank that the config says
+        for layer, source in sources.items():  # checked before `lora` allocates memory for the config's rank
             outputs, inputs = model.get_parameter(f"{layer}.weight").shape
             for leaf, shape in (("A", (config["r"], inputs)), ("B", (outputs, config["r"]))):
                 if source.shape(leaf) != shape:
@@ -206,22 +212,22 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a layer's adapter lies: A [R, in] and B [out, R] in the file, the rows of B that are its outputs, and of the R its own."""
+    """One layer's adapter in the file, as slices of the file's A [R, in] and B [out, R]."""
 
-    a: Any
-    b: Any
-    rows: slice
-    own: slice
+    a: Any  # the file's A, as safetensors slices
+    b: Any  # the file's B
+    rows: slice  # the layer's outputs: rows of B
+    ranks: slice  # the layer's ranks: rows of A and columns of B
 
     def _place(self, leaf: str) -> tuple[slice, ...]:
-        return (self.own, slice(0, self.a.get_shape()[1])) if leaf == "A" else (self.rows, self.own)
+        return (self.ranks, slice(0, self.a.get_shape()[1])) if leaf == "A" else (self.rows, self.ranks)
 
     def shape(self, leaf: str) -> tuple[int, ...]:
-        """Of the adapter's A or B."""
+        """The shape of the layer's A or B."""
         return tuple(place.stop - place.start for place in self._place(leaf))
 
     def read(self, leaf: str, part: tuple[slice, ...]) -> Tensor:
-        """A part of the adapter's A or B."""
+        """The slice `part` of the layer's A or B."""
         pairs = zip(self._place(leaf), part, strict=True)
         read: Tensor = (self.a if leaf == "A" else self.b)[
             tuple(slice(place.start + here.start, place.start + here.stop) for place, here in pairs)
@@ -230,10 +236,10 @@ class _Source:
 
 
 def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] | None:
-    """By part, where its adapter lies in that of a layer of so many; None for an adapter that is not one of parts.
+    """Splits a stored layer's adapter among our `parts` layers: part number -> source. None where no split exists.
 
-    One of the rank that all have is the adapter of every part, but of those whose outputs it leaves as they are. One of more ranks has
-    a part's own on the diagonal.
+    An adapter of the config's rank applies to every part, except to parts whose rows of B are all zero. An adapter of
+    a higher rank must be block diagonal, with a block of ranks for each part.
     """
     outputs, wide = pair["B"].get_shape()
     rows = [slice(part * (outputs // parts), (part + 1) * (outputs // parts)) for part in range(parts)]
@@ -255,22 +261,22 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
 
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError for a field of adapter_config.json that is not known, or has a value that adapters here have not."""
+    """Raises ValueError for an unknown field of adapter_config.json, or an unsupported value."""
     for field, value in config.items():
         if field in _MEANINGLESS or field in _READ:
             continue
         if field not in _PLAIN:
             raise ValueError(
-                f"{file}: {field!r}, which is {value!r}, is no field that is known here; remove it where it does not change what "
-                f"the adapters compute"
+                f"{file}: {field!r}, which is {value!r}, is not a known field; remove the field if it does not affect "
+                f"the adapters' output"
             )
         if not any(value is plain or (value == plain and type(value) is type(plain)) for plain in _PLAIN[field]):
             allowed = (
                 _PLAIN[field] if _PLAIN[field] is not _OFF else (type(value)() if isinstance(value, bool) else None,)
             )
             raise ValueError(
-                f"{file}: {field} {value!r} is not supported; it may be {' or '.join(map(repr, allowed))}. Merge the adapters into "
-                f"the base model in peft, and read that model"
+                f"{file}: {field} {value!r} is not supported; it may be {' or '.join(map(repr, allowed))}. Merge the "
+                f"adapters into the base model in peft, and read that model"
             )
     for field, kinds in (("r", int), ("lora_alpha", int | float)):
         value = config.get(field)
@@ -279,7 +285,7 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], file: Path) -> None:
-    """Raises ValueError where layers have ranks or scales of their own, but for those that are several of ours."""
+    """Raises ValueError for ranks or scales of single layers, except where one adapter joins several of ours."""
     times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
     for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
         said = config.get(field)
@@ -290,7 +296,7 @@ def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], fi
 
 
 def _as_one(parts: dict[int, tuple[Tensor, Tensor]], of: int) -> tuple[Tensor, Tensor]:
-    """A and B of a layer from those of its parts, by number, of which there may be `of`."""
+    """A and B of a stored layer of `of` parts. parts: part number -> (A, B), for the parts that have an adapter."""
     if of == 1:
         return parts[0]
     pairs = [parts[part] for part in sorted(parts)]
@@ -303,7 +309,7 @@ def _as_one(parts: dict[int, tuple[Tensor, Tensor]], of: int) -> tuple[Tensor, T
 
 
 def _stored_layer(weights: Any, layer: str) -> Stored:
-    """The layer of Hugging Face's model that this one is, or is a part of. weights: what is known of the family's files."""
+    """The layer of Hugging Face's model that stores our `layer`, in whole or in part. weights: the family's module."""
     stored: Stored = weights.stored(f"{layer}.weight")
     return replace(stored, name=stored.name.removesuffix(".weight"))
 

@@ -1,4 +1,4 @@
-"""Checksums of a Hugging Face folder that Weft writes: those of a checkpoint, in a file that transformers passes by."""
+"""checksums.json of a Hugging Face folder that Weft writes: a manifest like a checkpoint's, ignored by transformers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ INDEX_FILE = "model.safetensors.index.json"
 def write_summed(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Writes a safetensors file as `write_shard`; what the checksums say of it, and of each of its tensors."""
+    """Writes a safetensors file by `write_shard`; returns the manifest's entries of the file and of its tensors."""
     stored: dict[str, StoredTensor] = {}
 
-    def summed() -> Iterable[Tensor]:
-        each = iter(tensors)  # `zip` would hold a tensor until the next is made
+    def with_sums() -> Iterable[Tensor]:
+        each = iter(tensors)  # `zip` would keep a tensor alive until the next is made
         for name, (dtype, given) in shapes.items():
             shape = tuple(given)
             starts = (0,) * len(shape)
@@ -39,13 +39,14 @@ def write_summed(
             yield tensor
             del tensor
 
-    return write_shard(path, shapes, summed()), stored
+    return write_shard(path, shapes, with_sums()), stored
 
 
 class Sums:
-    """What is read of a Hugging Face folder, to be compared with its checksums; with nothing where it has none.
+    """Verifies reads from a Hugging Face folder against the folder's checksums.json; does nothing without this file.
 
-    Raises DamagedCheckpoint where its config or its index is not as it was written, and where a file is missing.
+    The caller reads tensors through `of`, and calls `check` after the last read.
+    Raises DamagedCheckpoint where config.json or the index was changed, and where a file is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,33 +58,34 @@ class Sums:
                 self.check_content(name, read_plain(folder / name))
 
     def check_content(self, name: str, content: bytes) -> None:
-        """Raises DamagedCheckpoint where a file that holds no tensors is not as it was written."""
+        """Raises DamagedCheckpoint where a file without tensors was changed after Weft wrote it."""
         if self._manifest is not None and name in self._manifest.files:
             self._manifest.check(self._folder, name, content)
 
     def check_header(self, filename: str) -> None:
-        """Raises DamagedCheckpoint unless what stands before the tensors of a safetensors file is as it was written."""
+        """Raises DamagedCheckpoint where the header of a safetensors file was changed after Weft wrote it."""
         if self._manifest is not None and filename in self._manifest.files:
             self._manifest.check(self._folder, filename, read_header(self._folder / filename))
 
     def of(self, name: str, stored: Any) -> Any:
-        """The slices of a tensor as safetensors gives them, each added up as it is read.
+        """Wraps a tensor's safetensors slices; each read adds a checksum for `check` to compare.
 
-        Raises DamagedCheckpoint where the file has the tensor in another dtype or shape than the checksums.
+        Raises DamagedCheckpoint where the tensor's dtype or shape in the file differs from checksums.json.
         """
         if self._manifest is None or name not in self._manifest.tensors:
             return stored
-        said, found = self._manifest.tensors[name], (stored.get_dtype(), tuple(stored.get_shape()))
-        if found != (said.dtype, said.shape):
+        recorded, found = self._manifest.tensors[name], (stored.get_dtype(), tuple(stored.get_shape()))
+        if found != (recorded.dtype, recorded.shape):
             raise DamagedCheckpoint(
-                f"{self._folder} has {name} as {found}, and {CHECKSUMS} as {(said.dtype, said.shape)}; {self._manifest.remedy}"
+                f"{self._folder} has {name} as {found}, and {CHECKSUMS} as {(recorded.dtype, recorded.shape)}; "
+                f"{self._manifest.remedy}"
             )
         return _Summed(name, stored, self._pieces)
 
     def check(self, mesh: ProcessMesh | DeviceMesh | None, device: torch.device) -> None:
-        """Raises DamagedCheckpoint where tensors that were read in full, by whichever ranks, are not as they were written.
+        """Raises DamagedCheckpoint where a tensor, if the ranks together read all of it, was changed since the save.
 
-        Communication: with a mesh and checksums, a gather of the sums along each axis, by way of `device`.
+        Communication: with a mesh and checksums, an all-gather of the checksums along each axis, on `device`.
         """
         if self._manifest is None:
             return
@@ -99,7 +101,7 @@ class Sums:
 
 
 class _Summed:
-    """Slices of a tensor of that name, whose sums are noted in `pieces`."""
+    """A tensor's safetensors slices. Each read records its checksum in `pieces`."""
 
     def __init__(self, name: str, stored: Any, pieces: dict[tuple[str, int, Piece], int]) -> None:
         self._name, self._stored, self._pieces = name, stored, pieces

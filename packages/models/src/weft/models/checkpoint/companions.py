@@ -1,4 +1,4 @@
-"""The companions of a model's weights in every folder: tokenizer, chat template, generation settings, ids of tokens."""
+"""Companions of a model's weights in a folder: tokenizer, chat template, generation settings, token ids."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from .fields import COMPANIONS
 from .manifest import Manifest
 
 GENERATION_FILE = "generation_config.json"
-_ATTRIBUTE = "_companions"  # of a model: copied and pickled with the model
+_ATTRIBUTE = "_companions"  # set on the model, so copies and pickles of the model include the companions
 _END = "eos_token_id"
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The contents of a model's folder beside the network and the weights.
+    """The contents of a model's folder besides the network and the weights.
 
-    fields: the fields of config.json in COMPANIONS: ids of tokens, settings of generation. files: unchanged contents by name: the
-    files of a tokenizer, and generation_config.json.
+    Read with the model, kept on the model by `keep_companions`, and written again by every save.
     """
 
+    # Fields of config.json listed in COMPANIONS: ids of tokens, generation settings.
     fields: Mapping[str, Any] = field(default_factory=dict)
+    # Unchanged contents by file name: the tokenizer's files and generation_config.json.
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
@@ -41,17 +42,21 @@ class Companions:
 
     @classmethod
     def saved(cls, folder: Path, config: Mapping[str, Any], manifest: Manifest) -> Companions:
-        """The companions in a checkpoint of a run. Raises DamagedCheckpoint for a damaged file, ValueError as `read_companions`."""
+        """The companions in a checkpoint of a run.
+
+        Raises DamagedCheckpoint for a damaged file, ValueError as `read_companions`.
+        """
         names = [name for name in (*FILES, GENERATION_FILE) if name in manifest.files]
         return cls(
             _chosen(config), read_companions(folder, names, lambda name, content: manifest.check(folder, name, content))
         )
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> Companions:
-        """The companions with a tokenizer that the caller names for the folder.
+        """The companions with the files of the tokenizer that the caller names for the folder; None changes nothing.
 
-        The tokenizer's files replace files of the same names. The end of documents becomes eos_token_id where no end is known. If
-        the companions hold a different tokenizer.json, all companions are dropped: their ids name tokens of that vocabulary.
+        The tokenizer's files replace files of the same names. Its end token becomes eos_token_id where no end token
+        is known. If the companions hold a different tokenizer.json, all companions are dropped: their ids belong to
+        another vocabulary.
         """
         if tokenizer is None:
             return self
@@ -62,23 +67,23 @@ class Companions:
         return Companions({**kept.fields, _END: tokenizer.end if end is None else end}, {**kept.files, **named})
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json with these fields."""
+        """The config.json `config`, with the companion fields added."""
         return {**config, **self.fields}
 
     @property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The files of a tokenizer."""
+        """The tokenizer's files: all companion files except generation_config.json."""
         return {name: content for name, content in self.files.items() if name != GENERATION_FILE}
 
 
 def read_companions(
     folder: Path, names: Iterable[str], check: Callable[[str, bytes], None] = lambda name, content: None
 ) -> dict[str, bytes]:
-    """The contents of a folder's files of these names, which are written as they are where the model is saved.
+    """Reads the named files of a folder, byte for byte; a later save writes these bytes unchanged.
 
-    A file that is a link out of the folder, see `leads_out`, is left out, and a warning names the file. check: raises for a damaged
-    file. Named chat templates are in tokenizer_config.json, see `with_named_templates`.
-    Raises ValueError for a file with the name of JSON that holds no object.
+    A link out of the folder (see `leads_out`) is skipped with a warning. check: raises for a damaged file.
+    Named chat templates are merged into tokenizer_config.json, see `with_named_templates`.
+    Raises ValueError for a .json file without an object, and for a chat template linking out of the folder.
     """
     files = {}
     for name in names:
@@ -99,7 +104,7 @@ def read_companions(
 
 
 def companions_of(model: nn.Module) -> Companions:
-    """The companions of a model; empty for a model that was not read from a folder."""
+    """The companions of a model; empty for a model not read from a folder."""
     found = getattr(model, _ATTRIBUTE, None)
     return found if isinstance(found, Companions) else Companions()
 

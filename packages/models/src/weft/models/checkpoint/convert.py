@@ -1,4 +1,4 @@
-"""Checkpoints of a run made into Hugging Face folders, and back, a tensor at a time."""
+"""Converts checkpoints of a run to Hugging Face folders and back, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from .manifest import (
 )
 from .shards import DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
-from .storage import FolderReader, begin_folder, beside, finish_folder
+from .storage import FolderReader, begin_folder, finish_folder, partial_path
 from .stored import widest
 from .tensors import check_tensors, open_tensors, read_slices, weight_files
 
 
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Writes the weights of a checkpoint of a run as a Hugging Face folder, or those of such a folder as a checkpoint.
+    """Converts a checkpoint of a run to a Hugging Face folder, or a Hugging Face folder to a checkpoint.
 
-    No more is in memory than a tensor, of those that are written, and what is read for it from one file. A checkpoint made so has no
-    optimizer's state, and is of step 0: a run that is resumed from it begins with its weights. The files of a tokenizer go along,
-    generation_config.json, and the ids of tokens in config.json.
-    shard_bytes: of a file, at most, but for one of a single tensor.
-    Returns the names of what stood beside and did not go along, such as code.
-    Raises ValueError for a source that is neither or not whole, and where the target exists or another process makes it;
-    OSError where it cannot be written.
+    Memory holds a single written tensor and the source values for it at a time. A converted checkpoint has no
+    optimizer state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
+    generation_config.json and the token ids in config.json are carried over.
+    shard_bytes: the largest size of a weights file, unless a single tensor is larger.
+    Returns the names of the source's files left behind, for example code.
+    Raises ValueError for an incomplete source or one of neither kind, and for a target that exists or another process
+    is making; OSError where the target cannot be written.
     """
     if (source / MANIFEST).is_file():
         return _to_huggingface(source, target, shard_bytes)
@@ -57,47 +57,47 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copies the files of a folder for transformers; the target is there whole or not at all.
+    """Copies the files of a Hugging Face folder. The target appears complete or not at all.
 
-    Raises ValueError where the target exists or another process makes it, and for what is no file of the folder: a link out of the
-    folder, a pipe, a folder; OSError where it cannot be written.
+    Raises ValueError for a target that exists or another process is making, and for an entry of the source that is a
+    link out of the folder, a pipe or a folder; OSError where the target cannot be written.
     """
     paths = sorted(source.iterdir())
     for path in paths:
         if not path.is_file() or leads_out(path):
             raise ValueError(f"{path} is no plain file of its folder; put a copy in its place, or remove it")
-    with _begun(target):
+    with _partial_folder(target):
         for path in paths:
-            with path.open("rb") as read, (beside(target) / path.name).open("wb") as written:
+            with path.open("rb") as read, (partial_path(target) / path.name).open("wb") as written:
                 shutil.copyfileobj(read, written)
                 written.flush()
                 os.fsync(written.fileno())
-        sync_folder(beside(target))
-        beside(target).rename(target)
+        sync_folder(partial_path(target))
+        partial_path(target).rename(target)
         sync_folder(target.parent)
 
 
 @contextmanager
-def _begun(target: Path) -> Iterator[None]:
-    """The folder beside the target, kept from others, and removed where it does not get its name.
+def _partial_folder(target: Path) -> Iterator[None]:
+    """Makes and locks the target's partial folder, and removes the folder where the body fails.
 
-    Raises ValueError where the target exists, or another process makes it.
+    Raises ValueError where the target exists, or is being made by another process.
     """
-    if beside(target).exists():
+    if partial_path(target).exists():
         os.close(_lock(target))
     begin_folder(target)
     descriptor = _lock(target)
     try:
         yield
     except BaseException:
-        shutil.rmtree(beside(target), ignore_errors=True)
+        shutil.rmtree(partial_path(target), ignore_errors=True)
         raise
     finally:
         os.close(descriptor)
 
 
 def _lock(target: Path) -> int:
-    descriptor = os.open(beside(target), os.O_RDONLY)
+    descriptor = os.open(partial_path(target), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -116,10 +116,9 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         check_model(model, reader)
         stored = {name: reader.manifest.tensors[f"{MODEL}{name}"] for name, _ in model.named_parameters()}
         dtypes = {name: DTYPES[each.dtype] for name, each in stored.items()}
-        parameters = {
-            name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()
-        }  # without data: for their sizes
-        opened.enter_context(_begun(target))
+        # On the meta device: only the sizes are used.
+        parameters = {name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()}
+        opened.enter_context(_partial_folder(target))
         files: dict[str, StoredFile] = {}
         stored_tensors: dict[str, StoredTensor] = {}
         for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
@@ -145,14 +144,14 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
                         if part is not place:
                             place.copy_(part)
                     yield whole
-                    del whole  # before the next is made
+                    del whole  # freed before the next tensor is made
 
-            files[filename], found = write_summed(beside(target) / filename, shapes, values())
+            files[filename], found = write_summed(partial_path(target) / filename, shapes, values())
             stored_tensors.update(found)
-        along = Companions.saved(source, config, reader.manifest)
+        companions = Companions.saved(source, config, reader.manifest)
         manifest = Manifest(stored_tensors, files, CHECKSUMS)
-        finish_pretrained(config, manifest, along.files, beside(target), target)
-        return _others(source, {MANIFEST, *reader.manifest.files})
+        finish_pretrained(config, manifest, companions.files, partial_path(target), target)
+        return _unknown_files(source, {MANIFEST, *reader.manifest.files})
 
 
 def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
@@ -162,7 +161,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
         tensors = open_tensors(source, opened, prefix, sums)
         weights, model = _model(source, config, tensors)
         check_tensors(model, tensors, source, weights)
-        opened.enter_context(_begun(target))
+        opened.enter_context(_partial_folder(target))
         files: dict[str, StoredFile] = {}
         found: dict[str, StoredTensor] = {}
         for filename, names in _files(model, shard_bytes).items():
@@ -185,25 +184,25 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
                     part = StoredPart(starts, shape, filename, positional_sum(whole, shape, starts))
                     found[f"{MODEL}{name}"] = StoredTensor(file.get_dtype(), shape, (part,))
                     yield whole
-                    del whole  # before the next is made
+                    del whole  # freed before the next tensor is made
 
-            files[filename] = write_shard(beside(target) / filename, shapes, values())
+            files[filename] = write_shard(partial_path(target) / filename, shapes, values())
         sums.check(None, torch.device("cpu"))
-        along = Companions.read(source, config, sums.check_content)
-        said = along.in_config(weights.write_config(model))
-        documents = {RUN: as_document({}), CONFIG: as_document(said), **along.files}
+        companions = Companions.read(source, config, sums.check_content)
+        own_config = companions.in_config(weights.write_config(model))
+        documents = {RUN: as_document({}), CONFIG: as_document(own_config), **companions.files}
         finish_folder(target, found, files, documents)
-        return _others(source, {CHECKSUMS, INDEX_FILE, CHAT_FOLDER, *FILES, *weight_files(source), *documents})
+        return _unknown_files(source, {CHECKSUMS, INDEX_FILE, CHAT_FOLDER, *FILES, *weight_files(source), *documents})
 
 
-def _others(source: Path, known: Iterable[str]) -> list[str]:
-    """What is in a folder beside what is known, in order, but for what is hidden. Companions that are links out of it are left out."""
-    first = {name for name in known if not (name in (*FILES, GENERATION_FILE) and leads_out(source / name))}
-    return sorted(path.name for path in source.iterdir() if path.name not in first and not path.name.startswith("."))
+def _unknown_files(source: Path, known: Iterable[str]) -> list[str]:
+    """The visible files of a folder outside `known`, sorted. A companion that links out of the folder is outside."""
+    carried = {name for name in known if not (name in (*FILES, GENERATION_FILE) and leads_out(source / name))}
+    return sorted(path.name for path in source.iterdir() if path.name not in carried and not path.name.startswith("."))
 
 
 def _model(source: Path, config: Mapping[str, Any], tensors: Collection[str]) -> tuple[Any, nn.Module]:
-    """The family's module `weights`, and the model of a config without data. tensors: the names of the folder's tensors."""
+    """The family's module `weights`, and the model on the meta device. tensors: names of the folder's tensors."""
     weights = weights_of(source, config)
     own = weights.read_config(config)
     check_layers(own, tensors, source)
@@ -212,7 +211,7 @@ def _model(source: Path, config: Mapping[str, Any], tensors: Collection[str]) ->
 
 
 def _files(model: nn.Module, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """By file, the parameters in it and their shapes: up to `shard_bytes` of float32, or one."""
+    """File name -> parameters with shapes. A file holds up to `shard_bytes` of float32, or one larger parameter."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     held = 0
     for name, parameter in model.named_parameters():

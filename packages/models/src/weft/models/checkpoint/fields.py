@@ -1,4 +1,4 @@
-"""The fields of Hugging Face's config.json, and what each is to a model of ours: read, fixed, or without meaning for it."""
+"""The fields of Hugging Face's config.json: which of them Weft reads, checks, carries along or ignores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..documents import as_type, types_of
 
-# Fields that say nothing about the network. First those about the file itself and about how a program runs the model.
+# Fields about the file itself and about running the model, without effect on the network.
 _FILE = frozenset(
     [
         "_attn_implementation",
@@ -39,7 +39,8 @@ _FILE = frozenset(
     ]
 )
 
-# How text becomes tokens and tokens text, settings of generation, and of tasks beyond the next token: these go along with a model.
+# Fields about the tokenizer, generation, and tasks besides next-token prediction: kept with the model and saved
+# again.
 COMPANIONS = frozenset(
     [
         "bad_words_ids",
@@ -85,13 +86,13 @@ COMPANIONS = frozenset(
         "use_cache",
     ]
 )
-# The types of the fields that are computed with, though they are of no network.
+# Types of the companion fields with a use in Weft.
 _TYPES: Mapping[str, Any] = dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None
 )
 MEANINGLESS = _FILE | COMPANIONS
 
-# What would make another network of any family, and the values with which it does not.
+# Fields that change the network of any family, except with the listed values.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -106,29 +107,28 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """What a family makes of the fields of its config.json.
+    """How one family reads and writes the fields of its config.json. Each family's `weights` module makes its own.
 
-    model: what it is called in errors. config: our config, whose types the values have. names: Hugging Face's name of each field that is one of ours, and ours.
-    required: of these, those that must be there. defaults: what transformers takes for a field that is absent, where that
-    is not our default. fixed: fields with one meaning here, and the values that say it. elsewhere: fields that the family
-    reads itself. meaningless: fields of its own that say nothing about the network. nullable: sizes that transformers works
-    out from other sizes where they are null, as our config does where they are absent; any other null is an error.
+    A field in none of these tables, nor in FIXED or MEANINGLESS, is an error.
     """
 
-    model: str
-    config: type[ModelConfig]
-    names: Mapping[str, str]
-    required: Collection[str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    elsewhere: Collection[str] = ()
-    meaningless: Collection[str] = ()
+    model: str  # the model's name in errors
+    config: type[ModelConfig]  # the family's config class; its annotations give the fields' types
+    names: Mapping[str, str]  # Hugging Face's name -> our name
+    required: Collection[str]  # keys of `names` without a default
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
+    elsewhere: Collection[str] = ()  # fields read by the family's `weights` module itself
+    meaningless: Collection[str] = ()  # the family's fields without effect on the network
+    # Sizes for which null means: derived from further sizes, in transformers and in our config. Else null is an
+    # error.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of our config's fields; those that the file leaves open are not among them.
+        """The values for our config, by our names. Fields that config.json leaves out are left out.
 
-        Raises ValueError for a field that is missing, unknown, null or of another type, or has a value that the model does not have.
+        Raises ValueError for a field that is missing, unknown, null, of the wrong type, or of a value Weft does not
+        support.
         """
         for name in self.required:
             if config.get(name) is None:
@@ -139,10 +139,10 @@ class Fields:
         return {ours: given[theirs] for theirs, ours in self.names.items() if given.get(theirs) is not None}
 
     def write(self, config: object) -> dict[str, Any]:
-        """What config.json says of a config of ours, but for what is read elsewhere."""
+        """The fields of config.json for one of our configs, without the `elsewhere` fields."""
         written = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
-        # transformers would take its own for tokens that are absent, whatever they mean here.
+        # Written as null: for an absent id transformers would assume a default of its own.
         return {**fixed, **written, "bos_token_id": None, "eos_token_id": None}
 
     def _check(self, name: str, value: Any) -> None:
@@ -152,7 +152,7 @@ class Fields:
             )
         if value is None and name in self.names and name not in self.nullable:
             raise ValueError(
-                f"config.json: {name} is null, which says no value; give the value that the model was trained with, or remove "
+                f"config.json: {name} is null; give the value that the model was trained with, or remove "
                 f"the field for the default"
             )
         if name in self.names and value is not None:
@@ -164,8 +164,8 @@ class Fields:
         values = self.fixed.get(name, FIXED.get(name))
         if values is None:
             raise ValueError(
-                f"config.json: {name!r}, which is {value!r}, is no field of a {self.model} that is known here; "
-                f"remove it where it says nothing about the network"
+                f"config.json: {name!r}, which is {value!r}, is not a known field of a {self.model}; "
+                f"remove the field if it does not affect the network"
             )
         if not any(value == each and type(value) is type(each) for each in values):
             remedy = f"a {self.model} here has {' or '.join(map(repr, values))}"

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors, read in parts and written whole."""
+"""Reads and writes Hugging Face folders: config.json and safetensors files. Each rank reads only local slices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .states import fill_from
 from .stored import grouped, joined, widest
 from .tensors import DTYPES, SINGLE_FILE, check_tensors, open_tensors, read_slices
 
-SHARD_BYTES = 5_000_000_000  # a file's size, as transformers writes them
+SHARD_BYTES = 5_000_000_000  # the size of a weights file, as in transformers
 
 
 def from_pretrained(
@@ -46,20 +46,22 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model of a Hugging Face folder or of a checkpoint of a run, on one device, or laid out on `mesh` by `plan` (its own
-    where None).
+    """Reads the model of a Hugging Face folder or of a checkpoint of a run.
 
-    Each rank reads the slices that it holds, no more. What is read of a checkpoint, and of a folder that Weft wrote, is compared
-    with its checksums. Communication: with a mesh a gather of these sums along each axis; of a checkpoint that of
-    `load_checkpoint`.
-    device_mesh: torch's name for the mesh; give one of the two.
-    dtype: of the parameters, to which stored values are rounded; where None each parameter keeps the dtype of its own stored
-        tensor. So a folder in bfloat16 gives parameters in bfloat16, and an optimizer then updates 16-bit weights, in which
-        small updates are lost: give dtype=torch.float32 to train the whole model, and compute in bfloat16 by torch.autocast.
-    The model carries what the folder says beside the network, which `save_pretrained` and `save_checkpoint` write again: the
-    files of the tokenizer, the chat template, generation_config.json and the ids of tokens in config.json.
-    Raises ValueError, before a weight is read, for a folder that is absent, incomplete or of an unsupported model;
-    DamagedCheckpoint for one that is not as it was written.
+    mesh, plan: lay the model out on `mesh` by `plan` (None: by the model's own plan). Without a mesh: one device.
+    device_mesh: torch's name for `mesh`; give one of the two.
+    dtype: of the parameters; stored values are rounded to this dtype. Where None, each parameter keeps the dtype of
+        its stored tensor. A folder in bfloat16 then gives bfloat16 parameters, and an optimizer loses small updates
+        to 16-bit weights: to train the whole model, give dtype=torch.float32 and compute in bfloat16 by
+        torch.autocast.
+    Each rank reads only the slices it holds. Reads from a checkpoint, and from a folder written by Weft, are verified
+    against checksums.
+    The model carries the folder's tokenizer files, chat template, generation_config.json and the token ids in
+    config.json; `save_pretrained` and `save_checkpoint` write these files and fields again.
+    Communication: for a Hugging Face folder with checksums, on a mesh: an all-gather of the checksums along each
+    axis. For a checkpoint, as `load_checkpoint`.
+    Raises ValueError, before any weight is read, for an absent or incomplete folder and for an unsupported model;
+    DamagedCheckpoint for a folder changed after Weft wrote it.
     """
     mesh = one_mesh(mesh, device_mesh)
     folder = Path(folder)
@@ -67,13 +69,13 @@ def from_pretrained(
         return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)
     config = read_config(folder)
     weights = weights_of(folder, config)
-    own = weights.read_config(config)
+    own_config = weights.read_config(config)
     sums = Sums(folder)
     with ExitStack() as files:
         tensors = open_tensors(folder, files, weights.PREFIX, sums)
-        check_layers(own, tensors, folder)
+        check_layers(own_config, tensors, folder)
         with torch.device("meta"):
-            model = make_model(own)
+            model = make_model(own_config)
         check_tensors(model, tensors, folder, weights)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
@@ -95,18 +97,20 @@ def from_pretrained(
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and `from_pretrained` read.
+    """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and Weft's `from_pretrained` read.
 
-    Rank 0 writes, next to the folder and then under its name, so a folder is there whole or not at all.
-    Adapters are folded into what is written, as `merge_lora` does it; the model stays as it is. `save_lora` writes them alone.
-    shard_bytes: a model of more bytes is written as several files, each gathered and written before the next.
-    What the model's own folder said beside the network goes along, see `from_pretrained`.
-    tokenizer: its files are put into the folder, where `weft generate` and transformers' AutoTokenizer find them, in the place
-        of those that go along; the end of its documents is eos_token_id where the model's folder had none.
-    Communication: each parallel parameter is brought whole to every rank of its mesh, and from its stage to the others; with such parameters, one
-        broadcast of rank 0's outcome before and one after. Every rank calls it.
-    Raises ValueError where the folder exists, and where the model is of an unknown kind or computes otherwise than its family,
-        as a subclass with another MLP does; OSError where it cannot be written; on every rank, for a parallel model.
+    Rank 0 writes under a temporary name and then renames: the folder appears complete or not at all.
+    LoRA adapters are merged into the written weights, as by `merge_lora`; the model itself is unchanged. `save_lora`
+    writes the adapters alone.
+    shard_bytes: a larger model is written as several files. Each file is gathered and written before the next.
+    tokenizer: written into the folder, where `weft generate` and transformers' AutoTokenizer look. These files
+        replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token becomes eos_token_id
+        where the model's folder had none.
+    Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of its
+    mesh and sent from its stage to the other stages; rank 0's outcome is broadcast once before and once after.
+    Raises ValueError where the folder exists, and for a model outside the families, which includes a subclass that
+    computes otherwise, say with another MLP; OSError where the folder cannot be written. A parallel model raises on
+    every rank.
     """
     folder = Path(folder)
     weights = weights_of_model(model)
@@ -134,13 +138,13 @@ def save_pretrained(
             tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
             for tensor, names in tensors.items()
         }
-        if writer and error is None:  # after a failure the ranks still gather together, and hear of it at the end
+        if writer and error is None:  # after a failure all ranks still gather; the error is raised at the end
             error = attempt(write, filename, whole)
     if writer and error is None:
-        along = companions_of(model).with_tokenizer(tokenizer)
-        config = along.in_config(weights.write_config(model))
+        companions = companions_of(model).with_tokenizer(tokenizer)
+        config = companions.in_config(weights.write_config(model))
         whole_manifest = Manifest(stored, files, CHECKSUMS)
-        error = attempt(finish_pretrained, config, whole_manifest, along.files, temporary, folder)
+        error = attempt(finish_pretrained, config, whole_manifest, companions.files, temporary, folder)
     if error is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     raise_on_all(error, parallel)
@@ -159,13 +163,14 @@ def _from_checkpoint(
     manifest = Manifest.read(folder)
     if CONFIG not in manifest.files:
         raise ValueError(
-            f"{folder} is of a model of no family, so its config is not known; make the model, and load_checkpoint(model, folder)"
+            f"{folder} is of a model of no family, so its config is not known; build the model, and call "
+            f"load_checkpoint(model, folder)"
         )
     config = manifest.document(folder, CONFIG)
-    own = weights_of(folder, config).read_config(config)
-    check_layers(own, manifest.tensors, folder)
+    own_config = weights_of(folder, config).read_config(config)
+    check_layers(own_config, manifest.tensors, folder)
     with torch.device("meta"):
-        model = make_model(own)
+        model = make_model(own_config)
     stored = {name: manifest.tensors.get(f"{MODEL}{name}") for name, _ in model.named_parameters()}
     dtypes = {name: dtype or (torch.float32 if each is None else DTYPES[each.dtype]) for name, each in stored.items()}
     _replace(model, {each: nn.Parameter(each.to(dtypes[name])) for name, each in model.named_parameters()})
@@ -177,7 +182,7 @@ def _from_checkpoint(
 
 
 def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
-    """Puts each new parameter in every place that holds the old one, so tied weights stay one."""
+    """Replaces every parameter in all modules holding the parameter, so tied weights stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, loaded[parameter])
@@ -200,7 +205,7 @@ def weights_of_model(model: nn.Module) -> Any:
 
 
 def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
-    """Per file name, the stored tensors that it holds and the parameters of each: each file up to shard_bytes, or one tensor."""
+    """File name -> stored tensor -> parameters. A file holds up to shard_bytes, or one larger tensor."""
     files: list[dict[str, list[str]]] = [{}]
     held = 0
     for tensor, names in grouped(parameters, weights.stored).items():
@@ -216,12 +221,12 @@ def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) 
 
 
 def is_parallel(model: nn.Module) -> bool:
-    """Whether several ranks hold the model."""
+    """Whether the model is laid out over several ranks: has stages or DTensor parameters."""
     return pipeline_of(model) is not None or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
-    """The parameter of that name, its adapter folded in, from whatever stage has it, on the CPU; without rows where it is not kept."""
+    """Gathers a parameter, with its adapter merged, on every rank, on the CPU. keep: if False, return no rows of it."""
     pipeline = pipeline_of(model)
     if pipeline is None:
         parameter = merged_parameter(model, name)
@@ -233,22 +238,23 @@ def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
 
 
 def start_folder(folder: Path, temporary: Path) -> None:
-    """Makes the folder that is to be renamed. Raises ValueError where there is one of that name, OSError where it cannot be."""
+    """Makes the temporary folder. Raises ValueError where `folder` exists, OSError where none can be made."""
     if folder.exists():
         raise ValueError(f"{folder} exists; give another folder, or remove it")
-    shutil.rmtree(temporary, ignore_errors=True)  # what was left by one that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     temporary.mkdir(parents=True)
 
 
 def finish_pretrained(
     config: dict[str, Any], manifest: Manifest, documents: Mapping[str, bytes], temporary: Path, folder: Path
 ) -> None:
-    """Adds the config, the index of several files, the documents and the checksums, and gives the folder its name.
+    """Writes the remaining files and renames the temporary folder; returns when everything is on disk.
 
-    It returns when the disk has all. manifest: of the safetensors files, which are written.
+    The files: config.json, the index if there are several weights files, `documents`, and the checksums.
+    manifest: of the safetensors files, which are already written.
     """
     stored = [(STORED_DTYPES[tensor.dtype], torch.Size(tensor.shape)) for tensor in manifest.tensors.values()]
-    dtype = widest(each for each, _ in stored)  # to which transformers brings every tensor that it reads
+    dtype = widest(each for each, _ in stored)  # transformers converts every tensor to this dtype
     written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
     if len(manifest.files) > 1:
         total = sum(each.itemsize * shape.numel() for each, shape in stored)
@@ -263,7 +269,7 @@ def finish_pretrained(
 
 
 def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
-    """The error of a call, or None."""
+    """Calls a function; returns the OSError, ValueError or SafetensorError raised by the call, or None."""
     try:
         function(*arguments, **options)
     except (OSError, ValueError, SafetensorError) as error:
@@ -272,7 +278,7 @@ def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
 
 
 def raise_on_all(error: Exception | None, parallel: bool) -> None:
-    """Raises rank 0's error, on every rank where the model is parallel."""
+    """Raises rank 0's error: on every rank where the model is parallel, by one broadcast."""
     if parallel:
         outcome = [error]
         torch.distributed.broadcast_object_list(outcome, src=0)

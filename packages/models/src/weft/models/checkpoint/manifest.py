@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which file holds which part of which tensor, and how each file is known to be whole.
+"""The manifest of a checkpoint: the tensors, which file holds which part of each, and the checksums of all files.
 
-It is JSON and is written last, so a folder that has one is complete. Nothing here needs torch.
+The manifest is JSON and is written last, so a folder with a manifest is complete. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..documents import as_type, check_plain_name, parse_json, read_plain
 from .tiling import uncovered
 
 MANIFEST = "manifest.json"
-CHECKSUMS = "checksums.json"  # the manifest of a folder for transformers
-RUN = "run.json"  # the run that it was saved by: step, seed, config, versions
-CONFIG = "config.json"  # the model's, as Hugging Face writes it
+CHECKSUMS = "checksums.json"  # the name of the manifest in a Hugging Face folder
+RUN = "run.json"  # facts of the run behind the checkpoint: step, seed, config, versions
+CONFIG = "config.json"  # the model's config in Hugging Face's format
 FORMAT = "weft checkpoint"
 VERSION = 1
-MODEL, OPTIMIZER = "model.", "optimizer."  # how the names of tensors begin
-# Bytes of an element, by the names that safetensors has for the dtypes that are written here.
+MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names
+# Bytes of an element, by safetensors' names of the dtypes.
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -37,66 +37,67 @@ REMEDIES = {
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is not as it was written; the message names the file."""
+    """A checkpoint, or a file of the checkpoint, was changed after Weft wrote it; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor, one tensor of a safetensors file. sum: as of `positional_sum`."""
+    """A part of a tensor, stored as a safetensors tensor."""
 
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the part begins in the tensor
     shape: tuple[int, ...]
     file: str
-    sum: int
+    sum: int  # the part's `positional_sum`
 
     def key(self, name: str) -> str:
-        """Its name in the file."""
+        """The part's name in its file. name: the tensor's name."""
         return key_of(name, self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and its parts, which cover it once. dtype: as safetensors calls it."""
+    """A tensor and its parts, which cover each element exactly once."""
 
-    dtype: str
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """nbytes: its size. sha256: of all of it, or of what stands before the tensors of a safetensors file."""
+    """A file of the folder."""
 
     nbytes: int
-    sha256: str
+    sha256: str  # of the whole file; for a safetensors file, of its header
 
 
 def key_of(name: str, offsets: tuple[int, ...]) -> str:
-    """What the part of a tensor that begins at `offsets` is called in its file: "model.embed.weight[0,64]"."""
+    """The name in the file of a tensor's part beginning at `offsets`: "model.embed.weight[0,64]"."""
     return f"{name}[{','.join(map(str, offsets))}]"
 
 
 def as_document(value: Mapping[str, Any]) -> bytes:
-    """A JSON file's content."""
+    """The bytes of a JSON file that holds `value`."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds. name: of its file. optimizer: what is said of the optimizer beside its state; None of older ones."""
+    """The contents of a checkpoint, or of a Hugging Face folder that Weft wrote."""
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
-    name: str = MANIFEST
+    name: str = MANIFEST  # of the manifest's own file: MANIFEST or CHECKSUMS
+    # From `describe_optimizer`; None without an optimizer and in older checkpoints.
     optimizer: Mapping[str, Any] | None = None
 
     @property
     def remedy(self) -> str:
-        """For files that are not as they were written."""
+        """How an error about a changed file ends: the user's next step."""
         return REMEDIES[self.name]
 
     def text(self) -> str:
-        """As it is written. The digest is of what stands under "holds", as it is written there."""
+        """The manifest as JSON. Its sha256 is the digest of the JSON under "holds"."""
         holds: dict[str, Any] = {
             "tensors": {name: asdict(tensor) for name, tensor in sorted(self.tensors.items())},
             "files": {name: asdict(file) for name, file in sorted(self.files.items())},
@@ -107,15 +108,16 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
-        """The manifest of a checkpoint, whose files are there in their sizes.
+        """Reads and checks the manifest of a folder; the listed files must exist with their sizes.
 
-        name: CHECKSUMS, of a folder for transformers.
-        Raises ValueError for one of a newer version, DamagedCheckpoint for a folder that has none, or is not whole.
+        name: CHECKSUMS for a Hugging Face folder.
+        Raises ValueError for a manifest of a newer version; DamagedCheckpoint for an absent or changed manifest and
+        for an incomplete folder.
         """
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpoint(
-                f"{folder} is no complete checkpoint: it has no {name}, which is written last; give another"
+                f"{folder} is no complete checkpoint: it has no {name}, which a save writes last; give another folder"
             )
         text = read_plain(path)
         try:
@@ -128,10 +130,10 @@ class Manifest:
             holds = as_type(_Holds, value.get("holds"), "holds")
             _check(holds)
             if text != _as_written(value["holds"]).encode():
-                raise ValueError("its digest is of another content")
+                raise ValueError("its sha256 does not match its content")
         except _Newer:
             raise ValueError(
-                f"{path} is of version {version}, and this Weft reads up to {VERSION}; install a newer one"
+                f"{path} has version {version}, and this Weft reads up to version {VERSION}; install a newer Weft"
             ) from None
         except ValueError as error:
             raise DamagedCheckpoint(f"{path} was changed after it was written: {error}; {REMEDIES[name]}") from None
@@ -141,11 +143,11 @@ class Manifest:
             if not (folder / each).is_file():
                 raise DamagedCheckpoint(f"{folder / each} is missing, which {name} names; {found.remedy}")
             if (nbytes := (folder / each).stat().st_size) != file.nbytes:
-                raise DamagedCheckpoint(f"{folder / each} has {nbytes} bytes of {file.nbytes}; {found.remedy}")
+                raise DamagedCheckpoint(f"{folder / each} has {nbytes} bytes instead of {file.nbytes}; {found.remedy}")
         return found
 
     def document(self, folder: Path, name: str) -> dict[str, Any]:
-        """A JSON file of the checkpoint. Raises as `content`, and DamagedCheckpoint for a file that is not JSON."""
+        """A JSON file of the folder, parsed. Raises as `content`, and DamagedCheckpoint for a file that is not JSON."""
         content = self.content(folder, name)
         try:
             return parse_json(content, str(folder / name), self.remedy)
@@ -153,24 +155,24 @@ class Manifest:
             raise DamagedCheckpoint(str(error)) from None
 
     def content(self, folder: Path, name: str) -> bytes:
-        """A file of the checkpoint that holds no tensors. Raises DamagedCheckpoint where it is not as it was written."""
+        """A file of the folder that holds no tensors. Raises DamagedCheckpoint where the file was changed."""
         content = read_plain(folder / name)
         self.check(folder, name, content)
         return content
 
     def check_documents(self, folder: Path) -> None:
-        """Raises DamagedCheckpoint unless all files that hold no tensors are as they were written."""
+        """Raises DamagedCheckpoint where a file without tensors was changed after Weft wrote it."""
         for name in self.files.keys() - {part.file for tensor in self.tensors.values() for part in tensor.parts}:
             self.content(folder, name)
 
     def check(self, folder: Path, name: str, content: bytes) -> None:
-        """Raises DamagedCheckpoint unless that is what was written of a file: all, or what stands before the tensors."""
+        """Raises DamagedCheckpoint unless `content` (the header, for a safetensors file) has the recorded digest."""
         if hashlib.sha256(content).hexdigest() != self.files[name].sha256:
             raise DamagedCheckpoint(f"{folder / name} was changed after it was written; {self.remedy}")
 
 
 def find_manifest(folder: Path) -> Manifest | None:
-    """That of a checkpoint, or of a folder for transformers that Weft wrote; None of another folder. Raises as `Manifest.read`."""
+    """The manifest of a checkpoint, or of a Hugging Face folder that Weft wrote. Raises as `Manifest.read`."""
     return next((Manifest.read(folder, name) for name in REMEDIES if (folder / name).is_file()), None)
 
 
@@ -185,7 +187,7 @@ def _as_written(holds: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Holds:
-    """What a manifest's digest is of."""
+    """The part of a manifest covered by the sha256."""
 
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
@@ -194,14 +196,14 @@ class _Holds:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """What is said of an optimizer: its class, and its groups of parameters."""
+    """An optimizer's class name and number of parameter groups, see `describe_optimizer`."""
 
     kind: str
     groups: int | None
 
 
 def _check(holds: _Holds) -> None:
-    """Raises ValueError unless the files have plain names, and the parts of each tensor cover it once, within files that are listed."""
+    """Raises ValueError unless file names are plain and each tensor's parts cover it once, within listed files."""
     for name, file in holds.files.items():
         check_plain_name(name, "it")
         if file.nbytes < 0:
@@ -213,8 +215,8 @@ def _check(holds: _Holds) -> None:
             raise ValueError(f"{name}: {wrong}")
         for part in tensor.parts:
             if part.file not in holds.files:
-                raise ValueError(f"{name} lies in {part.file!r}, which is none of its files")
+                raise ValueError(f"{name} is in {part.file!r}, which is not among the listed files")
             if math.prod(part.shape) * ITEM_BYTES[tensor.dtype] > holds.files[part.file].nbytes:
                 raise ValueError(f"a part of {name} has more bytes than {part.file}, which holds it")
             if not 0 <= part.sum < 2**64:
-                raise ValueError(f"{name} has the sum {part.sum}, which is none of 64 bits")
+                raise ValueError(f"{name} has the sum {part.sum}, which is not a number of 64 bits")

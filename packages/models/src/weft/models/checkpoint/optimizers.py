@@ -1,4 +1,4 @@
-"""The state of an optimizer in a checkpoint: its kind, the check before loading, and the tensors to load into."""
+"""An optimizer's state in a checkpoint: its kind, the check before loading, and the tensors to fill."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .manifest import OPTIMIZER, Manifest
 from .shards import DTYPES
 
 _UNTRIED = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
+# Options for a trial step, which affect how the step is computed, but not which state the optimizer keeps.
 _HOW = {
     "capturable": False,
     "foreach": None,
     "fused": None,
     "differentiable": False,
     "lr": 0.0,
-}  # the way to compute a step, not the state
+}
 
 
 def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The class of an optimizer and the number of parameter groups, for the manifest of a checkpoint.
+    """An optimizer's class and number of parameter groups, for the manifest of a checkpoint.
 
-    groups: None for a model in stages, where each rank's optimizer has the parameters of some stages only.
+    groups: None for a model in stages, where each rank's optimizer has the parameters of only some stages.
     """
     groups = len(optimizer.param_groups) if pipeline_of(model) is None else None
     return {"kind": type(optimizer).__name__, "groups": groups}
@@ -35,7 +36,10 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def state_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
-    """By parameter name, unset tensors for the stored state: laid out as the parameter where the shapes are equal."""
+    """Parameter name -> the parameter, and zeroed tensors to load its state into.
+
+    State of the parameter's shape gets the parameter's layout.
+    """
     groups = _groups(optimizer)
     found: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
     for name, parameter, keys in _stored(model, optimizer, manifest):
@@ -45,7 +49,7 @@ def state_to_fill(
             tensor = manifest.tensors[f"{OPTIMIZER}{name}.{key}"]
             if tensor.shape == tuple(parameter.shape):
                 values[key] = torch.zeros_like(parameter, dtype=DTYPES[tensor.dtype], requires_grad=False)
-            else:  # the number of steps, which torch keeps on the device only where its kernel reads the number there
+            else:  # the step count, which torch keeps on the device only if its kernel reads the count there
                 device = parameter.device if on_device else "cpu"
                 values[key] = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
         found[name] = (parameter, values)
@@ -58,20 +62,20 @@ def check_optimizer(
     manifest: Manifest,
     folder: Path,
 ) -> None:
-    """Raises ValueError for an optimizer of a different kind than the saved optimizer, or with different state.
+    """Raises ValueError where the optimizer's class, number of groups or state differs from the saved optimizer's.
 
-    Older checkpoints do not name the kind. The state of torch's own optimizers is found by a step of a fresh optimizer on a
-    parameter of one element.
+    Older checkpoints do not name the class. The names of a torch optimizer's state are found by a step of a fresh
+    optimizer on a one-element parameter.
     """
-    said = manifest.optimizer
-    here = describe_optimizer(model, optimizer)
+    saved = manifest.optimizer
+    own = describe_optimizer(model, optimizer)
     remedy = "make the optimizer as it was, or leave it out of load_checkpoint to begin with fresh state"
-    if said is not None and said["kind"] != here["kind"]:
-        raise ValueError(f"{folder} has the state of {said['kind']}, and the optimizer is {here['kind']}; {remedy}")
-    if said is not None and None not in (said["groups"], here["groups"]) and said["groups"] != here["groups"]:
+    if saved is not None and saved["kind"] != own["kind"]:
+        raise ValueError(f"{folder} has the state of {saved['kind']}, and the optimizer is {own['kind']}; {remedy}")
+    if saved is not None and None not in (saved["groups"], own["groups"]) and saved["groups"] != own["groups"]:
         raise ValueError(
-            f"{folder} has the state of an optimizer with {said['groups']} groups of parameters, and this {here['kind']} has "
-            f"{here['groups']}; {remedy}"
+            f"{folder} has the state of an optimizer with {saved['groups']} groups of parameters, and this "
+            f"{own['kind']} has {own['groups']}; {remedy}"
         )
     groups, kept = _groups(optimizer), {}
     for name, parameter, keys in _stored(model, optimizer, manifest):
@@ -87,7 +91,7 @@ def check_optimizer(
                 if names
             ]
             raise ValueError(
-                f"{folder} has the state of another optimizer than this {here['kind']}: of {name} "
+                f"{folder} has the state of another optimizer than this {own['kind']}: of {name} "
                 f"{' and '.join(differ)}; {remedy}"
             )
 
@@ -99,19 +103,19 @@ def _groups(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
 def _stored(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> list[tuple[str, nn.Parameter, list[str]]]:
-    """The parameters that the optimizer updates and the checkpoint has state for, with the names of that state."""
+    """The optimizer's parameters with state in the checkpoint, and the names of this state."""
     groups = _groups(optimizer)
     stored: dict[str, list[str]] = {}
     for each in manifest.tensors:
         if each.startswith(OPTIMIZER):
             name, _, key = each.removeprefix(OPTIMIZER).rpartition(".")
             stored.setdefault(name, []).append(key)
-    own = model.named_parameters()
-    return [(name, each, stored[name]) for name, each in own if each in groups and name in stored]
+    named = model.named_parameters()
+    return [(name, each, stored[name]) for name, each in named if each in groups and name in stored]
 
 
 def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str] | None:
-    """The names of the state that torch's optimizer keeps for a parameter; None for an optimizer that cannot be tried."""
+    """The names of the state that torch's optimizer keeps for a parameter; None where no step can be tried."""
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _UNTRIED:
         return None

@@ -1,4 +1,4 @@
-"""What each rank holds of the tensors of a run, as torch's distributed checkpoint plans to write and to read it."""
+"""Plans for torch's distributed checkpoint (DCP): which rank writes which part of a tensor, and reads which."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from ..initialization import local_slices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What this rank holds of a tensor of `shape`: `values`, which begin at `offsets`.
+    """The local part of a tensor on this rank.
 
-    It is no DTensor, since its values may be a copy on another device than the mesh's.
+    No DTensor, because `values` may be a copy on another device than the mesh's.
     """
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor
+    offsets: tuple[int, ...]  # where `values` begins in the global tensor
     values: Tensor
 
     def chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
 
     def copied(self, into: Part | None = None) -> Part:
-        """The same with values of its own, on the CPU: what the tensor becomes later does not show in them.
+        """A copy of the part in CPU memory, which later training steps do not change.
 
-        into: an earlier copy of the same part, whose memory is taken again: to get new memory takes longer than to copy.
+        into: an earlier copy of the same part to overwrite: allocating memory takes longer than copying.
         """
         if into is None:
             on_gpu = self.values.is_cuda
@@ -57,7 +57,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """What this rank holds of a DTensor, or of a plain tensor, which counts as equal on all ranks that have it."""
+    """This rank's part of a DTensor; all of a plain tensor, which is assumed to be equal on all ranks."""
     local = tensor.detach()
     return Part(
         tuple(tensor.shape),
@@ -67,7 +67,7 @@ def part_of(tensor: Tensor) -> Part:
 
 
 class PartSavePlanner(DefaultSavePlanner):
-    """Plans to write each part once: of ranks that hold the same one, the one that writes least so far writes it."""
+    """Plans a save in which each part is written once. Among the ranks with a part, the least loaded writes."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -96,7 +96,7 @@ class PartSavePlanner(DefaultSavePlanner):
 
 
 class PartLoadPlanner(DefaultLoadPlanner):
-    """Plans to read, of the parts that were written, what lies in those that this rank holds."""
+    """Plans a load in which each rank reads only the overlap of the stored parts with the rank's own parts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -107,7 +107,7 @@ class PartLoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None, "it was set up"
+        assert self.metadata is not None, "set_up_planner was called"
         items: list[ReadItem] = []
         for name, part in self.state_dict.items():
             stored = self.metadata.state_dict_metadata[name]

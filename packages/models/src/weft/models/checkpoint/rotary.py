@@ -1,4 +1,4 @@
-"""What the files of the rotary families share: names of fields and tensors, and rotary settings, as transformers 4 and 5 have them."""
+"""Field names, tensor names and rotary settings that the rotary families' files share, as of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-NAMES = {  # Hugging Face's: ours
+NAMES = {  # Hugging Face's name: our name
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -41,20 +41,20 @@ NAMES = {  # Hugging Face's: ours
 NULLABLE = ("num_key_value_heads", "head_dim")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 
-# Fields of config.json that `read_rope` reads.
+# The fields of config.json that `read_rope` reads.
 ROPE_FIELDS = ("partial_rotary_factor", "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta")
 
 
-PREFIX = "model."  # of the names of all but the head
+PREFIX = "model."  # of all tensor names except the head's
 
 
 def stored(parameter: str) -> Stored:
-    """How a parameter of ours is stored."""
+    """Where Hugging Face's files store one of our parameters."""
     return Stored(parameter if parameter.startswith("lm_head.") else f"{PREFIX}{parameter}")
 
 
 def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
-    """What a tensor is that files may hold beside the parameters; None for a tensor that the model has no place for."""
+    """The required content of an extra tensor in the files, such as a tied head; None for an unknown tensor."""
     if tensor == "lm_head.weight" and config.tie_embeddings:
         return tied_head(f"{PREFIX}embed_tokens.weight")
     if tensor.endswith("rotary_emb.inv_freq"):
@@ -67,7 +67,7 @@ def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
 
 
 def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
-    """Whether these are the config's, stretched or as they are before that, rounded as files of 16 bits have them."""
+    """Whether a stored tensor holds the config's rotary frequencies, scaled or unscaled, within 16-bit rounding."""
     import torch
 
     from ..rope import compute_rotary_frequencies
@@ -81,7 +81,7 @@ def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
     )
 
 
-# Types of the settings that are of no class of scaling.
+# Types of the settings outside the scaling classes.
 _TYPES: Mapping[str, Any] = {
     "partial_rotary_factor": float | None,
     "rope_interleaved": bool | None,
@@ -91,18 +91,18 @@ _TYPES: Mapping[str, Any] = {
     "mscale": float | None,
     "mscale_all_dim": float | None,
 }
-_ANYWHERE = ("partial_rotary_factor", "rope_theta", "rope_type", "type")  # settings beside those of the kind
+_ANYWHERE = ("partial_rotary_factor", "rope_theta", "rope_type", "type")  # allowed with every kind of scaling
 _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of scaling: our class, Hugging Face's names of its fields and ours; which of them may be absent; others read."""
+    """A kind of rope scaling: how its settings in config.json become the fields of our class."""
 
-    make: type[Any]
-    names: Mapping[str, str]
-    optional: tuple[str, ...] = ()
-    others: tuple[str, ...] = field(default=())
+    make: type[Any]  # our class
+    names: Mapping[str, str]  # Hugging Face's name -> our field
+    optional: tuple[str, ...] = ()  # keys of `names` with a default
+    others: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
 
 
 _KINDS: Mapping[str, _Kind] = {
@@ -134,9 +134,9 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """rope_theta and rope_scaling, as far as config.json says them. max_seq_len: of the model.
+    """rope_theta and rope_scaling for our config, as far as config.json gives them. max_seq_len: the model's.
 
-    Raises ValueError for a kind or a setting that is not known, and for one that is missing.
+    Raises ValueError for an unknown kind of scaling or setting, and for a missing setting.
     """
     rope: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -151,12 +151,14 @@ def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     if "rope_theta" in settings or "rope_theta" in config:
         rope["rope_theta"] = settings.get("rope_theta", config.get("rope_theta"))
         if rope["rope_theta"] is None:
-            raise ValueError("config.json: rope_theta is null, which says no value; give the base of the wavelengths")
+            raise ValueError("config.json: rope_theta is null; give the base of the wavelengths")
     fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if fraction not in (None, 1, 1.0):
-        raise ValueError(f"config.json: partial_rotary_factor {fraction} is not supported; whole heads are turned here")
+        raise ValueError(
+            f"config.json: partial_rotary_factor {fraction} is not supported; Weft rotates all elements of a head"
+        )
     if config.get("rope_interleaved"):
-        raise ValueError("config.json: rope_interleaved is not supported; the pairs are i and i + D/2 here")
+        raise ValueError("config.json: rope_interleaved is not supported; Weft pairs element i of a head with i + D/2")
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind != "default":
         rope["rope_scaling"] = _read_scaling(kind, settings, max_seq_len)
@@ -166,7 +168,7 @@ def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
 
 
 def write_rope(config: RotaryConfig) -> dict[str, Any]:
-    """What config.json says of the rotary settings, under the keys of transformers 4, which 5 reads too."""
+    """The rotary settings in config.json, under the keys of transformers 4, which transformers 5 reads too."""
     scaling: dict[str, Any] | None = None
     if config.rope_scaling is not None:
         (name,) = (name for name, kind in _KINDS.items() if isinstance(config.rope_scaling, kind.make))
@@ -183,7 +185,7 @@ def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> R
     missing = [theirs for theirs in kind.names if theirs not in kind.optional and settings.get(theirs) is None]
     if missing:
         raise ValueError(f"config.json: the {name!r} rope scaling has no {', '.join(missing)}; add it")
-    if settings.get("truncate", True) is None:  # a null is false in transformers, and an absent field true
+    if settings.get("truncate", True) is None:  # transformers reads null as false, and an absent field as true
         raise ValueError("config.json: the 'yarn' rope scaling has truncate null; give true or false")
     values = {ours: settings[theirs] for theirs, ours in kind.names.items() if settings.get(theirs) is not None}
     for theirs, ours in kind.names.items():
@@ -192,10 +194,10 @@ def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> R
     if name == "dynamic":
         _check_original(settings, max_seq_len)
     if name == "yarn":
-        values.setdefault("original_max_seq_len", max_seq_len)  # as transformers has it
+        values.setdefault("original_max_seq_len", max_seq_len)  # as in transformers
         if any(not 0 <= (settings.get(each) or 0) <= sys.float_info.max for each in ("mscale", "mscale_all_dim")):
             raise ValueError(
-                "config.json: the 'yarn' rope scaling has a mscale that is no number of 0 or more; give one"
+                "config.json: the 'yarn' rope scaling has an mscale or mscale_all_dim that is no number >= 0; give one"
             )
         if settings.get("mscale") and settings.get("mscale_all_dim"):
             factor = settings["factor"]
@@ -215,9 +217,9 @@ def _check_known(name: str, settings: Mapping[str, Any], known: tuple[str, ...])
 
 
 def _check_original(settings: Mapping[str, Any], max_seq_len: int) -> None:
-    """transformers computes dynamic scaling from max_position_embeddings, and passes this setting over."""
+    """Raises ValueError unless `original_max_position_embeddings`, which transformers ignores here, is max_seq_len."""
     if settings.get(_ORIGINAL) not in (None, max_seq_len):
         raise ValueError(
-            f"config.json: the 'dynamic' rope scaling has {_ORIGINAL} {settings[_ORIGINAL]}, but scaling sets in at "
+            f"config.json: the 'dynamic' rope scaling has {_ORIGINAL} {settings[_ORIGINAL]}, but scaling begins at "
             f"max_position_embeddings, {max_seq_len}; make them equal"
         )

@@ -1,4 +1,4 @@
-"""Safetensors files, written a tensor at a time, and sums by which a part of a tensor is known to be as it was written."""
+"""Safetensors files, written tensor by tensor, and checksums of parts of tensors."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ALIGNED = 64  # bytes, as torch's own memory: on a tensor that lies otherwise it adds up in another order
-_LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library reads them
-_BLOCK = 1 << 20  # elements that are added up at once: their words take 8 MiB
+ALIGNED = 64  # bytes, as torch allocates: on differently aligned memory, torch sums a tensor in another order
+_LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer headers
+_BLOCK = 1 << 20  # elements that `positional_sum` sums at once: 8 MiB of int64
 
 
 def write_shard(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> StoredFile:
-    """Writes a safetensors file, and returns when the disk has it.
+    """Writes a safetensors file; returns when the file is on disk.
 
-    tensors: those of `shapes`, in its order, on any device; each is asked for when the one before is written.
+    tensors: the tensors named in `shapes`, in the same order, on any device. Each is requested after the previous
+        tensor was written.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -56,27 +57,27 @@ def write_shard(
         file.write(header)
         for tensor in tensors:
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next is made
+            del tensor  # freed before the next tensor is made
         file.flush()
         os.fsync(file.fileno())
-    assert path.stat().st_size == len(header) + end, "every tensor is of the shape that was said"
+    assert path.stat().st_size == len(header) + end, "every tensor has the shape given in `shapes`"
     return StoredFile(len(header) + end, hashlib.sha256(header).hexdigest())
 
 
 def read_header(path: Path) -> bytes:
-    """What stands before the tensors of a safetensors file, its length too; no more than such a file may have there."""
+    """The header of a safetensors file, its 8 bytes of length included; reads no more than the format allows."""
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
 
 
 def open_shard(path: Path, remedy: str) -> Any:
-    """A safetensors file, opened by `safe_open` on the CPU.
+    """Opens a safetensors file on the CPU by `safe_open`.
 
     remedy: how the error ends.
-    Raises ValueError for a file that is missing, no plain file, or in another format.
+    Raises ValueError for a path that is missing, is no plain file, or is in another format.
     """
-    if not path.is_file():  # a pipe would block
+    if not path.is_file():  # opening a pipe would block
         raise ValueError(f"{path} is {'no plain file' if path.exists() else 'missing'}; {remedy}")
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -85,7 +86,7 @@ def open_shard(path: Path, remedy: str) -> Any:
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:
-    """Writes a file, and returns when the disk has it."""
+    """Writes a file; returns when the file is on disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -94,7 +95,7 @@ def write_file(path: Path, content: bytes) -> StoredFile:
 
 
 def write_documents(folder: Path, documents: Mapping[str, bytes]) -> dict[str, StoredFile]:
-    """Writes files by name, of a folder within this one too, and returns when the disk has them."""
+    """Writes files by name, also into a direct subfolder; returns when all are on disk."""
     files = {}
     for name, content in documents.items():
         path = folder / name
@@ -106,7 +107,7 @@ def write_documents(folder: Path, documents: Mapping[str, bytes]) -> dict[str, S
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the disk has the names in a folder."""
+    """Returns when the folder's entries are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,11 +116,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
-    """The sum over elements of w (2 i + 1) modulo 2**64, where w are an element's bits and i its index in a part of `shape`.
+    """A checksum of part of a tensor: the sum over elements of w * (2 i + 1), modulo 2**64.
 
-    values: of that part what begins at `starts`. So the sums of pieces that cover the part once add up to the sum of the part,
-    and each of several readers sums up what it reads alone. A changed bit changes the sum, as 2 i + 1 is odd; that words were
-    exchanged or lost shows since each counts by its place, as in Fletcher's checksum (1982).
+    w: an element's bits, as an integer. i: the element's flat index in the stored part of shape `shape`.
+    values: the piece of this stored part beginning at `starts`.
+    Pieces covering the part exactly once have sums adding up to the part's sum, so several readers can each sum their
+    own piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show because
+    each element is weighted by its position, as in Fletcher's checksum (1982).
     """
     if not values.numel():
         return 0
@@ -140,6 +143,6 @@ def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) 
     total = 0
     for first in range(0, sizes[0], rows):
         block = words[first : first + rows].long()
-        before = (torch.arange(first, first + block.shape[0]) + starts[0]) * (2 * stride)
-        total += int((block * weights).sum() + (block.sum(1) * before).sum())
+        row_weights = (torch.arange(first, first + block.shape[0]) + starts[0]) * (2 * stride)
+        total += int((block * weights).sum() + (block.sum(1) * row_weights).sum())
     return total % 2**64

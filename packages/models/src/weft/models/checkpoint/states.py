@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a model and its optimizer, saved under any plan and read under any other."""
+"""Checkpoints of a run: a model and its optimizer, saved under any parallel plan and loaded under any other."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
 from .optimizers import check_optimizer, describe_optimizer, state_to_fill
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
 from .shards import DTYPES
-from .storage import FolderReader, FolderWriter, beside, check_sums
+from .storage import FolderReader, FolderWriter, check_sums, partial_path
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a checkpoint will hold of this rank: the parts of its tensors, and the documents that rank 0 writes.
+    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and rank 0's documents.
 
-    optimizer: what the manifest says of the optimizer; None without one.
+    Made by `snapshot`. A run copies the snapshot to CPU memory and writes the copy in the background.
     """
 
-    parts: Mapping[str, Part]
-    documents: Mapping[str, bytes]
-    optimizer: Mapping[str, Any] | None = None
+    parts: Mapping[str, Part]  # by tensor name
+    documents: Mapping[str, bytes]  # contents by file name; written by rank 0
+    optimizer: Mapping[str, Any] | None = None  # from `describe_optimizer`; None without an optimizer
 
     def copied(self, into: Snapshot | None = None) -> Snapshot:
-        """The same with tensors of its own, on the CPU: training may go on while it is written.
+        """A copy in CPU memory; training can continue while the copy is written.
 
-        into: an earlier copy, which is written already; its memory is taken again.
+        into: an earlier copy, already written, whose memory is reused.
         """
-        before = {} if into is None else into.parts
-        parts = {name: part.copied(before.get(name)) for name, part in self.parts.items()}
+        earlier = {} if into is None else into.parts
+        parts = {name: part.copied(earlier.get(name)) for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     @property
@@ -54,7 +54,7 @@ class Snapshot:
         return sum(part.values.nbytes for part in self.parts.values())
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Writes the checkpoint; see `save_checkpoint`. group: of all ranks; nothing else may use it meanwhile."""
+        """Writes the checkpoint, see `save_checkpoint`. group: of all ranks; for this call's use alone."""
         try:
             with _quietly():
                 save(
@@ -66,7 +66,7 @@ class Snapshot:
                 )
         except CheckpointException as error:
             if not dist.is_initialized() or dist.get_rank() == 0:
-                shutil.rmtree(beside(folder), ignore_errors=True)
+                shutil.rmtree(partial_path(folder), ignore_errors=True)
             raise _cause(error) from None
 
 
@@ -77,11 +77,11 @@ def snapshot(
     run: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Snapshot:
-    """What `save_checkpoint` writes, not copied: the values are those that the tensors have when it is written."""
-    family, along = family_of(model), companions_of(model).with_tokenizer(tokenizer)
-    documents = {RUN: as_document(run or {}), **along.files}
+    """The content of a checkpoint. The tensors are the model's own, not copies; see `Snapshot.copied`."""
+    family, companions = family_of(model), companions_of(model).with_tokenizer(tokenizer)
+    documents = {RUN: as_document(run or {}), **companions.files}
     if family is not None:
-        documents[CONFIG] = as_document(along.in_config(family.weights.write_config(model)))
+        documents[CONFIG] = as_document(companions.in_config(family.weights.write_config(model)))
     parts = {name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}
     return Snapshot(parts, documents, None if optimizer is None else describe_optimizer(model, optimizer))
 
@@ -94,16 +94,17 @@ def save_checkpoint(
     run: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes the model, and the optimizer's state, so that `load_checkpoint` reads them under any plan.
+    """Writes the model and the optimizer's state, for `load_checkpoint` to read under any plan.
 
-    Each rank writes what it holds, and of what several hold one writes each part: nothing is gathered. The folder is there
-    whole or not at all.
-    The config of a model of this library goes into the folder, and what the model's own folder said beside the network, see
-    `from_pretrained`. A subclass that computes otherwise than its family is saved as a model of one's own: without a config.
-    run: what else is to be known, as JSON: it is what `read_run` gives. tokenizer: its files go into the folder.
-    Communication: what each rank holds is told to rank 0, which tells each what to write, and hears when that is done. Every
-    rank calls it.
-    Raises ValueError where the folder exists, OSError where it cannot be written; on every rank.
+    Nothing is gathered: each rank writes local parts, and a part held by several ranks is written once. The folder
+    appears complete or not at all.
+    The folder also gets the model's config.json, if the model belongs to a family, and the model's tokenizer and
+    further companions, see `from_pretrained`. A subclass computing otherwise than its family is saved without a
+    config, like a model from outside.
+    run: JSON values about the run; `read_run` returns them. tokenizer: written into the folder.
+    Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank its plan,
+    and gathers the results.
+    Raises, on every rank, ValueError where the folder exists and OSError where writing fails.
     """
     snapshot(model, optimizer, run=run, tokenizer=tokenizer).write(Path(folder))
 
@@ -111,20 +112,23 @@ def save_checkpoint(
 def load_checkpoint(
     model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
 ) -> FolderReader:
-    """Fills the parameters, and the optimizer's state, from what `save_checkpoint` wrote, under whatever plan that was.
+    """Fills the model's parameters and the optimizer's state from a checkpoint, whatever plan it was saved under.
 
-    Each rank reads what it holds, and no more; all that is read is compared with the sums that were written. The model's config
-    has to be the checkpoint's, but for what leaves the function of the weights as it is: dropout, initializer_range and, where no
-    position is computed in another way, a longer max_seq_len. A model of one's own is compared by the names and shapes of its
-    parameters alone. No value is rounded: a parameter may have a wider dtype than was stored, not a narrower one.
-    The model carries from now on what the checkpoint says beside the network, see `from_pretrained`.
-    optimizer: of this model, and of the kind that was saved, before its first step. Where the checkpoint has no state of it,
-    as one that `weft convert` made, it stays as it is.
-    Returns what was read with, which has counted the bytes.
-    Communication: a gather of what each rank's checks found; the plan of what is read, and its sums, by way of rank 0. Every rank calls it.
-    Raises ValueError for a checkpoint of another model, whose differing fields it names, of another optimizer, whose kind or
-    state it names, or of a dtype that would be rounded; DamagedCheckpoint for one that is not whole or not as it was written; on
-    every rank.
+    Each rank reads only local slices and verifies the stored checksums.
+    The model's config must be the checkpoint's, except for fields without effect on the function of given weights:
+    dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model from outside
+    is compared by the names and shapes of its parameters.
+    No value is rounded: a parameter's dtype may be wider than the stored dtype, not narrower.
+    The model then carries the checkpoint's tokenizer, chat template, generation settings and token ids, see
+    `from_pretrained`.
+    optimizer: of this model, of the saved kind, before its first step. Left unchanged where the checkpoint has no
+    optimizer state, as after `weft convert`.
+    Returns the reader, which has counted the bytes read.
+    Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; by way of rank 0,
+    the plan of the load and the comparison of checksums.
+    Raises, on every rank, ValueError for a checkpoint of another model (naming the differing fields), of another
+    optimizer (naming its kind or state), or of a dtype to be rounded; DamagedCheckpoint for an incomplete or changed
+    checkpoint.
     """
     return fill_from(model, folder, optimizer)
 
@@ -136,7 +140,7 @@ def fill_from(
     *,
     rounding: bool = False,
 ) -> FolderReader:
-    """See `load_checkpoint`. rounding: whether parameters may be of narrower dtypes than what is stored."""
+    """`load_checkpoint`. rounding: allow parameters of narrower dtypes than the stored ones."""
     with FolderReader(Path(folder)) as reader:
         manifest = reader.manifest
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
@@ -165,19 +169,19 @@ def fill_from(
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
-    """What `save_checkpoint` was told of the run. Raises as `Manifest.read`."""
+    """The `run` given to `save_checkpoint`. Raises as `Manifest.read`."""
     return Manifest.read(Path(folder)).document(Path(folder), RUN)
 
 
 def check_model(model: nn.Module, reader: FolderReader) -> None:
-    """Raises ValueError for a checkpoint that has not the tensors of this model, in their shapes, and no others."""
+    """Raises ValueError unless the checkpoint's tensors have exactly the names and shapes of the model's."""
     differing = tensors_that_differ(model, reader)
     if differing is not None:
-        raise ValueError(f"{reader.folder} is of another model: {differing}; give the model as it was")
+        raise ValueError(f"{reader.folder} is of another model: {differing}; build the model that was saved")
 
 
 def tensors_that_differ(model: nn.Module, reader: FolderReader) -> str | None:
-    """How the tensors of a checkpoint differ from the model's, by name or shape; None where they are the same."""
+    """A difference in name or shape between the checkpoint's tensors and the model's, in words; None without any."""
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
     wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -204,7 +208,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
         for key, value in sorted(({} if optimizer is None else optimizer.state.get(parameter, {})).items()):
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"the optimizer keeps {key} of {name} as a {type(value).__name__}; a checkpoint holds tensors alone"
+                    f"the optimizer keeps {key} of {name} as a {type(value).__name__}; a checkpoint holds only tensors"
                 )
             tensors[f"{OPTIMIZER}{name}.{key}"] = value
     return tensors
@@ -213,9 +217,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 def _check_own_part(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, reader: FolderReader, rounding: bool
 ) -> None:
-    """Checks the dtypes and the optimizer of what this rank holds, which may be some stages of the model.
+    """Checks dtypes and optimizer for the parameters on this rank, which may belong to some stages only.
 
-    Communication: a gather of the outcomes. Raises the first rank's error, on every rank.
+    Communication: an all-gather of the outcomes. Raises the first failing rank's error on every rank.
     """
     outcomes: list[ValueError | None] = [None]
     try:
@@ -234,21 +238,21 @@ def _check_own_part(
 
 
 def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
-    """Raises ValueError where a parameter's dtype does not hold every value of the dtype that is stored."""
+    """Raises ValueError where a parameter's dtype cannot hold every value of the stored dtype."""
     parameters = dict(model.named_parameters())
     stored = {name: DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
     rounded = [name for name, each in parameters.items() if torch.promote_types(each.dtype, stored[name]) != each.dtype]
     if rounded:
         first, more = rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         raise ValueError(
-            f"{reader.folder} has {first}{more} in {stored[first]}, which a model in {parameters[first].dtype} would round; load "
-            f"into a model in {stored[first]} and convert the model after that, or read it by "
+            f"{reader.folder} has {first}{more} in {stored[first]}, which a model in {parameters[first].dtype} would "
+            f"round; load into a model in {stored[first]} and then convert the model, or call "
             f"from_pretrained(folder, dtype={parameters[first].dtype}), which rounds"
         )
 
 
 def _check_on_all(reader: FolderReader) -> None:
-    """`check_sums` of what all ranks have read. Communication: a gather of the sums, and a broadcast of the outcome."""
+    """`check_sums` over the reads of all ranks. Communication: a gather of the sums, and a broadcast of the outcome."""
     pieces = [reader.sums_of_pieces]
     if dist.is_initialized():
         pieces = [{} for _ in range(dist.get_world_size())]
@@ -266,7 +270,7 @@ def _check_on_all(reader: FolderReader) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's warning that there is one process, where there is one."""
+    """Silences torch's warning about a missing process group, in a process without one."""
     with nullcontext() if dist.is_initialized() else warnings.catch_warnings():
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -274,6 +278,6 @@ def _quietly() -> Iterator[None]:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong on the first rank that failed."""
+    """The error of the lowest rank that failed."""
     cause: BaseException = min(error.failures.items())[1][0]
     return cause

@@ -1,7 +1,8 @@
-"""Where torch's distributed checkpoint writes and reads: a folder of safetensors files and JSON, whole or not there.
+"""Storage for torch's distributed checkpoint (DCP): a folder of safetensors files and JSON.
 
-A folder is written under another name beside it, each file synced; its manifest is written last, and then it is renamed. So
-whatever stops a run, what has the name of a checkpoint is one. Nothing that is read can run code.
+A folder is written under a temporary name, and every file is synced. The manifest is written last; then the folder is
+renamed. A folder under its final name is therefore complete, whenever the process is stopped.
+Reading never runs code.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from .shards import (
     write_shard,
 )
 
-Piece = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a stored part, and a shape
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # a slice of a stored part: offsets and shape
 
 
 class FolderWriter(StorageWriter):
-    """Writes a checkpoint into `folder`: a safetensors file for each rank that has something to write, and `documents`.
+    """Writes a checkpoint into `folder`: one safetensors file for each rank with something to write, and `documents`.
 
-    optimizer: what the manifest says of the optimizer.
-    Raises ValueError where the folder exists; OSError where it cannot be written. What was written of it is removed then.
+    optimizer: the manifest's entry, from `describe_optimizer`.
+    Raises ValueError where the folder exists, OSError where writing fails.
     """
 
     def __init__(
         self, folder: Path, documents: Mapping[str, bytes], optimizer: Mapping[str, Any] | None = None
     ) -> None:
         self._folder, self._documents, self._optimizer = folder, documents, optimizer
-        self._beside = beside(folder)
+        self._partial = partial_path(folder)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -89,7 +90,7 @@ class FolderWriter(StorageWriter):
             for item in items
             if item.tensor_data is not None
         }
-        file = write_shard(self._beside / filename, shapes, values())
+        file = write_shard(self._partial / filename, shapes, values())
         return [
             WriteResult(item.index, item.tensor_storage_size() or 0, (filename, file, each))
             for item, each in zip(items, sums, strict=True)
@@ -102,7 +103,7 @@ class FolderWriter(StorageWriter):
             filename, file, total = result.storage_data
             files[filename] = file
             stored = metadata.state_dict_metadata[result.index.fqn]
-            assert isinstance(stored, TensorStorageMetadata) and result.index.index is not None, "as they were planned"
+            assert isinstance(stored, TensorStorageMetadata) and result.index.index is not None, "as planned"
             chunk = stored.chunks[result.index.index]
             part = StoredPart(tuple(chunk.offsets), tuple(chunk.sizes), filename, total)
             parts.setdefault(result.index.fqn, []).append(part)
@@ -118,17 +119,17 @@ class FolderWriter(StorageWriter):
         return True
 
 
-def beside(folder: Path) -> Path:
-    """The name under which a folder is written until it is whole."""
+def partial_path(folder: Path) -> Path:
+    """The temporary path of a folder being written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def begin_folder(folder: Path) -> None:
-    """Makes the folder that is to be renamed. Raises ValueError where there is one of that name, OSError where it cannot be."""
+    """Makes the folder under its temporary name. Raises ValueError where `folder` exists, OSError as `mkdir`."""
     if folder.exists():
         raise ValueError(f"{folder} exists; give another folder, or remove it")
-    shutil.rmtree(beside(folder), ignore_errors=True)  # what a run left that was killed
-    beside(folder).mkdir(parents=True)
+    shutil.rmtree(partial_path(folder), ignore_errors=True)  # left by a killed run
+    partial_path(folder).mkdir(parents=True)
 
 
 def finish_folder(
@@ -138,19 +139,20 @@ def finish_folder(
     documents: Mapping[str, bytes],
     optimizer: Mapping[str, Any] | None = None,
 ) -> None:
-    """Adds the documents and the manifest, and gives the folder its name; it returns when the disk has all."""
-    written = write_documents(beside(folder), documents)
+    """Writes the documents and the manifest, and renames the folder; returns when everything is on disk."""
+    written = write_documents(partial_path(folder), documents)
     manifest = Manifest(tensors, {**files, **written}, optimizer=optimizer)
-    write_file(beside(folder) / MANIFEST, manifest.text().encode())
-    sync_folder(beside(folder))
-    beside(folder).rename(folder)
+    write_file(partial_path(folder) / MANIFEST, manifest.text().encode())
+    sync_folder(partial_path(folder))
+    partial_path(folder).rename(folder)
     sync_folder(folder.parent)
 
 
 class FolderReader(StorageReader):
-    """Reads of a checkpoint what is asked for, and sums it up; `sums_of_pieces` are to be compared by `check_sums`.
+    """Reads pieces of a checkpoint's tensors and records their checksums, for `check_sums` to compare.
 
-    nbytes: how many bytes of the safetensors files this rank has read so far, what stands before the tensors too.
+    sums_of_pieces: (tensor, number of its part, piece) -> checksum of the piece.
+    nbytes: bytes read by this rank from safetensors files, headers included.
     Raises as `Manifest.read`.
     """
 
@@ -169,9 +171,9 @@ class FolderReader(StorageReader):
         self._open.clear()
 
     def read(self, name: str, number: int, piece: Piece) -> Tensor:
-        """A piece of the part of that number of a tensor.
+        """A piece of the `number`-th part of a tensor.
 
-        Raises DamagedCheckpoint where the file's own table is not as it was written, or is not as the manifest has it.
+        Raises DamagedCheckpoint where the file's header was changed, or contradicts the manifest.
         """
         whole = self.manifest.tensors[name]
         part = whole.parts[number]
@@ -193,9 +195,9 @@ class FolderReader(StorageReader):
         return tensor
 
     def read_into(self, name: str, whole: Tensor) -> None:
-        """Fills a tensor of the shape that is stored, of which a part is in memory at a time.
+        """Fills `whole`, which has the stored shape, one stored part in memory at a time, and verifies the checksums.
 
-        Raises DamagedCheckpoint where it is not as it was written.
+        Raises DamagedCheckpoint where the tensor was changed since.
         """
         stored = self.manifest.tensors[name]
         assert sum(torch.Size(part.shape).numel() for part in stored.parts) == whole.numel(), "the manifest was checked"
@@ -246,7 +248,7 @@ class FolderReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             number = item.storage_index.index
-            assert number is not None, "it was planned from the list of parts"
+            assert number is not None, "DCP numbers the chunks that read_metadata lists"
             piece = tuple(item.storage_offsets), tuple(item.lengths)
             target = planner.resolve_tensor(item)
             target.copy_(self.read(item.storage_index.fqn, number, piece))
@@ -261,9 +263,10 @@ class FolderReader(StorageReader):
 
 
 def check_sums(folder: Path, manifest: Manifest, pieces: Mapping[tuple[str, int, Piece], int]) -> None:
-    """Raises DamagedCheckpoint where parts that were read in pieces, by whomever, are not as they were written.
+    """Raises DamagedCheckpoint where a stored part was changed after writing, if all of the part was read.
 
-    pieces: by tensor, number of the part and piece, the sums. Parts that were not read in full cannot be told, and are passed by.
+    pieces: (tensor, number of its part, piece) -> checksum, from all reading ranks. A part read only partially is
+    skipped: the checksum of the whole is unknown.
     """
     found: dict[tuple[str, int], list[int]] = {}
     for (name, number, (_, shape)), total in pieces.items():
@@ -274,7 +277,8 @@ def check_sums(folder: Path, manifest: Manifest, pieces: Mapping[tuple[str, int,
         part = manifest.tensors[name].parts[number]
         if count == torch.Size(part.shape).numel() and total % 2**64 != part.sum:
             raise DamagedCheckpoint(
-                f"{folder / part.file} was changed after it was written: {part.key(name)} is another; {manifest.remedy}"
+                f"{folder / part.file} was changed after it was written: {part.key(name)} has another checksum; "
+                f"{manifest.remedy}"
             )
 
 

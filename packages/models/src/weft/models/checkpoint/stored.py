@@ -1,4 +1,4 @@
-"""How a parameter is stored in a safetensors file: under which name, as which part of a tensor, transposed or not."""
+"""Where Hugging Face's files store a parameter: the tensor's name, the part of this tensor, and the orientation."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a parameter's values are: `name`, and of several parameters that one tensor holds the `part`-th of `parts`.
+    """Where a parameter's values are in Hugging Face's files. A family's `weights.stored` makes one for each parameter.
 
-    They lie side by side along the parameter's first dim. transposed: the tensor is the parameter's transpose.
+    Several parameters may share a stored tensor, like GPT-2's q, k and v, joined along the parameters' first dim.
     """
 
-    name: str
-    part: int = 0
-    parts: int = 1
-    transposed: bool = False
+    name: str  # of the stored tensor
+    part: int = 0  # which of the parameters in the stored tensor
+    parts: int = 1  # how many parameters the stored tensor holds
+    transposed: bool = False  # whether the file stores the transpose
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The stored tensor's shape, for a parameter of this one."""
+        """The stored tensor's shape, from the parameter's shape."""
         whole = (shape[0] * self.parts, *shape[1:])
         return whole[::-1] if self.transposed else whole
 
     def slices(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The part of the stored tensor that is `slices` of the parameter of this shape."""
-        first, *rest = slices
+        """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's."""
+        first, *others = slices
         start = self.part * shape[0]
-        found = (slice(start + first.start, start + first.stop), *rest)
+        found = (slice(start + first.start, start + first.stop), *others)
         return found[::-1] if self.transposed else found
 
     def place(self, whole: Tensor) -> Tensor:
-        """Where the parameter lies in the stored tensor, as it is in the model; what is written there is stored."""
+        """The parameter's view of the stored tensor, in the parameter's shape; to be written to."""
         own = whole.mT if self.transposed else whole
         size = own.shape[0] // self.parts
         return own[self.part * size : (self.part + 1) * size]
 
     def restored(self, read: Tensor) -> Tensor:
-        """What was read of the stored tensor, as it is in the parameter."""
+        """Values read from the stored tensor, in the parameter's orientation."""
         return read.mT.contiguous() if self.transposed else read
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """What a tensor is that files may hold beside the parameters: the values of `tensor`, or values that `is_right` accepts.
+    """The required content of an extra tensor in the files: the values of `tensor`, or values accepted by `is_right`.
 
-    what, remedy: for the error where the values are different.
+    Files of Hugging Face may hold tensors besides the parameters: a tied head, a causal mask, rotary frequencies.
     """
 
-    what: str
-    remedy: str
+    what: str  # for the error: the required content
+    remedy: str  # how the error ends
     tensor: str | None = None
     is_right: Callable[[Tensor], bool] = bool
 
 
 def tied_head(embedding: str) -> Repeats:
-    """The head of a model that is tied. embedding: the name of the table."""
+    """The required content of a stored head where embeddings are tied. embedding: the table's name."""
     return Repeats(
         what=f"{embedding}, though config.json ties them by tie_word_embeddings",
         remedy="set tie_word_embeddings to false in config.json to keep this head, or remove the tensor to drop it",
@@ -70,13 +70,13 @@ def tied_head(embedding: str) -> Repeats:
 
 
 def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
-    """The stored tensor of whole parameters, of which all its parts are given, in any order.
+    """The stored tensor, joined from its parameters, which are all given, in any order.
 
-    Where the parts are of several dtypes the tensor has the dtype to which all of them go without rounding.
+    The dtype is the narrowest to hold the values of all parameters without rounding.
     """
     given = list(parts)
     first, tensor = given[0]
-    assert sorted(stored.part for stored, _ in given) == list(range(first.parts)), "all parts are given"
+    assert sorted(stored.part for stored, _ in given) == list(range(first.parts)), "every part is given once"
     if first.parts == 1 and not first.transposed:
         return tensor
     whole = tensor.new_empty(first.shape(tuple(tensor.shape)), dtype=widest([each.dtype for _, each in given]))
@@ -86,14 +86,14 @@ def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype to which all of these go without rounding."""
+    """The narrowest dtype to which all of `dtypes` convert without rounding."""
     from torch import promote_types
 
     return reduce(promote_types, dtypes)
 
 
 def grouped(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:
-    """The parameters by the name of the tensor that holds them, in order of its first."""
+    """Stored tensor's name -> the parameters in it, in order of their first parameters."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(stored(name).name, []).append(name)

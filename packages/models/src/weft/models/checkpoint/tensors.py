@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: the files that hold them, and the comparison with the model of config.json."""
+"""The tensors of a Hugging Face folder: which files hold them, and whether the tensors fit the model of config.json."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .stored import Repeats
 
 SINGLE_FILE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROWS = 1 << 14  # of two tensors that are compared, in memory at a time
+_ROWS = 1 << 14  # rows in memory at a time, of each of two compared tensors
 
 Opened = Callable[[], Any]  # returns the slices of a tensor
 
 
 def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Opened]:
-    """By name, a function that returns the slices of a stored tensor; reads are noted in `sums`.
+    """Stored tensor's name -> a function returning the tensor's slices. `sums` records each read.
 
-    prefix: the prefix of names in the model without the head. Where no stored name has the prefix, the file holds the model
-    without the head, as the published GPT-2 does, and the prefix is added.
-    A file that is a link out of the folder is read, as weights often lie on a second disk, and a warning names the file it leads to.
-    Raises ValueError for a missing file, for a file in another format, and for a tensor in two files.
+    prefix: of the tensor names in a model with a head. Where no stored name has this prefix, the file holds the model
+    without a head, like the published GPT-2, and the prefix is added.
+    A link out of the folder is read, as weights often lie on a second disk; a warning names the target of the link.
+    Raises ValueError for a missing file, a file in another format, and a tensor in two files.
     """
     tensors: dict[str, Opened] = {}
     homes: dict[str, str] = {}
@@ -44,10 +44,11 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
             )
         sums.check_header(filename)
         file = files.enter_context(open_shard(folder / filename, "fetch it again"))
-        for name in file.keys():  # noqa: SIM118  it is no mapping
+        for name in file.keys():  # noqa: SIM118  safe_open is not iterable
             if name in homes:
                 raise ValueError(
-                    f"{folder} holds {name} twice, in {homes[name]} and in {filename}; remove the file of the older save"
+                    f"{folder} holds {name} twice, in {homes[name]} and in {filename}; remove the file of the older "
+                    f"save"
                 )
             homes[name] = filename
             tensors[name] = partial(_slices, sums, file, name)
@@ -59,8 +60,9 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
 def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a folder's model.
 
-    Files that the index does not name are ignored, as in transformers. Raises ValueError for a folder without weights, and for a
-    folder with two sets of weights: model.safetensors beside an index of different files; and for a name of a file that is no plain name.
+    Files outside the index are ignored, as in transformers.
+    Raises ValueError for a folder without weights; for a folder with two sets of weights, model.safetensors beside an
+    index of other files; and for a file name in the index that is not plain.
     """
     single = (folder / SINGLE_FILE).is_file()
     if (folder / INDEX_FILE).is_file():
@@ -72,8 +74,9 @@ def weight_files(folder: Path) -> list[str]:
             check_plain_name(name, str(folder / INDEX_FILE))
         if single and SINGLE_FILE not in names:
             raise ValueError(
-                f"{folder} has two sets of weights: {SINGLE_FILE}, and {', '.join(names[:2])}{', …' * (len(names) > 2)}, which "
-                f"{INDEX_FILE} names; remove {SINGLE_FILE}, or {INDEX_FILE} and its files: transformers would take {SINGLE_FILE}"
+                f"{folder} has two sets of weights: {SINGLE_FILE}, and "
+                f"{', '.join(names[:2])}{', …' * (len(names) > 2)}, which {INDEX_FILE} names; remove {SINGLE_FILE}, "
+                f"or {INDEX_FILE} and its files: transformers would take {SINGLE_FILE}"
             )
         return names
     if single:
@@ -89,11 +92,11 @@ def _slices(sums: Sums, file: Any, name: str) -> Any:
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path, weights: Any) -> None:
-    """Raises ValueError unless the files hold exactly the model's tensors, in the model's shapes, and repetitions.
+    """Raises ValueError unless the files hold the model's tensors, in the model's shapes, and else only repetitions.
 
-    A repetition is a tensor whose values follow from the config or from a second tensor, as the head of a tied model. The
-    values are read and compared: a different value means a network that config.json does not describe. A tensor of zeros
-    counts as an unfilled placeholder.
+    A repetition is a tensor whose values follow from the config or from another tensor, like the head of a tied
+    model. Its values are read and compared, because other values would mean a network that config.json does not
+    describe. A tensor of zeros is accepted as an unfilled placeholder.
     """
     shapes = {}
     for name, parameter in model.named_parameters():
@@ -135,7 +138,7 @@ def _is_repetition(stored: Any, repeats: Repeats, tensors: Mapping[str, Opened])
 
 
 def _rows(stored: Any, start: int, stop: int | None) -> Tensor:
-    """Rows of a stored tensor; a number whole."""
+    """Rows `start` to `stop` of a stored tensor (to the end where None); all of a scalar."""
     first, *rest = stored.get_shape() or [0]
     part = (slice(start, first if stop is None else stop), *(slice(0, size) for size in rest))
     tensor: Tensor = stored[part if stored.get_shape() else ...]
@@ -148,7 +151,7 @@ def _listed(names: list[str]) -> str:
 
 
 def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
-    """A part of a stored tensor, in its own memory: safetensors may return a view of the whole tensor's memory."""
+    """A slice of a stored tensor in memory of its own; safetensors may return a view of the whole tensor's memory."""
     shape = [s.stop - s.start for s in part]
     if 0 in shape:
         return torch.empty(shape, dtype=DTYPES[stored.get_dtype()])

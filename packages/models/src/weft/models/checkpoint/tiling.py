@@ -1,4 +1,4 @@
-"""The check that the parts of a tensor in a manifest cover the tensor exactly once. Nothing here needs torch."""
+"""Checks that a tensor's parts in a manifest cover the tensor exactly once. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
-# Elements of a tensor, at most: torch counts elements in 64 bits.
+# The most elements of a tensor: torch counts elements in 64 bits.
 _MOST_ELEMENTS = 2**62
 _MOST_DIMS = 64  # torch's own bound
-# Dims that the parts of one tensor may cut, at most. A mesh cuts a dim an axis, and has fewer axes.
+# The most dims cut by the parts of a tensor. Each axis of a mesh cuts one dim, and meshes have fewer axes.
 _MOST_CUT = 8
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
 
 
 def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
-    """Why the parts are not a partition of a tensor of this shape, in words; None where each element lies in exactly one part.
+    """Why the parts do not cover a tensor of this shape exactly once, in words; None if the parts do.
 
-    The sum of the parts' indicator functions is that of the whole exactly where the signed corners are the same: a mixed difference
-    over all dims makes corners of an indicator function, and loses nothing of a function that is zero far away. So the check takes
-    2**d steps a part, for parts that cut d dims.
+    Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the whole
+    tensor exactly if the parts cover each element once, because a box's corners determine its indicator function
+    (mixed differences over all dims lose nothing of a function with bounded support). This takes 2**d steps a part,
+    for parts that cut d dims.
     """
     if not _is_size(shape):
-        return f"its shape {_shown(shape)} is none of a tensor"
+        return f"its shape {_shown(shape)} is not the shape of a tensor"
     for offsets, sizes in parts:
         if len(offsets) != len(shape) or len(sizes) != len(shape) or not _is_size(sizes):
             return (
-                f"the part at {_shown(offsets)} of shape {_shown(sizes)} is none of a tensor of shape {_shown(shape)}"
+                f"the part at {_shown(offsets)} of shape {_shown(sizes)} does not fit a tensor of shape {_shown(shape)}"
             )
         if any(not 0 <= start <= whole - size for start, size, whole in zip(offsets, sizes, shape, strict=True)):
             return f"the part at {_shown(offsets)} of shape {_shown(sizes)} reaches beyond the shape {_shown(shape)}"

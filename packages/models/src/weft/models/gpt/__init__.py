@@ -1,1 +1,1 @@
-"""GPT-2: its config, its model and how it is laid out."""
+"""GPT-2: config, model, parallel plan and Hugging Face format."""

@@ -1,4 +1,4 @@
-"""The sizes of a GPT-2, checked when they are given."""
+"""The config of a GPT-2."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Activation = Literal["gelu_new", "gelu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig(ModelConfig):
-    """Sizes and constants of a GPT-2. Those that do not fit together are a ValueError."""
+    """Sizes and constants of a GPT-2. Raises ValueError where sizes do not fit together."""
 
     max_seq_len: int = 1024
-    """Positions that there are, and so the tokens in the longest sequence."""
+    """Number of learned positions: the most tokens in a sequence."""
     tie_embeddings: bool = True
-    """One table for embedding and output."""
+    """Share one table between the embedding and the output."""
     intermediate_size: int = 0
     """Width inside the MLPs; 0: 4 * hidden_size."""
     activation: Activation = "gelu_new"
-    """Inside the MLPs: gelu, or gelu_new, its approximation by tanh that GPT-2 was trained with."""
+    """Activation in the MLPs: gelu, or gelu_new, the tanh approximation that GPT-2 was trained with."""
     norm_eps: float = 1e-5
-    """Added to the variance in norms."""
+    """Epsilon added to the variance in norms."""
     scale_attention: bool = True
-    """Scores of the attention are divided by the root of a head's width."""
+    """Divide attention scores by the square root of a head's width."""
     scale_attention_by_layer: bool = False
-    """Scores of the attention are divided by the layer's number too, counted from 1."""
+    """Divide attention scores by the layer's number, too, counted from 1."""
     embedding_dropout: float = 0.0
-    """Probability of zeroing an element of the embeddings' sum."""
+    """Probability of zeroing an element of the sum of token and position embeddings."""
     attention_dropout: float = 0.0
-    """Probability of zeroing a weight of the attention."""
+    """Probability of zeroing an attention weight."""
     dropout: float = 0.0
-    """Probability of zeroing an element of what a block adds to the residual stream."""
+    """Probability of zeroing an element of a block's additions to the residual stream."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -53,12 +53,12 @@ class GPTConfig(ModelConfig):
 
     @property
     def title(self) -> str:
-        """What such a model is called."""
+        """The family's name in messages."""
         return "GPT-2"
 
     @property
     def is_longer_alike(self) -> bool:
-        """Whether with a higher max_seq_len it is the same model: each position has a row of a table."""
+        """False: max_seq_len is the number of rows in the table of positions."""
         return False
 
     @property
@@ -67,13 +67,13 @@ class GPTConfig(ModelConfig):
         return self.hidden_size // self.num_heads
 
     def attention_scale(self, index: int) -> float:
-        """What block `index` multiplies the scores of its attention by."""
+        """The factor on the attention scores of block `index`."""
         scale = self.head_dim**-0.5 if self.scale_attention else 1.0
         return scale / (index + 1) if self.scale_attention_by_layer else scale
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, a tied table counted once."""
+        """Parameters of the model; a tied table counts once."""
         H, inner = self.hidden_size, self.intermediate_size
         block = 4 * H * (H + 1) + 2 * H * inner + inner + H + 4 * H
         tables = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_seq_len) * H
@@ -85,5 +85,5 @@ class GPTConfig(ModelConfig):
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """By name, the sizes that tensor parallelism cuts."""
+        """Name -> size, of the sizes divided by tensor parallelism."""
         return {name: getattr(self, name) for name in ("num_heads", "hidden_size", "intermediate_size")}

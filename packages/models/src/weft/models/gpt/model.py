@@ -28,17 +28,17 @@ from ..parallel.plan import ParallelPlan
 from .config import Activation, GPTConfig
 from .plan import PLAN
 
-# As `kernels.linear` names them, and `kernels.gelu`.
+# The config's name of an activation -> (`kernels.linear`'s name, `kernels.gelu`'s name of the approximation).
 ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {"gelu_new": ("gelu_tanh", "tanh"), "gelu": ("gelu", "none")}
 
 
 @rowwise
 class GPT(CausalModel[GPTConfig]):
-    """tokens [B, T] int64 -> logits [B, T, V].
+    """GPT-2: tokens [B, T] int64 -> logits [B, T, V].
 
-    The parameters are unset until `initialize` or a checkpoint fills them, and are named as in Hugging Face's GPT2, but for
-    the projections to queries, keys and values, which are three layers here: each is cut by heads.
-    Where a dropout of the config is above 0 a call while training has a `dropout_key`, made of the seed and the step.
+    Parameters are unset until `initialize` or a checkpoint fills them. Parameter names are as in Hugging Face's GPT2,
+    except for q, k and v: three layers here, each sharded by heads.
+    In training, a config with dropout needs a `dropout_key` in each call, derived from the seed and the step.
     """
 
     residual_outputs = ("c_proj.weight",)
@@ -55,7 +55,7 @@ class GPT(CausalModel[GPTConfig]):
 
     @property
     def embedding(self) -> Embedding:
-        """The tokens' table, which the head may share."""
+        """The token table, which the head may share."""
         return self.wte
 
     @property
@@ -71,16 +71,18 @@ class GPT(CausalModel[GPTConfig]):
     def embed(
         self, tokens: Tensor, positions: Tensor | None, first: int, dropout_key: int | Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The tokens' rows of the table and their positions', added; nothing beside them. Positions are below max_seq_len.
+        """Token embedding plus position embedding, [B, T, H]; no further arguments for blocks.
 
-        Raises ValueError for more tokens than there are positions.
+        positions: below max_seq_len.
+
+        Raises ValueError for more tokens than positions.
         """
         if positions is None:
             positions = self._counted(tokens, first)  # [T]
         return self.drop(kernels.add(self.wte(tokens), self.wpe(positions)), dropout_key), ()
 
     def _counted(self, tokens: Tensor, first: int) -> Tensor:
-        """The positions from `first` on: [T]."""
+        """The tokens' positions, counted from `first`: [T]."""
         stop = first + tokens.shape[-1]
         if stop > self.config.max_seq_len:
             raise ValueError(
@@ -90,13 +92,16 @@ class GPT(CausalModel[GPTConfig]):
         return torch.arange(first, stop, device=tokens.device)
 
     def parallel_plan(self) -> ParallelPlan:
-        """How the model is laid out where no other plan is given."""
+        """The plan that `parallelize` uses by default."""
         return PLAN
 
 
 @rowwise
 class GPTBlock(nn.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), each with dropout. index: which block it is."""
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both addends.
+
+    index: the block's number, from 0.
+    """
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
@@ -114,7 +119,7 @@ class GPTBlock(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
+        """x [B, T, H] -> [B, T, H]. Further arguments: as for `DotProductAttention`."""
         mixed = self.attn(self.ln_1(x), dropout_key, documents, cache)
         x, normal = join(self.attn_dropout, self.ln_2, mixed, x, dropout_key)
         return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
@@ -122,7 +127,7 @@ class GPTBlock(nn.Module):
 
 @rowwise
 class GPTAttention(nn.Module):
-    """Causal attention whose projections all have biases. index: which block it is in."""
+    """Causal attention layer with biases in all projections. index: the number of the layer's block, from 0."""
 
     sharing_input = PROJECTIONS
 
@@ -143,7 +148,7 @@ class GPTAttention(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, T, H] -> [B, T, H]; the other arguments as of `DotProductAttention`."""
+        """x [B, T, H] -> [B, T, H]. Further arguments: as for `DotProductAttention`."""
         if projects_at_once(self):
             query, key, value = project_at_once(self, x)  # [B, T, heads * D] each
         else:
@@ -156,7 +161,7 @@ class GPTAttention(nn.Module):
 
 @rowwise
 class GPTMLP(nn.Module):
-    """c_proj(gelu(c_fc(x))); the gelu is part of the second product where nobody sees what that is given."""
+    """c_proj(gelu(c_fc(x))). The op of c_proj also computes the gelu, unless c_proj has a hook or adapter."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

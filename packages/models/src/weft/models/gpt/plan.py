@@ -1,4 +1,4 @@
-"""How a GPT-2 is laid out: the learned positions are whole on every rank."""
+"""GPT-2's default parallel plan. The learned positions are replicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GPT-2's config and parameters, as Hugging Face writes them: q, k and v in one tensor, weights transposed."""
+"""GPT-2 in Hugging Face's format: fields of config.json, and where files store each parameter.
+
+The files store q, k and v as one tensor, and weights transposed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
     from .model import GPT
 
-PREFIX = "transformer."  # of the names of all but the head
+PREFIX = "transformer."  # of all tensor names except the head's
 _DEFAULT_DROPOUT = 0.1
 FIELDS = Fields(
     model="GPT-2",
@@ -41,16 +44,16 @@ FIELDS = Fields(
     nullable=("n_inner",),
     defaults=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), _DEFAULT_DROPOUT),
     meaningless=(
-        "n_ctx",  # n_positions, once more
-        "reorder_and_upcast_attn",  # the order and the precision in which the same scores are computed
+        "n_ctx",  # repeats n_positions
+        "reorder_and_upcast_attn",  # order and precision of computing the same scores
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
     ),
 )
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # other names of one function
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # further names of the same function
 
 
 def read_config(config: Mapping[str, Any]) -> GPTConfig:
-    """The config of a config.json. Raises ValueError for a setting that this GPT-2 does not have."""
+    """Our config from a config.json. Raises ValueError for an unsupported setting."""
     values = FIELDS.read(config)
     if "activation" in values:
         values["activation"] = _ACTIVATIONS.get(values["activation"], values["activation"])
@@ -58,12 +61,12 @@ def read_config(config: Mapping[str, Any]) -> GPTConfig:
 
 
 def write_config(model: GPT) -> dict[str, Any]:
-    """What config.json says of the model, but for its dtype."""
+    """config.json for a model, without the dtype."""
     return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **FIELDS.write(model.config)}
 
 
 def stored(parameter: str) -> Stored:
-    """How a parameter of ours is stored."""
+    """Where Hugging Face's files store one of our parameters."""
     if parameter.startswith("lm_head."):
         return Stored(parameter)
     name, transposed = f"{PREFIX}{parameter}", bool(re.search(r"(_proj|c_fc)\.weight$", parameter))
@@ -74,7 +77,7 @@ def stored(parameter: str) -> Stored:
 
 
 def repetition(tensor: str, config: GPTConfig) -> Repeats | None:
-    """What a tensor is that files may hold beside the parameters; None for a tensor that the model has no place for."""
+    """The required content of an extra tensor in the files, such as a tied head; None for an unknown tensor."""
     if tensor == "lm_head.weight" and config.tie_embeddings:
         return tied_head(f"{PREFIX}wte.weight")
     if re.search(r"\.attn\.bias$", tensor):
@@ -93,6 +96,6 @@ def repetition(tensor: str, config: GPTConfig) -> Repeats | None:
 
 
 def _is_causal(stored: Tensor) -> bool:
-    """stored: [1, 1, T, T], of booleans or numbers."""
+    """Whether a stored mask is causal. stored: [1, 1, T, T], of booleans or numbers."""
     square = stored.ndim == 4 and stored.shape[:2] == (1, 1) and stored.shape[2] == stored.shape[3]
     return square and bool((stored[0, 0] == stored[0, 0].new_ones(stored.shape[2:]).tril()).all())

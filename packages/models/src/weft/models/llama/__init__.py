@@ -1,1 +1,1 @@
-"""Llama: its config, its model and how it is laid out."""
+"""Llama: config, model, parallel plan and Hugging Face format."""

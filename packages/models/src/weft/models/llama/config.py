@@ -1,4 +1,4 @@
-"""The sizes of a Llama, checked when they are given."""
+"""The config of a Llama."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..config import BlockOptions, RotaryConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(RotaryConfig):
-    """Sizes and constants of a Llama. Those that do not fit together are a ValueError."""
+    """Sizes and constants of a Llama. Raises ValueError where sizes do not fit together."""
 
     attention_bias: bool = False
-    """Biases in the attention's projections."""
+    """Give the attention's projections biases."""
     mlp_bias: bool = False
-    """Biases in the MLPs' projections."""
+    """Give the MLPs' projections biases."""
 
     @property
     def title(self) -> str:
-        """What such a model is called."""
+        """The family's name in messages."""
         return "Llama"
 
     def block(self, index: int) -> BlockOptions:
-        """What block `index` has: here all are alike."""
+        """The options of block `index`; all blocks are alike."""
         return BlockOptions(qkv_bias=self.attention_bias, output_bias=self.attention_bias, mlp_bias=self.mlp_bias)

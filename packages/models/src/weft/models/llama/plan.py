@@ -1,4 +1,4 @@
-"""How a Llama is laid out."""
+"""Llama's default parallel plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama's config and parameters, as Hugging Face writes them."""
+"""Llama in Hugging Face's format: fields of config.json, and where files store each parameter."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ FIELDS = Fields(
     defaults={"max_position_embeddings": 2048},
     fixed={"hidden_act": ACTIVATIONS},
     elsewhere=ROPE_FIELDS,
-    meaningless=("pretraining_tp",),  # how the first Llama was trained
+    meaningless=("pretraining_tp",),  # about Llama 1's training
 )
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """The config of a config.json. Raises ValueError for a setting that this Llama does not have."""
+    """Our config from a config.json. Raises ValueError for an unsupported setting."""
     values = FIELDS.read(config)
     return LlamaConfig(**values, **read_rope(config, values["max_seq_len"]))
 
 
 def write_config(model: Llama) -> dict[str, Any]:
-    """What config.json says of the model, but for its dtype."""
+    """config.json for a model, without the dtype."""
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     return {**kind, **FIELDS.write(model.config), **write_rope(model.config)}

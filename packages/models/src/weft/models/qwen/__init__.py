@@ -1,1 +1,1 @@
-"""Qwen 2, 2.5 and 3: their config, their model and how it is laid out."""
+"""Qwen 2, 2.5 and 3: config, model, parallel plan and Hugging Face format."""

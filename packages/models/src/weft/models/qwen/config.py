@@ -1,4 +1,4 @@
-"""The sizes of a Qwen 2, 2.5 or 3, checked when they are given."""
+"""The config of a Qwen 2, 2.5 or 3."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from ..config import BlockOptions, RotaryConfig, shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenConfig(RotaryConfig):
-    """Sizes and constants of a Qwen. Those that do not fit together are a ValueError."""
+    """Sizes and constants of a Qwen. Raises ValueError where sizes do not fit together."""
 
     version: Literal[2, 3] = 3
-    """2, which is 2.5 too: biases in the projections to queries, keys and values. 3: norms of each query and key head."""
+    """2 (also for 2.5): biases in the query, key and value projections. 3: a norm of each query and key head."""
     attention_bias: bool = False
-    """Of version 3: biases in all of the attention's projections."""
+    """Version 3: biases in all of the attention's projections."""
     sliding_window: int = 0
-    """How many of the last keys a query sees in the sliding layers; 0: there are none."""
+    """In the sliding layers, the number of most recent keys visible to a query; 0: no sliding layers."""
     sliding_layers: Annotated[tuple[int, ...], shown("INT", "no layer")] = ()
-    """The layers with the window, counted from 0; in the others a query sees all keys up to its own."""
+    """The layers with the window, counted from 0; in all further layers a query sees every key up to its own."""
 
     def __post_init__(self) -> None:
         RotaryConfig.__post_init__(self)
         check_choice(self, "version", (2, 3))
         if self.version == 2 and self.attention_bias:
             raise ValueError(
-                "QwenConfig: attention_bias is an option of version 3; version 2 has biases for q, k and v alone: leave it out"
+                "QwenConfig: attention_bias is an option of version 3; version 2 has biases for q, k and v alone: "
+                "leave the option out"
             )
         if self.sliding_window != 0:
             check_sizes(self, "sliding_window")
@@ -45,11 +46,11 @@ class QwenConfig(RotaryConfig):
 
     @property
     def title(self) -> str:
-        """What such a model is called."""
+        """The family's name in messages."""
         return f"Qwen {self.version}"
 
     def block(self, index: int) -> BlockOptions:
-        """What block `index` has."""
+        """The options of block `index`."""
         return BlockOptions(
             qkv_bias=self.version == 2 or self.attention_bias,
             output_bias=self.attention_bias,

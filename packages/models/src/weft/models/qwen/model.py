@@ -11,12 +11,13 @@ from .plan import PLAN
 
 @rowwise
 class Qwen(Decoder[QwenConfig]):
-    """tokens [B, T] int64 -> logits [B, T, V].
+    """Qwen: tokens [B, T] int64 -> logits [B, T, V].
 
-    The parameters are unset until `initialize` or a checkpoint fills them, and are named as in Hugging Face's Qwen2 and Qwen3.
-    Where config.dropout is above 0 a call while training has a `dropout_key`, made of the seed and the step.
+    Parameters are unset until `initialize` or a checkpoint fills them. Parameter names are as in Hugging Face's Qwen2
+    and Qwen3.
+    In training, a config with dropout needs a `dropout_key` in each call, derived from the seed and the step.
     """
 
     def parallel_plan(self) -> ParallelPlan:
-        """How the model is laid out where no other plan is given."""
+        """The plan that `parallelize` uses by default."""
         return PLAN

@@ -1,4 +1,4 @@
-"""How a Qwen is laid out: what no pattern names, as the norms of query and key heads, is whole on every rank."""
+"""Qwen's default parallel plan. Parameters outside the patterns, like the norms of heads, are replicated."""
 
 from __future__ import annotations
 

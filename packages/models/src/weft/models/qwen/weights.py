@@ -1,4 +1,4 @@
-"""Qwen's config and parameters, as Hugging Face writes them for versions 2 and 3."""
+"""Qwen 2 and 3 in Hugging Face's format: fields of config.json, and where files store each parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 _WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-_WINDOW, _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = "sliding_attention", 4096, 28  # as transformers has them
+_WINDOW, _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = "sliding_attention", 4096, 28  # transformers' defaults
 _WINDOW_TYPES: Mapping[str, Any] = {"use_sliding_window": bool | None, "sliding_window": int | None}
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
@@ -52,7 +52,7 @@ _FIELDS = {
 
 
 def read_config(config: Mapping[str, Any]) -> QwenConfig:
-    """The config of a config.json. Raises ValueError for a setting that this Qwen does not have."""
+    """Our config from a config.json. Raises ValueError for an unsupported setting."""
     kind = config["model_type"]
     values = _FIELDS[kind].read(config)
     return QwenConfig(
@@ -64,7 +64,7 @@ def read_config(config: Mapping[str, Any]) -> QwenConfig:
 
 
 def write_config(model: Qwen) -> dict[str, Any]:
-    """What config.json says of the model, but for its dtype."""
+    """config.json for a model, without the dtype."""
     config = model.config
     kind = f"qwen{config.version}"
     return {
@@ -81,9 +81,9 @@ def write_config(model: Qwen) -> dict[str, Any]:
 
 
 def _read_window(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """sliding_window and sliding_layers, as transformers takes them from the older fields and from layer_types.
+    """sliding_window and sliding_layers for our config, from layer_types or from the older fields, as in transformers.
 
-    Raises ValueError for layer_types that do not fit.
+    Raises ValueError where layer_types contradicts the number of layers or the window.
     """
     for name in _WINDOW_TYPES.keys() & config.keys():
         as_type(_WINDOW_TYPES[name], config[name], f"config.json: {name}")
@@ -108,6 +108,7 @@ def _read_window(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _WINDOW)
     if layers and window is None:
         raise ValueError(
-            "config.json: layer_types has sliding_attention, but there is no window; set use_sliding_window and sliding_window"
+            "config.json: layer_types has sliding_attention, but no window is set; set use_sliding_window and "
+            "sliding_window"
         )
     return {"sliding_window": window, "sliding_layers": layers} if layers else {}
