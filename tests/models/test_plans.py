@@ -233,7 +233,9 @@ def test_plans_that_contradict_each_other_are_refused_naming_both(plans: dict[st
 
 def test_a_merged_plan_has_no_options_of_its_own() -> None:
     own = make(CONFIG).parallel_plan()
-    with pytest.raises(ValueError, match=r"sequence=True beside them; give it to the parts that it is for, 'left'"):
+    with pytest.raises(
+        ValueError, match=r"sequence=True beside the parts; give it to the parts to which it applies, of 'left'"
+    ):
         ParallelPlan(parts={"left": own}, sequence=True)
     with pytest.raises(ValueError, match="was given no plans"):
         ParallelPlan.merge({})
@@ -244,7 +246,7 @@ def test_a_merged_plan_has_no_options_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param({"left": ColwiseParallel}, r"is no style: .*write ColwiseParallel\(\)", id="a-class"),
+        pytest.param({"left": ColwiseParallel}, r"is no style; .*write ColwiseParallel\(\)", id="a-class"),
         pytest.param({"left": "column"}, "given 'column', which is no style", id="text"),
         pytest.param({"left": [ColwiseParallel(), RowwiseParallel()]}, "gives 'left' styles that contradict", id="two"),
         pytest.param(
