@@ -59,7 +59,9 @@ EVEN = {"pp": 2}
             Residual, EVEN, {"split": "towers"}, "'towers', which is no list of layers of Residual", id="list"
         ),
         pytest.param(Pair, EVEN, {}, "by its list of layers, and Pair has no nn.ModuleList", id="no-list"),
-        pytest.param(Skips, EVEN, {}, "cannot be cut between its layers: blocks.2 reads what blocks.0", id="skips"),
+        pytest.param(
+            Skips, EVEN, {}, "cannot be cut between its layers: blocks.2 reads the output of blocks.0", id="skips"
+        ),
         pytest.param(
             Residual,
             EVEN,

@@ -28,8 +28,8 @@ def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
     if plan.zero_over is None:
         if not _data_axes(mesh):
             raise ValueError(
-                f"zero={plan.zero} shards over the axes of data, dp and cp, and {has}; lay the model out on a mesh with "
-                f"an axis of data, or leave zero at 0"
+                f"zero={plan.zero} shards over the axes of data, dp and cp, and {has}; lay the model out on a mesh "
+                f"with an axis of data, or leave zero at 0"
             )
         return
     for axis in plan.zero_over:
