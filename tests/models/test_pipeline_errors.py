@@ -147,7 +147,7 @@ def on_stages() -> str:
     for act, kind, message in (
         (partial(model, prompts), RuntimeError, "the model is cut into 2 stages, of which this rank holds"),
         (partial(generate, model, prompts, max_new_tokens=1), ValueError, r"cut into stages.*save_pretrained\("),
-        (partial(lora, model, 2, 4.0, ["layers.*.mlp.up_proj"]), ValueError, "give it adapters before parallelize"),
+        (partial(lora, model, 2, 4.0, ["layers.*.mlp.up_proj"]), ValueError, "add adapters before parallelize"),
     ):
         with pytest.raises(kind, match=message):
             act()

@@ -1,4 +1,4 @@
-"""The names of mesh axes that parallel plans know."""
+"""The mesh axes known to parallel plans, by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DATA_AXES = ("dp", "data", "batch", "replica", "shard")
 
 
 def check_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
-    """Check that plans know every axis of the mesh. An axis of size 1 does nothing and may have any name.
+    """Raise ValueError for a mesh axis unknown to plans, which would otherwise be taken for a data axis.
 
     pipeline: whether the plan cuts the model along "pp".
-    Raises ValueError for an unknown axis, which would otherwise be taken for a data axis.
+    An axis of size 1 does nothing and may have any name.
     """
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size == 1 or _is_known(axis):
@@ -35,10 +35,7 @@ def check_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
 
 
 def check_named(mesh: ProcessMesh, axes: Iterable[str], where: str) -> None:
-    """Check that each axis is one of the mesh or one that plans know. where: the style that names the axes.
-
-    Raises ValueError for any other axis.
-    """
+    """Raise ValueError for an axis neither on the mesh nor known to plans. where: the style naming the axes."""
     for axis in axes:
         if axis not in mesh.axis_names and not _is_known(axis):
             raise ValueError(

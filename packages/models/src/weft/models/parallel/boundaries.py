@@ -1,4 +1,4 @@
-"""Forward hooks that reshard activations at the boundaries of tensor-parallel layers."""
+"""Forward hooks resharding activations at the boundaries of tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hook(
     name: str = "",
     left: frozenset[str] = frozenset(),
 ) -> None:
-    """Register the hooks that reshard activations where tensor-parallel layers of a model, or of a submodule, meet.
+    """Register hooks to reshard activations where tensor-parallel layers of a model, or of a submodule, meet.
 
     styles: by module name in the whole model.
     plan: the submodule's plan, without parts.
@@ -81,9 +81,7 @@ def hook(
 
 
 def _before(module: nn.Module, enter: Callable[[Any], Any]) -> None:
-    """Register a pre-hook that replaces the module's first argument x, given by position or by
-    keyword, by `enter(x)`.
-    """
+    """Register a pre-hook replacing the module's first argument x, passed by position or by keyword, by `enter(x)`."""
     name = next(iter(inspect.signature(module.forward).parameters), "input")
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
@@ -98,8 +96,8 @@ def _enter(x: Any) -> Any:
     """Reshard the input of a column-parallel layer to replicated over the tensor axis.
 
     Forward all-gathers a sequence-parallel input and moves nothing otherwise. Backward reduces the gradient. Under
-    autocast the input is first cast to the dtype of the products, which would each cast it; both directions then
-    move that dtype.
+    autocast the input is first cast to the dtype of the products, once for all siblings; both directions then move
+    fewer bytes.
     """
     if not isinstance(x, DTensor):  # a plain tensor counts as replicated
         return x
@@ -120,7 +118,7 @@ class _Entrance:
     """
 
     def __init__(self) -> None:
-        self._outside: Tensor | None = None  # the input as the siblings are called with it
+        self._outside: Tensor | None = None  # the siblings' common input, as passed to them
         self._entered: Any = None  # the same input, resharded
 
     def enter(self, x: Any) -> Any:
@@ -129,14 +127,14 @@ class _Entrance:
         return self._entered
 
     def close(self, *_: object) -> None:
-        """Forget the input. Called when the parent returns, so that no activation is kept longer."""
+        """Forget the input. Called when the parent returns, to keep no activation longer."""
         self._outside = self._entered = None
 
 
 def _cut_positions(module: nn.Module, positions: Any) -> Any:
     """Shard the input of a position embedding along the tokens, as the sequence-parallel activations are.
 
-    Communication: none, for positions that are replicated.
+    Communication: none, for replicated positions.
     """
     weight = module.weight
     return _along_tokens(positions, weight) if isinstance(weight, DTensor) else positions
@@ -162,7 +160,7 @@ def _replaced(layout: Layout, placement: str) -> Layout:
 
 
 def _leave(placement: str) -> Callable[[nn.Module, Any, Any], Any]:
-    """A forward hook that gives a module's outputs the placement on the tensor axis."""
+    """A forward hook resharding a module's outputs to `placement` on the tensor axis."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return _map_dtensors(output, lambda x: _along_tensor_axis(x, placement))

@@ -1,8 +1,8 @@
 """Sequence parallelism whose all-gathers and reduce-scatters run in steps overlapped with matrix products.
 
-The overlapped form is used for the sizes at which it was measured faster. A reduce-scatter may run in steps after
-any row-parallel layer without a bias. An all-gather may run in steps before a column-parallel layer that shares its
-input with no other layer: several products share one all-gather, which moves less than one for each product.
+The overlapped form is used for sizes at which it was measured faster. A reduce-scatter may run in steps after any
+row-parallel layer without a bias. An all-gather may run in steps before a column-parallel layer whose input no
+sibling shares: for several products, a common all-gather moves less than an all-gather each.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ def may_run_in_steps(layer: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def gather_columns(layer: nn.Module) -> None:
-    """Make a column-parallel layer all-gather its tokens within the product, where `gathers_in_product`."""
+    """Make a column-parallel layer all-gather tokens within the product, where `gathers_in_product`."""
     layer.forward = partial(_columns, layer)
 
 
 def reduce_rows(layer: nn.Module) -> None:
-    """Make a row-parallel layer scatter its output over the tokens within the product, where that was
-    measured faster.
-    """
+    """Make a row-parallel layer reduce-scatter tokens within the product, for sizes measured faster."""
     layer.forward = partial(_rows, layer)
 
 
 def gathers_in_product(layer: Any, input: Tensor) -> bool:
-    """Whether a column-parallel layer gathers the tokens of this input within its product; they then stay sharded."""
+    """Whether a column-parallel layer gathers this input within the product; the input stays sharded until then."""
     return _is_faster("all_gather_matmul", layer, input, (TENSOR_AXIS,))
 
 
@@ -63,7 +61,7 @@ def _rows(layer: Any, input: Tensor) -> Tensor:
 
 
 def _is_faster(form: Form, layer: Any, input: Any, axes: tuple[str, ...]) -> bool:
-    """Whether this product was measured faster in steps. axes: those over which the form needs the tokens sharded.
+    """Whether this product was measured faster in steps. axes: over which the form needs the tokens sharded.
 
     False for a layer with an adapter: the adapter's output is added to the layer's before both are reduced at once.
     """

@@ -21,7 +21,7 @@ def few_heads(model: nn.Module, styles: dict[str, Style], ways: int) -> dict[str
     These are key and value projections beside a query projection whose heads divide evenly. Each key or value head
     is then replicated on several ranks.
     ways: the size of the tensor axis.
-    Raises ValueError where a head would be cut, listing the sizes of the tensor axis that work.
+    Raises ValueError where a head would be cut, listing possible sizes of the tensor axis.
     """
     groups: dict[str, dict[str, int]] = {}
     units: dict[str, int] = {}
@@ -60,7 +60,7 @@ def _fits(count: int, most: int, ways: int) -> bool:
 
 
 def has_tensor_axis(mesh: ProcessMesh) -> bool:
-    """Whether the mesh has a tensor axis of more than one rank."""
+    """Whether the mesh has a tensor axis of two or more ranks."""
     return TENSOR_AXIS in mesh.axis_names and mesh.axis_size(TENSOR_AXIS) > 1
 
 
@@ -68,7 +68,7 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
     """The layout in which each parameter computes, by name.
 
     Tied parameters are listed under each of their names. A module registered under several names is listed under
-    its first.
+    the first.
     Layers of `few_heads` get a mesh of their own over the same ranks, in which tp is unflattened into tp_heads and
     tp_copies: heads are sharded over tp_heads and replicated over tp_copies.
     Raises ValueError where the plan gives tied parameters different layouts, or a head would be cut.
@@ -96,7 +96,7 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
 
 
 def adapter_layout(weight: Layout, leaf: str) -> Layout:
-    """The layout of an adapter's parameter `leaf`, "A" or "B", given the layout of its layer's weight.
+    """The layout of an adapter's parameter `leaf`, "A" or "B", given the layout of the layer's weight.
 
     A [rank, in_features] is sharded where the weight's inputs are, B [out_features, rank] where the weight's
     outputs are; both are replicated over the remaining axes.
@@ -120,7 +120,7 @@ def _placements(style: Style | None, leaf: str) -> dict[str, Shard]:
 
 
 def layouts_of(model: nn.Module) -> dict[str, Layout | None]:
-    """The layout of each parameter of a parallel model, by name; None for a parameter that is no DTensor."""
+    """The layout of each parameter of a parallel model, by name; None for a plain parameter."""
     parameters = model.named_parameters()
     return {name: layout_of(each) if isinstance(each, DTensor) else None for name, each in parameters}
 

@@ -28,13 +28,13 @@ from .rows import hook_rows
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
 from .zero import check_zero, hook_zero, shard_layouts
 
-_ATTRIBUTE = "_laid_out"  # of a parallel model: its `_LaidOut`, copied with the model
-PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: its `Pipeline`
+_ATTRIBUTE = "_laid_out"  # of a parallel model: a `_LaidOut`, copied with the model
+PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
 
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """The mesh and the plan that a model was laid out by."""
+    """The mesh and the plan by which a model was laid out."""
 
     mesh: ProcessMesh
     plan: ParallelPlan
@@ -54,19 +54,18 @@ def parallelize(
     replicated.
     plan: None for the model's own, `model.parallel_plan()`.
     device_mesh: torch's name for `mesh`; give one of the two.
-    Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process
-    the parameters stay as they are. A model that is laid out already, by an equal plan on an equal mesh, is left as
-    it is.
+    Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process,
+    parameters remain plain tensors. A model laid out already, by an equal plan on an equal mesh, is returned
+    unchanged.
     Where all axes are data axes, a model of this library computes on local tensors, unwrapped once a call, since
-    each rank computes its own rows. A module that is hooked, replaced or compiled computes on DTensors, as on any
+    each rank computes only rows of its own. Hooked, replaced and compiled modules compute on DTensors, as on any
     other mesh.
-    Communication: none here, apart from making the mesh's process groups. In forward, one reduction of the output
-    of each row- or vocab-parallel layer. In backward, one reduction for each input that column-parallel layers
-    share. Further, the reshards of prepared inputs and outputs, and with `zero` the all-gathers of sharded
-    parameters.
+    Communication: none here, apart from making the mesh's process groups. In forward, a reduction of the output of
+    each row- or vocab-parallel layer. In backward, a reduction for each input shared by column-parallel layers.
+    Further, the reshards of prepared inputs and outputs, and with `zero` the all-gathers of sharded parameters.
     Raises ValueError before the model is changed and before a process group is used: as `parts_of` does; for an
-    axis that plans do not know; where tied parameters get two layouts, or a head would be cut; for a prepared input
-    that forward does not take; for a model of which a part is laid out already; for no mesh, or two meshes.
+    axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a prepared input
+    unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
     """
     given = one_mesh(mesh, device_mesh)
     if given is None:
@@ -143,7 +142,7 @@ def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline
 
 
 def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
-    """Make blocks recompute in backward, where a part's plan says so. Done last, because this replaces the blocks'
+    """Make the blocks recompute in backward, by the plan of each part. Done last, because this replaces the blocks'
     forward.
     """
     for part in parts:
@@ -154,14 +153,14 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline of a model that is cut into stages; None for any other model."""
+    """The pipeline of a model cut into stages; None for any other model."""
     return getattr(model, PIPELINE_ATTRIBUTE, None)
 
 
 def laid_out_by(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
-    """The mesh and the plan of a parallel model; None for a model that is not parallel.
+    """The mesh and the plan of a parallel model; None for a model not laid out.
 
-    For a model that is cut into stages, the mesh is that of this rank's stages.
+    For a model cut into stages, the mesh is the one of this rank's stages.
     """
     laid_out, pipeline = getattr(model, _ATTRIBUTE, None), pipeline_of(model)
     if not isinstance(laid_out, _LaidOut):
@@ -170,8 +169,8 @@ def laid_out_by(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:
-    """The plan of `model.parallel_plan()`. Raises ValueError for a model without that method, or where it returns
-    no plan.
+    """The plan of `model.parallel_plan()`. Raises ValueError for a model without this method, and where the method
+    returns something else.
     """
     own = getattr(model, "parallel_plan", None)
     if not callable(own):

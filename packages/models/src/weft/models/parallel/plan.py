@@ -17,9 +17,8 @@ Recompute = Literal["none", "selective", "full"]
 class ParallelPlan:
     """How a model is laid out on a mesh; `parallelize` carries the plan out.
 
-    tensor: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), its style along the axis "tp", or
-        several styles: one for the parameters, and others that prepare inputs and outputs. "" names the model
-        itself.
+    tensor: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), the style along the axis "tp", or
+        several styles: one for the parameters, more to prepare inputs and outputs. "" names the model itself.
     sequence: shard the activations between tensor-parallel layers along the tokens (dim 1) over "tp". Each
         all-reduce becomes a reduce-scatter and an all-gather at the same place.
     context: how tokens sharded over "cp" attend to the tokens of all ranks. "all_gather" gathers keys and values.
@@ -27,15 +26,15 @@ class ParallelPlan:
         and back for the output. With None, tokens sharded over "cp" are refused.
     pipeline: how the model is cut along the axis "pp", and in which order microbatches go through the stages.
     loss_parallel: leave the logits sharded on the vocabulary, for a loss that takes sharded logits.
-    recompute: what backward computes again instead of keeping it, block by block. "full": the whole block;
-        "selective": all but products by weights and the results of communication. The numbers are the same to the
-        bit.
+    recompute: the activations that backward computes again, block by block, and forward need not keep. "full": the
+        whole block; "selective": all but products by weights and the results of communication. The numbers are the
+        same to the bit.
     blocks: the names of the blocks, wildcards allowed; of nested modules that match, the outermost.
     zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on, parameters, and with them the optimizer's states,
         are stored sharded over the data axes and gathered by every forward pass, or once for all microbatches of
         `forward_backward`. With 2, gradients are never added up in full size, so every backward pass communicates.
         With 3, a block's parameters are gathered before the block computes, freed after, and gathered again in
-        backward; those of a pipeline stage are gathered once a step and freed when all microbatches are done.
+        backward; a pipeline stage's parameters are gathered once a step and freed when all microbatches are done.
     zero_over: the data axes to shard over; None for all data axes of the mesh, such as "dp" and "cp".
     regather: with zero=3, False keeps the gathered parameters from forward to backward.
     parts: the plans of models within the model, by module name; see `merge`.
@@ -126,7 +125,7 @@ def pipeline_plan(plan: ParallelPlan) -> PipelinePlan | None:
 
 
 def without_pipeline(plan: ParallelPlan) -> ParallelPlan:
-    """The plan without its pipeline, and that of each part likewise: what each stage is laid out by."""
+    """The plan by which each stage is laid out: without pipeline, in the parts, too."""
     if plan.parts:
         return replace(plan, parts={name: without_pipeline(part) for name, part in plan.parts.items()})
     return replace(plan, pipeline=None)

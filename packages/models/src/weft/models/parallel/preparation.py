@@ -1,4 +1,4 @@
-"""Hooks that carry out `PrepareInput` and `PrepareOutput`."""
+"""The hooks of `PrepareInput` and `PrepareOutput`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .resolve import Part
 from .styles import Placed, PrepareInput, PrepareOutput
 
 Axes = tuple[str, ...]
-Words = tuple[str, ...]  # the text of one placement per axis
+Words = tuple[str, ...]  # the text of a placement for each axis
 
 
 def check_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> None:
     """Check the plan's PrepareInput and PrepareOutput styles against the mesh and the model.
 
-    Raises ValueError for an axis that neither the mesh nor plans know, and for an input that forward does not take.
+    Raises ValueError for an axis unknown to the mesh and to plans, and for an input unknown to forward.
     """
     for part in parts:
         for name, inputs in part.inputs.items():
@@ -92,10 +92,10 @@ def _hook_outputs(module: nn.Module, name: str, style: PrepareOutput, mesh: Proc
 
 
 def _parameter(module: nn.Module, name: str, where: str | int) -> tuple[int | None, str]:
-    """Position and name of the parameter of the module's forward that `where` names; position None for keyword-only
+    """Position and name of the parameter of forward named by `where`; the position is None for keyword-only
     parameters.
 
-    Raises ValueError where forward has no such parameter.
+    Raises ValueError where forward lacks the parameter.
     """
     signature = inspect.signature(module.forward)
     parameters = list(signature.parameters.values())
@@ -116,13 +116,13 @@ def _parameter(module: nn.Module, name: str, where: str | int) -> tuple[int | No
 
 
 def _on_mesh(placed: Placed, mesh: ProcessMesh) -> tuple[Axes, Words]:
-    """The declared axes that the mesh has, and their placements as text. Axes that the mesh lacks have size 1."""
+    """The declared axes present in the mesh, and their placements as text. Absent axes have size 1."""
     axes = [axis for axis in placed if axes_of(mesh, axis)]
     return tuple(axes), tuple(str(placed[axis]) for axis in axes)
 
 
 def _prepared(x: Any, axes: Axes, words: Words, mesh: ProcessMesh) -> Any:
-    """x resharded to the declared placements; values that are no tensors, and plain tensors declared replicated,
+    """x resharded to the declared placements. Plain tensors declared replicated, and other values, are returned
     unchanged.
     """
     if not isinstance(x, Tensor) or (set(words) <= {"R"} and not isinstance(x, DTensor)):

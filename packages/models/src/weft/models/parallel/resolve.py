@@ -27,7 +27,9 @@ from .styles import (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A model, or a model within it, with what its own plan gives to modules. Made by `parts_of`."""
+    """A model, or a model within the whole model, with a plan and the styles that the plan gives. Made
+    by `parts_of`.
+    """
 
     name: str  # the module's name in the whole model; "" for the whole model
     plan: ParallelPlan  # without parts
@@ -38,9 +40,9 @@ class Part:
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """The style of each module that the plan, or one of its parts, names, in the model's order.
+    """The style of each module named by the plan or by a part of the plan, in the model's order.
 
-    A module with several names is listed under its first. Raises ValueError as `parts_of` does.
+    A module with several names is listed under the first. Raises ValueError as `parts_of` does.
     """
     return styles_of(model, parts_of(model, plan))
 
@@ -52,10 +54,10 @@ def styles_of(model: nn.Module, parts: list[Part]) -> dict[str, Style]:
 
 
 def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
-    """The parts of a plan, with the styles that each gives to modules; a plan that was not merged is one part.
+    """The parts of a plan, each with styles by module; a plan not made by `merge` is a single part.
 
-    Raises ValueError for a pattern that matches no module, naming the nearest names; for a module that two patterns
-    give different styles; for a style that does not fit the module's class; for two plans for one module.
+    Raises ValueError for a pattern matching no module, naming the nearest names; for a module with different styles
+    by two patterns; for a style unfit for the module's class; for two plans of the same module.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     first: dict[nn.Module, str] = {}
@@ -69,7 +71,7 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
         within = {
             _join(prefix, name): name
             for name, module in names[prefix].named_modules(remove_duplicate=False)
-            if not isinstance(module, LowRank)  # an adapter is laid out as its layer is
+            if not isinstance(module, LowRank)  # an adapter is laid out like the layer
         }
         part = Part(prefix, own)
         for pattern, styles in own.tensor.items():
@@ -96,12 +98,11 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
 
 
 def parts_with(parts: list[Part], option: str) -> list[Part]:
-    """The parts whose plans decide `option`, such that at most one part decides for each module.
+    """The parts whose plans decide `option`, at most one part for each module.
 
-    Where a part contains other parts: if the outer plan sets the option (to another value than its default), the
-    outer part decides for all within it, and the inner plans must have the same value. If not, the inner parts
-    decide for themselves.
-    Raises ValueError where they contradict each other.
+    Where a part contains parts: if the outer plan sets the option to a value other than the default, the outer part
+    decides for all inner parts, and inner plans must have the same value. If not, each inner part decides.
+    Raises ValueError where outer and inner plans contradict.
     """
     default = next(each.default for each in fields(ParallelPlan) if each.name == option)
     found = []
@@ -127,7 +128,7 @@ def _is_within(name: str, outer: str) -> bool:
 
 @dataclass(slots=True)
 class _Assignment:
-    """A style that a pattern of a plan gives to a module."""
+    """A style given to a module by a pattern of a plan."""
 
     pattern: str
     style: Style | Preparation
@@ -150,13 +151,13 @@ def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) 
             )
         for name in found:
             if any(name.startswith(f"{outer}.") for outer in found):
-                continue  # of nested modules that a wildcard matches, the outermost counts
+                continue  # of nested modules matching a wildcard, the outermost counts
             within = dict(names[name].named_modules(remove_duplicate=False))
             yield from ((_join(name, below), own) for below, own in _flat(names[name], within, part))
 
 
 def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
-    """Add a style to those that the module `name` has. Raises ValueError where styles contradict each other."""
+    """Add a style to the styles of the module `name`. Raises ValueError where styles contradict."""
     for earlier in styles:
         _check_together(earlier, new, name)
         if earlier.style == new.style:
@@ -177,7 +178,7 @@ def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
 
 
 def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
-    """Raises ValueError where two styles of the module `name` contradict each other."""
+    """Raises ValueError where two styles of the module `name` contradict."""
     a, b = earlier.style, new.style
     agree = True
     if isinstance(a, Style) and isinstance(b, Style):
@@ -220,7 +221,7 @@ def _whose(earlier: _Assignment, new: _Assignment) -> str:
 
 
 def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.Module) -> None:
-    """Raises ValueError for a style that does not fit the module's class."""
+    """Raises ValueError for a style unfit for the module's class."""
     if isinstance(style, Preparation):
         return
     kind = nn.Embedding if isinstance(style, VocabParallel | PositionParallel) else nn.Linear

@@ -1,4 +1,4 @@
-"""Styles: what a plan assigns to a module, for the layout of its parameters, inputs and outputs."""
+"""Styles, which a plan gives to modules: the layout of a module's parameters, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TOKENS_DIM = 1  # activations are [B, T, ...]
 
 @dataclass(frozen=True, slots=True)
 class ColwiseParallel:
-    """A linear layer split along its outputs: weight S(0), bias S(0), input replicated, output sharded.
+    """A linear layer split along the outputs: weight S(0), bias S(0), input replicated, output sharded.
 
-    Column-parallel siblings that are called with the same tensor reshard it once.
+    Column-parallel siblings called with the same tensor reshard this tensor once.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RowwiseParallel:
-    """A linear layer split along its inputs: weight S(1), bias replicated. The output is Partial and is reduced at
+    """A linear layer split along the inputs: weight S(1), bias replicated. The output is Partial and is reduced at
     once.
     """
 
@@ -37,23 +37,23 @@ class PositionParallel:
     """An embedding of positions [T] or [B, T] whose table is replicated.
 
     With `sequence`, the positions are sharded along the tokens, like the activations to which the embedding is
-    added. Each rank then looks up the positions of its own tokens only, and the table's gradient is Partial.
+    added. Each rank then looks up only positions of the rank's tokens, and the table's gradient is Partial.
     """
 
 
-Placed = Mapping[str, Any]  # mesh axis -> placement: Weft's, torch's, or its text
+Placed = Mapping[str, Any]  # mesh axis -> placement: Weft's, torch's, or text
 Where = str | int | None  # an output's key or position; None for the only output
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrepareInput:
-    """Reshard a module's inputs to declared placements before its forward; for modules of any kind.
+    """Reshard a module's inputs to declared placements before forward; for modules of any kind.
 
     layouts: for each input, by the name or position of forward's parameter, the placement on each axis, as in
-        `PrepareInput({"x": {"tp": "R"}, "mask": {"tp": Shard(0)}})`. On axes that are not named, an input keeps its
-        placement. A plain tensor counts as replicated. Arguments that are no tensors, or are not passed, are left
-        alone.
-    Communication: the reshard of each input; in backward, the reshard of its gradient to the layout in which the
+        `PrepareInput({"x": {"tp": "R"}, "mask": {"tp": Shard(0)}})`. On axes not named, an input keeps the
+        placement. A plain tensor counts as replicated. Arguments other than tensors, and arguments not passed, are
+        left alone.
+    Communication: the reshard of each input; in backward, the reshard of the gradient to the layout in which the
     input came.
     Raises ValueError if `layouts` does not map inputs to placements by axis.
                 )
@@ -75,13 +75,13 @@ class PrepareInput:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrepareOutput:
-    """Reshard a module's outputs to declared placements after its forward; for modules of any kind.
+    """Reshard a module's outputs to declared placements after forward; for modules of any kind.
 
     layouts: for a module with one output, the placement on each axis: `PrepareOutput({"tp": "R"})`. For a module
-        that returns a tuple or a mapping, these placements by position or key: `PrepareOutput({0: {"tp": "R"},
-        "hidden": {"tp": "S(1)"}})`. On axes that are not named, an output keeps its placement. Beside a style whose
-        output is Partial, the placement is the one to which the output is reduced.
-    Communication: the reshard of each output; in backward, the reshard of its gradient.
+        returning a tuple or a mapping, these placements by position or key: `PrepareOutput({0: {"tp": "R"},
+        "hidden": {"tp": "S(1)"}})`. On axes not named, an output keeps the placement. Beside a style whose output
+        is Partial, the output is reduced to this placement.
+    Communication: the reshard of each output; in backward, the reshard of the gradient.
     Raises ValueError if `layouts` maps neither axes to placements nor outputs to placements by axis.
     """
 
@@ -119,9 +119,9 @@ Preparation = PrepareInput | PrepareOutput
 
 
 def as_styles(pattern: str, given: object) -> tuple[Style | Preparation, ...]:
-    """The styles that a plan gives for a pattern, as a tuple. given: one style or a sequence.
+    """The styles of a pattern in a plan, as a tuple. given: a style or a sequence of styles.
 
-    Raises ValueError for a value that is no style.
+    Raises ValueError for any value but a style.
     """
     styles = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for style in styles:

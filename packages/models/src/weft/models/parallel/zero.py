@@ -65,7 +65,7 @@ def plan_of(parts: Sequence[Part], name: str) -> ParallelPlan:
 def hook_zero(
     model: nn.Module, parts: Sequence[Part], layouts: Mapping[str, Layout], at_rest: Mapping[str, Layout]
 ) -> None:
-    """Make the modules of a laid-out model gather their sharded parameters when they are called.
+    """Make the modules of a laid-out model gather sharded parameters when called.
 
     A call of a block gathers all parameters within the block; a module outside the blocks gathers its own.
     layouts: the layout in which each parameter computes, by name.

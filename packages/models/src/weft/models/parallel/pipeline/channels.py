@@ -172,7 +172,7 @@ class Handover:
 
 
 def _look(leaf: Any) -> Any:
-    """A value that is equal for leaves of a message that have one form."""
+    """A value that is equal for leaves of the same form."""
     if isinstance(leaf, DTensor):
         return kind_of(leaf), leaf.requires_grad
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

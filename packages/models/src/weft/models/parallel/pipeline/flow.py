@@ -24,15 +24,15 @@ class Flow:
     """The data flow between a model's list of layers and the modules around the list. Made by `follow`."""
 
     layers: tuple[str, ...]  # the names of the listed layers, in the order of their calls
-    # Each unit, a largest module outside the list, and the layers that read its outputs, END included. A unit has no
-    # entry if autograd follows none of its outputs; integers, for example, cannot be followed.
+    # Each unit, a largest module outside the list, and the layers reading the unit's outputs, END included. There is no
+    # entry if autograd follows none of the outputs; integers, for example, cannot be followed.
     units: dict[str, set[int]] = field(default_factory=dict)
     # Each parameter of a module around the list, and the layers that read the parameter, END included.
     parameters: dict[str, set[int]] = field(default_factory=dict)
 
 
 def units_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The names of the largest modules that neither contain a listed layer nor are within one."""
+    """The names of the largest modules that neither contain nor are contained in a listed layer."""
     around = {name.rpartition(".")[0] for name in layers}
     for name in list(around):
         while name:
@@ -49,14 +49,14 @@ def units_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
 def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
     """Find what each listed layer reads, by running the model's forward in eval mode on the shapes of a few tokens.
 
-    Nothing is computed, and the model is unchanged. The model can be cut between layers that are called once each,
-    in their order, each reading the output of the layer before and of no other layer.
+    Nothing is computed, and the model is unchanged. The model can be cut between layers called once each, in order,
+    each reading the output of the previous layer and of no other layer.
     Raises ValueError for any other model.
     """
     found = Flow(tuple(layers))
     called: list[int] = []
-    leaves: dict[int, int] = {}  # id of a tensor that a layer returned -> the layer
-    alive: list[Any] = []  # these tensors, so that ids stay unique
+    leaves: dict[int, int] = {}  # id of a tensor returned by a layer -> the layer
+    alive: list[Any] = []  # keeps these tensors alive, and their ids unique
 
     def enter(index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -134,7 +134,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _without_data(value: Tensor) -> Tensor:
-    """A meta tensor like `value`; if floating-point, it requires grad, so that autograd follows its uses."""
+    """A meta tensor like `value`; requires grad if floating-point, for autograd to follow the tensor's uses."""
     shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return shape.requires_grad_(value.is_floating_point())
 

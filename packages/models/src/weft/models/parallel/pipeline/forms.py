@@ -1,7 +1,7 @@
-"""The form of a message between stages, which its receiver needs, as JSON: structure, shapes, dtypes and layouts.
+"""The form of a message between stages, as JSON for the receiver: structure, shapes, dtypes and layouts.
 
-JSON and not pickle, because others may be able to write to the store through which forms are told, and a pickle can
-run any program.
+JSON and not pickle: forms are told through a store to which strangers may be able to write, and a pickle can run
+any program.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from weft.reshard import layout_of
 
-_PLAIN = (bool, int, float, str, type(None))  # types that JSON has
+_PLAIN = (bool, int, float, str, type(None))  # types known to JSON
 _SEQUENCES: Mapping[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "list": list}
 _MAPPINGS: Mapping[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "OrderedDict": OrderedDict}
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A tensor of a message, as the message's form describes it."""
+    """The description of a tensor in the form of a message."""
 
-    local: tuple[int, ...]  # the shape of the part that one rank sends to its peer
+    local: tuple[int, ...]  # the shape of a rank's part, as sent to the peer
     dtype: torch.dtype
     requires_grad: bool
     shape: tuple[int, ...]  # the global shape
@@ -49,14 +49,14 @@ def _described(leaf: Any) -> Any:
 
 
 def written(form: Any) -> bytes:
-    """A form as JSON. Raises TypeError for a value of a type that `read` does not build."""
+    """A form as JSON. Raises TypeError for a value of a type unknown to `read`."""
     return json.dumps(_as_json(form)).encode()
 
 
 def read(told: bytes) -> Any:
-    """The form that `written` wrote. Nothing is called by a name in the text, and only dtypes are looked up by name.
+    """The form written by `written`. Nothing is called by a name in the text; only dtypes are looked up by name.
 
-    Raises ValueError for any other text.
+    Raises ValueError for other text.
     """
     try:
         return _of_json(json.loads(told))

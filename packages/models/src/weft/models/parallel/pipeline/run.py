@@ -146,8 +146,8 @@ class Pipeline:
         """Sum this step's gradients of parameters that several stages hold; the sum is equal to the bit on all
         these stages.
 
-        The sum is added to the gradient that the parameter had before the step.
-        Communication: for each such parameter, one all-reduce among the ranks, one per stage, that hold this shard.
+        The sum is added to the parameter's gradient from before the step.
+        Communication: for each shared parameter, an all-reduce among the ranks, one per stage, holding this shard.
         """
         for name, parameter in self._shared_here(model):
             coordinates = self.shared[name]
@@ -186,7 +186,7 @@ class Pipeline:
         order.
 
         read: returns the parameter, or a copy to use instead; called on the ranks of a stage that holds the parameter.
-        Communication: that of `read`; on the ranks of a stage that holds the parameter, the reshard to Replicate;
+        Communication: as `read` does; on the ranks of a stage that holds the parameter, the reshard to Replicate;
         two broadcasts over "pp", of the dtype's name and of the values.
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
@@ -222,8 +222,8 @@ class Pipeline:
             channel.finish()
 
     def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
-        """The process group of the ranks at these coordinates on "pp" that are at this rank's place on
-        all other axes.
+        """The process group of the ranks at these coordinates on "pp", and at this rank's coordinates on all other
+        axes.
         """
         ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
         return group_for(f"pipeline {purpose}", tuple(sorted(ranks)), (PIPELINE_AXIS,))
@@ -231,7 +231,7 @@ class Pipeline:
     def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
         """The channel that brings activations (way "F") into a stage, or gradients of activations (way "B").
 
-        The first call makes all channels, in an order that is the same on all ranks.
+        The first call makes all channels, in the same order on all ranks.
         """
         if not self._channels:
             here = self._at[PIPELINE_AXIS]
@@ -259,7 +259,7 @@ class _Held(NamedTuple):
 
 
 class _Run:
-    """One step of a pipeline: carries out actions, and holds what is under way between them."""
+    """One step of a pipeline: carries out actions, and holds microbatches between forward and backward."""
 
     def __init__(
         self,

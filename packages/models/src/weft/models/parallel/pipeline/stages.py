@@ -32,7 +32,7 @@ class Stages:
 
     `forward` runs the model's own forward for one stage. A layer before the stage returns the received activations.
     The forward is left after the stage's last layer, so later layers are never called. A module outside the list of
-    layers that the stage does not use computes the shapes of its outputs, without data.
+    layers, if unused by the stage, computes only the shapes of outputs, without data.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, own: Sequence[int]) -> None:
@@ -122,7 +122,7 @@ class Stages:
         return self.cut.ranges[self._running]
 
     def _remove_foreign(self, model: nn.Module) -> None:
-        """Remove the parameters that this rank's stages do not use, and the buffers of modules that they do not use."""
+        """Remove the parameters not used by this rank's stages, and the buffers of modules not used by these stages."""
         own = set(self.own)
         first = {parameter: name for name, parameter in model.named_parameters()}
         inside = {name: {stage} for stage, (a, b) in enumerate(self.cut.ranges) for name in self.cut.layers[a:b]}
