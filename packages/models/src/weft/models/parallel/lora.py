@@ -145,8 +145,8 @@ def lora_of(model: nn.Module) -> LoRA:
 def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     if isinstance(getattr(model, _ATTRIBUTE, None), LoRA):
         raise ValueError(
-            f"this {type(model).__name__} has adapters already; fold them in by merge_lora(model) before adding new "
-            f"adapters"
+            f"this {type(model).__name__} has adapters already; merge_lora(model) folds them in, and then new adapters "
+            f"can be added"
         )
     if pipeline_of(model) is not None:
         raise ValueError(

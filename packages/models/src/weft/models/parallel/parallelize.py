@@ -191,8 +191,8 @@ def _is_laid_out(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> boo
         return True
     remedy = (
         "To lay the model out anew, save it by save_pretrained(model, folder) and read it by "
-        "from_pretrained(folder, mesh, plan), or parallelize a new model and reshard() each parameter to its layout "
-        "there"
+        "from_pretrained(folder, mesh, plan), or parallelize a new model and bring each parameter to the new model's "
+        "layout by reshard()"
     )
     if isinstance(before, _LaidOut):
         what = "by another plan" if before.mesh == mesh else f"on {before.mesh}, and now on {mesh}"
