@@ -18,8 +18,8 @@ class Around:
 def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool = True) -> Around:
     """The tokens to put before and after each document.
 
-    bos: True: documents begin with the tokenizer's BOS token. False: with no token. None: with the tokens that the
-        tokenizer puts before a prompt, if any, so that documents begin as prompts do.
+    bos: True begins documents with the tokenizer's BOS token, False with no token. None begins documents as prompts
+        begin: with the tokens that the tokenizer puts before a prompt, if any.
     eos: whether documents end with the tokenizer's end token.
     Raises ValueError for bos=True where the tokenizer names no BOS token.
     """

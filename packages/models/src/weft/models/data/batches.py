@@ -41,8 +41,8 @@ class Batches:
 
     A sample is T consecutive tokens; its target is the same run of tokens, a token later. `split` decides which
     samples are held out, whatever the seed. Every epoch visits each remaining sample once, in an order by the key
-    ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own, and takes turns. To
-    continue a run, its step alone is needed.
+    ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own; `Turns` says which source
+    comes next. A run continues from its step alone.
     packed: tokens attend within their own document only, and each document's positions begin at 0.
     Raises ValueError as `check_enough` does, and as `Turns` does for the weights.
     """
@@ -110,8 +110,8 @@ class Batches:
 
 
 def _begins(stream: Stream, start: int, length: int) -> NDArray[np.int64]:
-    """Where documents begin within `length` tokens from `start` on, relative to `start`; 0 for the document at
-    `start`.
+    """Where documents begin within `length` tokens from `start` on, relative to `start`; 0 for the document that
+    `start` is in.
     """
     ends = stream.document_ends(start, start + length) - start
     return np.concatenate(([0], ends[ends < length]))

@@ -22,7 +22,7 @@ NAMED = 12  # the most fields listed in an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some documents of a file; or an entry of a folder that holds no documents."""
+    """Some documents of a file; or a folder's entry without documents."""
 
     path: Path
     start: int  # with stop: bytes between which lines of JSON begin; row groups of Parquet; otherwise the whole file

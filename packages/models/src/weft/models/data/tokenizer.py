@@ -47,7 +47,7 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 MODEL_FILE = "config.json"
 _OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that change the tokens of tokenizer.json
 BYTE_END = 256  # the token after each document, where a token is a byte
-BYTE_VOCAB_SIZE = 257  # odd: it shards unevenly
+BYTE_VOCAB_SIZE = 257  # odd: its shards are uneven
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ DATA_AXES = ("dp", "data", "batch", "replica", "shard")
 def check_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
     """Raise ValueError for a mesh axis unknown to plans, which would otherwise be taken for a data axis.
 
-    pipeline: whether the plan cuts the model along "pp".
     An axis of size 1 does nothing and may have any name.
+    pipeline: whether the plan cuts the model along "pp".
     """
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size == 1 or _is_known(axis):

@@ -246,7 +246,9 @@ def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _cast(*tensors: Tensor) -> tuple[Any, ...]:
-    """Queries, keys and values in attention's dtype under autocast, in which gradients then move, too."""
+    """Queries, keys and values, cast under autocast to attention's dtype before being moved. Gradients move in this
+    dtype, too.
+    """
     return tuple([cast_for("attention", x) for x in tensors])
 
 

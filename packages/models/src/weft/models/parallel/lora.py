@@ -55,9 +55,9 @@ def lora(
     rank: 1 or more.
     alpha: above 0.
     targets: names of layers, wildcards allowed, as "layers.*.self_attn.[qv]_proj".
-    dtype: of A and B. None: the layer's own; but float32 beside a layer of 16 bits, in which small updates would be
-        lost. A layer of a narrower dtype than the adapter's computes with the adapter in the adapter's dtype, and
-        returns the layer's dtype.
+    dtype: of A and B. By default the layer's own, but float32 beside a layer of 16 bits, in which small updates
+        would be lost. A layer of a narrower dtype than the adapter's computes with the adapter in the adapter's
+        dtype, and returns the layer's dtype.
     May be called before or after `parallelize`. A and B are laid out by the layer's weight: beside a
     column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. A
     block needs no further reduction. A `GradientSync` made afterwards reduces the adapters' gradients only.

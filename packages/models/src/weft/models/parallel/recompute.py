@@ -167,7 +167,7 @@ class _SavedValue:
         self.storages.clear()
         if self.tensor is None:
             return
-        self.tensor = self.tensor.detach()  # here, not where the tensor was made: changes in place are seen
+        self.tensor = self.tensor.detach()  # not where the tensor was made, as changes in place would go unseen
         if not self.needed:
             shape = self.tensor.shape
             self.tensor = torch.full((), float("nan"), dtype=self.tensor.dtype, device=self.tensor.device).expand(shape)

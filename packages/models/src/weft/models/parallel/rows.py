@@ -76,13 +76,11 @@ class _Unit:
 
 
 class _Contents:
-    """The modules and parameters within a unit at the time of an inspection, which takes as long as several ops."""
+    """The modules and parameters within a unit, kept from call to call: an inspection takes as long as several ops."""
 
     def __init__(self, unit: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
         self.mesh, replicated = mesh, (Replicate(),) * ndim
-        self.users: dict[
-            DTensor, list[tuple[nn.Module, str]]
-        ] = {}  # parameter -> modules holding the parameter, and names there
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # parameter -> modules that hold it, names there
         modules = [unit]
         for module in modules:  # the list grows meanwhile
             modules += filter(None, module._modules.values())

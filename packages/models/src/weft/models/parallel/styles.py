@@ -37,7 +37,7 @@ class PositionParallel:
     """An embedding of positions [T] or [B, T] whose table is replicated.
 
     With `sequence`, the positions are sharded along the tokens, like the activations to which the embedding is
-    added. Each rank then looks up only positions of the rank's tokens, and the table's gradient is Partial.
+    added. Each rank then looks up the positions of its own tokens only, and the table's gradient is Partial.
     """
 
 

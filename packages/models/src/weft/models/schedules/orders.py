@@ -97,8 +97,8 @@ def _zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
     """ZB-H1: 1F1B in which gradients of weights come later, by as many microbatches as there are ranks before this
     rank.
 
-    1F1B leaves memory for as many activations unused on this rank. The first rank waits longest for its first
-    backward, and in 1F1B holds the most activations.
+    1F1B leaves the memory of this many activations unused on this rank: the first rank waits longest for its first
+    backward, and holds the most activations.
     """
     forwards = iter([Action("F", rank, microbatch) for microbatch in range(microbatches)])
     weights = iter([Action("W", rank, microbatch) for microbatch in range(microbatches)])

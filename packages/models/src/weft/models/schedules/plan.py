@@ -15,10 +15,10 @@ Split = str | tuple[int, ...] | tuple[str, ...]
 class PipelinePlan:
     """How a model is cut along the axis "pp", and how its stages run.
 
-    split: one of four forms. "layers" cuts the model's only list of layers into parts as even as possible, longer
-        parts first. The name of a list, as "decoder.layers", does the same where the model has several. (3, 4, 4,
-        3) gives the number of layers of each stage. ("layers.3", "layers.7") names the first layer of each stage
-        but the first. Modules outside the list go to the stages that use them, by data flow.
+    split: "layers" cuts the model's only list of layers into parts as even as possible, longer parts first. A
+        list's name, as "decoder.layers", does the same where there are several lists. Numbers, as (3, 4, 4, 3), are
+        the layers of each stage. Names, as ("layers.3", "layers.7"), are the layers at which the second and later
+        stages begin. Modules outside the list go to the stages that use them, by data flow.
     schedule: see `make_schedule`.
     microbatches: the number of parts, along the rows, into which a batch is cut.
     chunks: stages on a rank; None for 2 under "interleaved" and else 1.

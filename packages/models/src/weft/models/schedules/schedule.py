@@ -33,7 +33,7 @@ class Schedule:
     """The actions of each rank of a pipeline, in order. Made by `make_schedule`.
 
     Raises ValueError where a stage is on no rank or on two, where a rank acts on a stage of another rank, or where
-    a microbatch lacks a forward followed by a whole backward on a stage, or has more.
+    a microbatch does not have exactly one forward, and then one whole backward, on each stage.
     """
 
     name: str

@@ -51,9 +51,7 @@ class Channel:
         number = made[self._group] = made.get(self._group, 0) + 1  # counts models with stages on these two ranks
         self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
         self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `Sent` in place of each tensor
-        self._looks: dict[
-            Any, Any
-        ] = {}  # by kind: structure and `_look`s of the last message, faster to find than a form
+        self._looks: dict[Any, Any] = {}  # by kind: the last message's structure and `_look`s, quicker than a form
         self._expected: dict[Any, _Expected] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # sends under way, with their buffers
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None  # the receive posted ahead: buffers and works

@@ -67,9 +67,7 @@ def ranges_of(
 
 
 def _layers_of(model: nn.Module, split: Split) -> tuple[list[str], list[str]]:
-    """The names of the listed layers; and the split points, where `split` names layers: the first layer of each
-    later stage.
-    """
+    """The names of the listed layers; and the first layers of the second and later stages, if `split` names them."""
     lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if isinstance(split, tuple) and isinstance(split[0], str):
         points = [str(each) for each in split]

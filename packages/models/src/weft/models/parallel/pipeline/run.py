@@ -76,9 +76,7 @@ class Pipeline:
         self.shared = stages.cut.shared(schedule.rank_of)
         self.ran: list[Action] = []  # the actions of the last step, in order
         self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step
-        self._channels: dict[
-            tuple[str, int], Channel | Handover
-        ] = {}  # by direction, "F" or "B", and the stage entered
+        self._channels: dict[tuple[str, int], Channel | Handover] = {}  # by "F" or "B", and the stage entered
         self._earlier: dict[str, Tensor] = {}  # the gradients that shared parameters had before this step
         # Forms of messages that are known beforehand: by direction and the stage entered, then by kind.
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
@@ -207,8 +205,8 @@ class Pipeline:
         return whole
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
-        """The sum of a number over "pp", on every rank. Each rank's number may have its own dtype, which its result
-        has, too.
+        """The sum of a number over "pp", on every rank, in the dtype of this rank's number. Dtypes may differ
+        between ranks.
 
         Communication: an all-reduce of a float64, since no rank knows the dtype of a loss that another stage computes.
         """
