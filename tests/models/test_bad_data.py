@@ -58,7 +58,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("latin.txt", "latin.txt is not UTF-8 text (byte 1 of the file); convert it", id="not-utf-8"),
         pytest.param("pictures", "hold no text: 0 empty documents, 1 files that are not UTF-8", id="pictures-alone"),
         pytest.param("empty.jsonl", "hold no text: 3 empty documents, 0 files", id="empty-documents-alone"),
-        pytest.param("no-json.jsonl", "no-json.jsonl: line 2, at byte 17, is not JSON; mend it, or leave such out with --skip-bad", id="no-json"),
+        pytest.param("no-json.jsonl", "no-json.jsonl: line 2, at byte 17, is not JSON; mend the record, or skip bad records with --skip-bad", id="no-json"),
         pytest.param("deep.jsonl", "deep.jsonl: line 1, at byte 0, is not JSON", id="deep-json"),
         pytest.param("no-field.jsonl", "line 2, at byte 17, has no field 'text'", id="no-field"),
         pytest.param("list.jsonl", "line 1, at byte 0, has no field 'text'", id="no-object"),
@@ -102,7 +102,7 @@ def test_what_is_wrong_in_a_process_of_several_is_the_same_line(capsys: pytest.C
     assert (status, out) == (2, "")
     assert (
         err
-        == "weft data prepare: no-json.jsonl: line 2, at byte 17, is not JSON; mend it, or leave such out with --skip-bad\n"
+        == "weft data prepare: no-json.jsonl: line 2, at byte 17, is not JSON; mend the record, or skip bad records with --skip-bad\n"
     )
 
 

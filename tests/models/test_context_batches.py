@@ -82,10 +82,10 @@ def test_a_batch_that_does_not_fit_is_named(pool: Any) -> None:
     for rank, messages in enumerate(pool.run(given_badly, ranks=4)):
         rows = "0 to 2" if rank < 2 else "2 to 3"
         assert f"of 3 rows rank {rank} has {rows}, " in messages[0]
-        assert messages[0].endswith("but was given 3; give those, or all rows without rows=")
+        assert messages[0].endswith(f"but was given 3 rows; give rows {rows}, or all rows without rows=")
         assert messages[1] == "lay_out_batch: targets are (2, 8), but the tokens are (3, 8)"
         assert messages[2] == "lay_out_batch takes tokens [B, T], got (8,)"
-        assert "beside the documents, which Bare.forward does not take; add documents=None" in messages[3]
+        assert "with the argument documents, which Bare.forward does not take; add documents=None" in messages[3]
 
 
 def without_positions(kind: str, family: str, packed: bool, compiled: bool = False) -> list[Tensor]:
@@ -167,4 +167,4 @@ def other_positions() -> str:
 
 def test_positions_that_do_not_say_the_order_of_the_tokens_are_refused(pool: Any) -> None:
     for error in pool.run(other_positions, ranks=2):
-        assert "give those to lay_out_batch, and the model positions=batch.positions" in error
+        assert "give the positions to lay_out_batch, and call the model with positions=batch.positions" in error

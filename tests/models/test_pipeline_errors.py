@@ -59,7 +59,9 @@ EVEN = {"pp": 2}
             Residual, EVEN, {"split": "towers"}, "'towers', which is no list of layers of Residual", id="list"
         ),
         pytest.param(Pair, EVEN, {}, "by its list of layers, and Pair has no nn.ModuleList", id="no-list"),
-        pytest.param(Skips, EVEN, {}, "cannot be cut between its layers: blocks.2 reads what blocks.0", id="skips"),
+        pytest.param(
+            Skips, EVEN, {}, "cannot be cut between its layers: blocks.2 reads the output of blocks.0", id="skips"
+        ),
         pytest.param(
             Residual,
             EVEN,
@@ -145,7 +147,7 @@ def on_stages() -> str:
     for act, kind, message in (
         (partial(model, prompts), RuntimeError, "the model is cut into 2 stages, of which this rank holds"),
         (partial(generate, model, prompts, max_new_tokens=1), ValueError, r"cut into stages.*save_pretrained\("),
-        (partial(lora, model, 2, 4.0, ["layers.*.mlp.up_proj"]), ValueError, "give it adapters before parallelize"),
+        (partial(lora, model, 2, 4.0, ["layers.*.mlp.up_proj"]), ValueError, "add adapters before parallelize"),
     ):
         with pytest.raises(kind, match=message):
             act()

@@ -197,7 +197,7 @@ def test_an_option_holds_within_its_part() -> None:
     assert of(both=replace(around, context="all_gather"), both_left=gathers) == ["both"]
     for inner in (plain, swaps):
         with pytest.raises(
-            ValueError, match=r"the plan of 'both.left' has context=.*, and that of 'both', in which it is"
+            ValueError, match=r"the plan of 'both.left' has context=.*, and that of 'both', which contains 'both.left'"
         ):
             of(both=replace(around, context="all_gather"), both_left=inner)
 
@@ -215,7 +215,7 @@ def conflicts() -> list[Any]:
             id="two-styles",
         ),
         pytest.param({"left": own, "": other}, "'left' with sequence=False, and by that of '' with sequence=True", id="flags"),
-        pytest.param({"left": own, "rigth": own}, "'rigth' was merged for a module that Both has not; .* right", id="no-module"),
+        pytest.param({"left": own, "rigth": own}, "'rigth' was merged for a module that Both does not have; .* right", id="no-module"),
         pytest.param(
             {"left": own, "right": misspelt},
             r"'right\.layers\.\*\.mlp\.upproj' matches no module of right, a Llama; .* right\.layers\.0\.mlp\.up_proj",
@@ -233,7 +233,9 @@ def test_plans_that_contradict_each_other_are_refused_naming_both(plans: dict[st
 
 def test_a_merged_plan_has_no_options_of_its_own() -> None:
     own = make(CONFIG).parallel_plan()
-    with pytest.raises(ValueError, match=r"sequence=True beside them; give it to the parts that it is for, 'left'"):
+    with pytest.raises(
+        ValueError, match=r"sequence=True beside the parts; give it to the parts to which it applies, of 'left'"
+    ):
         ParallelPlan(parts={"left": own}, sequence=True)
     with pytest.raises(ValueError, match="was given no plans"):
         ParallelPlan.merge({})
@@ -244,7 +246,7 @@ def test_a_merged_plan_has_no_options_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param({"left": ColwiseParallel}, r"is no style: .*write ColwiseParallel\(\)", id="a-class"),
+        pytest.param({"left": ColwiseParallel}, r"is no style; .*write ColwiseParallel\(\)", id="a-class"),
         pytest.param({"left": "column"}, "given 'column', which is no style", id="text"),
         pytest.param({"left": [ColwiseParallel(), RowwiseParallel()]}, "gives 'left' styles that contradict", id="two"),
         pytest.param(
@@ -341,7 +343,7 @@ def again() -> list[str]:
         (model.layers[0], mesh, ParallelPlan()),
         (nn.ModuleDict({"inner": model}), mesh, ParallelPlan()),
     ):
-        with pytest.raises(ValueError, match="To lay it out anew") as caught:
+        with pytest.raises(ValueError, match="To lay the model out anew") as caught:
             parallelize(each, on, plan)
         messages.append(str(caught.value))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -217,7 +217,7 @@ class TestTokenizers:
             pytest.param(None, None, "has no tokenizer.json; give one that the tokenizers library wrote", id="missing"),
             pytest.param("{", None, "tokenizer.json is no tokenizer: .*; save it again", id="no-json"),
             pytest.param(
-                "learned", "<none>", "has no token '<none>'; name the one that is to follow", id="no-such-end"
+                "learned", "<none>", "has no token '<none>'; name the token that is to follow", id="no-such-end"
             ),
         ],
     )

@@ -1,1 +1,4 @@
-"""Text to tokens, on disk and in batches: tokenizers, prepared folders, the order of samples. It knows no mesh and no rank."""
+"""Text to tokens, on disk and in batches: tokenizers, prepared folders, the order of samples.
+
+Nothing here knows meshes or ranks.
+"""

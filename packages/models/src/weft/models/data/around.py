@@ -9,18 +9,19 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """The tokens before each document and after it."""
+    """The tokens before and after each document."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
 
 
 def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool = True) -> Around:
-    """The tokens that are put around each document.
+    """The tokens to put before and after each document.
 
-    bos: whether a document begins with the tokenizer's BOS token; where None, with the tokens that the tokenizer puts before a
-    prompt, if any, so that documents begin as prompts do. eos: whether it ends with the tokenizer's end.
-    Raises ValueError where a BOS token is asked for, and the tokenizer names none.
+    bos: True begins documents with the tokenizer's BOS token, False with no token. None begins documents as prompts
+        begin: with the tokens that the tokenizer puts before a prompt, if any.
+    eos: whether documents end with the tokenizer's end token.
+    Raises ValueError for bos=True where the tokenizer names no BOS token.
     """
     begin = tokenizer.begin
     if bos is False:
@@ -28,7 +29,8 @@ def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool
     elif bos and not begin:
         if tokenizer.bos is None:
             raise ValueError(
-                "--bos puts the tokenizer's bos_token before each document, and the tokenizer names none; leave out --bos"
+                "--bos puts the tokenizer's bos_token before each document, and the tokenizer names none; "
+                "leave out --bos"
             )
         begin = (tokenizer.bos,)
     return Around(begin=begin, end=(tokenizer.end,) if eos else ())

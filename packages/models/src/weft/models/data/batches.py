@@ -1,4 +1,4 @@
-"""Batches of what a run is trained on, in an order that no mesh, no worker and no restart changes."""
+"""Batches of a run's data, in an order independent of meshes, workers and restarts."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from .streams import Stream
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Some rows of a batch: tokens and targets [rows, T] int64.
+    """Some rows of a batch. Made by `Batches`."""
 
-    positions, documents: of packed rows; None where a row is one run of text. A position counts from 0 at the beginning of its
-    document, or of the row where the document began before it; documents are numbered along a row.
-    """
-
-    tokens: Tensor
-    targets: Tensor
+    tokens: Tensor  # [rows, T] int64
+    targets: Tensor  # [rows, T] int64
+    # Of packed rows, [rows, T] int64; else None. Positions count from 0 at each document's start, or at the row's where
+    # the document began earlier. Documents are numbered along a row.
     positions: Tensor | None
     documents: Tensor | None
 
     def named(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The tensors by name, without those that are None."""
         given = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: each for name, each in given.items() if each is not None}
 
 
 class Batches:
-    """Sequences of the data, in an order that is a function of (seed, epoch, step) alone, and those that are held out.
+    """The sequences of a run's data: training samples, in an order that depends on (seed, epoch, step) alone, and
+    held-out ones.
 
-    A sample is T neighbouring tokens, its target one token later. What is held out is said by `split`, and is the same
-    whatever the seed. Every epoch visits each of the other samples once, in an order that the key ("order", source, epoch) of
-    the seed decides; a source of a mixture has epochs of its own, and its turns. Where a run goes on is so its step and nothing else.
-    packed: tokens see their own document alone, and its positions begin at 0.
-    Raises ValueError as `check_enough` does, and for weights as `Turns`.
+    A sample is T consecutive tokens; its target is the same run of tokens, a token later. `split` decides which
+    samples are held out, whatever the seed. Every epoch visits each remaining sample once, in an order by the key
+    ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own; `Turns` says which source
+    comes next. A run continues from its step alone.
+    packed: tokens attend within their own document only, and each document's positions begin at 0.
+    Raises ValueError as `check_enough` does, and as `Turns` does for the weights.
     """
 
     def __init__(self, data: Data, *, sequence_length: int, batch_size: int, seed: int, packed: bool = False) -> None:
@@ -61,25 +61,27 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """Samples that are trained on, in an epoch of each source."""
+        """The number of training samples, in an epoch of each source."""
         return sum(len(each.trained) for each in self._splits)
 
     @property
     def num_held_out(self) -> int:
-        """Samples that are held out."""
+        """The number of held-out samples."""
         return len(self._held_out)
 
     def batch(self, step: int, rows: slice) -> Rows:
-        """The given rows of the global batch of `step`; no others are read."""
+        """These rows of the global batch of `step`; only these rows are read."""
         first = step * self._batch_size
         return self._read([self._place(first + row) for row in range(*rows.indices(self._batch_size))])
 
     def held_out(self, rows: slice) -> Rows:
-        """Those rows of all that is held out."""
+        """These rows of all held-out samples."""
         return self._read(self._held_out[rows])
 
     def _place(self, sample: int) -> tuple[int, int]:
-        """The source of a sample of the run, and the place of its first token there."""
+        """The source of a training sample, numbered over the whole run, and the place of the sample's first token
+        in the source.
+        """
         source, number = self._turns(sample)
         trained = self._splits[source].trained
         epoch, number = divmod(number, len(trained))
@@ -108,6 +110,8 @@ class Batches:
 
 
 def _begins(stream: Stream, start: int, length: int) -> NDArray[np.int64]:
-    """Where documents begin in `length` tokens from `start` on, counted from there; 0 for the one that began before."""
+    """Where documents begin within `length` tokens from `start` on, relative to `start`; 0 for the document that
+    `start` is in.
+    """
     ends = stream.document_ends(start, start + length) - start
     return np.concatenate(([0], ends[ends < length]))

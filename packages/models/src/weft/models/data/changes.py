@@ -1,7 +1,8 @@
-"""What transformers changes in a tokenizer.json while loading a folder: the rules of its fast tokenizers, release 4.57.
+"""How transformers changes a tokenizer.json when loading a folder: the rules of fast tokenizers, release 4.57.
 
-The tokens of a text follow from tokenizer.json and from the files beside tokenizer.json: added tokens, special tokens, and the
-class that tokenizer_config.json names. `changes_of` reads these files without any library; `Changes.apply` needs `tokenizers`.
+The tokens of a text depend on tokenizer.json and on the files beside tokenizer.json: added tokens, special tokens,
+and the class named in tokenizer_config.json. `changes_of` reads these files without any library; `Changes.apply`
+needs `tokenizers`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,16 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a class of transformers has where the config is silent: special tokens, and BOS and EOS around a prompt.
+    """The defaults of a class of transformers' tokenizers, for what the config does not set."""
 
-    template: the class replaces the post-processor of tokenizer.json; begins: by default with BOS.
-    """
-
-    tokens: Mapping[str, str]
-    template: bool = False
-    begins: bool = False
+    tokens: Mapping[str, str]  # special tokens by their names
+    template: bool = False  # whether the class replaces the post-processor of tokenizer.json
+    begins: bool = False  # whether prompts begin with BOS by default
 
 
 _GPT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-# By the class's name without "Tokenizer" and "Fast". A class that is missing here changes nothing of its own.
+# By the class's name without "Tokenizer" and "Fast". A class missing here adds no changes.
 KINDS: Mapping[str, _Kind] = {
     "Llama": _Kind(_LLAMA, template=True, begins=True),
     "CodeLlama": _Kind(_LLAMA, template=True, begins=True),
@@ -54,22 +52,19 @@ CLASSES = {"llama": "LlamaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes to one tokenizer.json; empty, and false, where the file is taken as it is.
+    """The changes to a tokenizer.json. Empty, and false, where the file is used unchanged."""
 
-    added: tokens as the fields of `tokenizers.AddedToken`, which the file lacks or has with other flags.
-    parts: of the file, those that are replaced, as JSON: the pre-tokenizer, the normalizer.
-    template: the tokens before and after a prompt, in the place of the file's post-processor; None: the file's own.
-    """
-
+    # Tokens missing in the file, or there with other flags: text, and the flags of `tokenizers.AddedToken` by FLAGS.
     added: tuple[tuple[str, tuple[bool, ...]], ...] = ()
-    parts: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()  # replaced parts of the file, as JSON: pre_tokenizer, normalizer
+    # The tokens before and after a prompt, replacing the file's post-processor; None for the file's own.
     template: tuple[str | None, str | None] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.added or self.parts or self.template is not None)
 
     def apply(self, library: Any, content: bytes) -> Any:
-        """The `tokenizers.Tokenizer` of the file's content, changed."""
+        """The `tokenizers.Tokenizer` of the file's content, with the changes."""
         if self.parts:
             content = json.dumps(json.loads(content) | {name: json.loads(part) for name, part in self.parts}).encode()
         made = library.Tokenizer.from_str(content.decode())
@@ -88,13 +83,14 @@ class Changes:
 def changes_of(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Changes:
     """The changes to a tokenizer.json by the files beside it.
 
-    content: of tokenizer.json; beside: the content of tokenizer_config.json, special_tokens_map.json and added_tokens.json,
-    those that there are.
+    content: of tokenizer.json.
+    beside: the content of tokenizer_config.json, special_tokens_map.json and added_tokens.json, as far as these
+        files exist.
     Raises ValueError where the class begins each prompt with a BOS token, and no BOS token is named.
     """
     config = beside.get("tokenizer_config.json", {})
     kind = KINDS.get(class_of(config), _Kind({}))
-    # A config that lists its added tokens is complete; special_tokens_map.json counts beside older ones alone.
+    # A config with a list of added tokens is complete; special_tokens_map.json counts only beside older configs.
     named = config if "added_tokens_decoder" in config else _older(config, beside.get("special_tokens_map.json", {}))
     special = {name: token_of({**kind.tokens, **named}.get(name)) for name in SPECIAL_NAMES}
     return Changes(
@@ -105,7 +101,7 @@ def changes_of(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any
 
 
 def _older(config: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, and the special tokens of special_tokens_map.json, which count first."""
+    """An older config together with special_tokens_map.json, whose special tokens have precedence."""
     more = [*(config.get("additional_special_tokens") or ()), *(special.get("additional_special_tokens") or ())]
     return {**config, **special, "additional_special_tokens": more}
 
@@ -116,7 +112,7 @@ def class_of(config: Mapping[str, Any]) -> str:
 
 
 def token_of(value: Any) -> str | None:
-    """The text of a special token, which stands in JSON as text or as an object."""
+    """The text of a special token, which is in JSON either a string or an object."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
 
@@ -127,6 +123,7 @@ def _added(
     named: Mapping[str, Any],
     special: Mapping[str, str | None],
 ) -> tuple[tuple[str, tuple[bool, ...]], ...]:
+    """The tokens to add: those missing in the file, and those with other flags than the file's."""
     of_file = {each["content"]: _flags(each) for each in content.get("added_tokens", ())}
     more = [each for each in named.get("additional_special_tokens") or () if token_of(each)]
     specials = [token for token in (*special.values(), *map(token_of, more)) if token]
@@ -147,12 +144,13 @@ def _added(
 
 
 def _flags(token: Mapping[str, Any]) -> tuple[bool, ...]:
-    """In the order of FLAGS, with the library's defaults: a token that is not special is normalized."""
+    """A token's flags in the order of FLAGS, with the library's defaults: a token that is not special is normalized."""
     special = bool(token.get("special", False))
     return (*(bool(token.get(name, False)) for name in FLAGS[:3]), bool(token.get("normalized", not special)), special)
 
 
 def _parts(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The parts of tokenizer.json replaced by settings of the config: the pre-tokenizer, the normalizer."""
     changed = {}
     splits = content.get("pre_tokenizer") or {}
     wanted = config.get("add_prefix_space", None if KINDS.get(class_of(config)) is KINDS["Llama"] else False)
@@ -173,6 +171,7 @@ def _parts(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple
 def _template(
     config: Mapping[str, Any], kind: _Kind, special: Mapping[str, str | None]
 ) -> tuple[str | None, str | None]:
+    """The tokens before and after a prompt, by the config and the class."""
     asked = (
         ("bos_token", "add_bos_token", config.get("add_bos_token", kind.begins)),
         ("eos_token", "add_eos_token", config.get("add_eos_token", False)),
@@ -180,8 +179,8 @@ def _template(
     for name, option, wanted in asked:
         if wanted and special[name] is None:
             raise ValueError(
-                f"tokenizer_config.json: {option} is true (a {config.get('tokenizer_class')}'s default, or said there), and there is "
-                f"no {name}; name the {name}, or set {option} to false"
+                f"tokenizer_config.json: {option} is true (a {config.get('tokenizer_class')}'s default, or set there), "
+                f"and there is no {name}; name the {name}, or set {option} to false"
             )
     before, after = (special[name] if wanted else None for name, _, wanted in asked)
     return before, after

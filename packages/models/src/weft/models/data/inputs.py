@@ -1,4 +1,4 @@
-"""Documents in files: text, JSON, CSV and Parquet, in parts that can be read apart."""
+"""Documents in files of text, JSON, CSV and Parquet, in parts that can be read independently."""
 
 from __future__ import annotations
 
@@ -16,26 +16,21 @@ from .kinds import BOM, TABLE_DELIMITERS, Kind, kind_of
 from .parquet import read_column, row_groups
 from .text import entries_under
 
-LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV; the csv module takes 131,072 where nothing is said
-NAMED = 12  # fields that an error lists
+LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV; the csv module's default is 131,072
+NAMED = 12  # the most fields listed in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some documents of a file, or an entry of a folder without documents.
-
-    start, stop: the bytes between which lines of JSON begin; the row groups of Parquet; otherwise the whole file.
-    given: whether the caller named the file, which is then not skipped. nbytes: about the bytes to read.
-    kind: how the file is read. passed: a description of an entry that is no file; empty for files.
-    """
+    """Some documents of a file; or a folder's entry without documents."""
 
     path: Path
-    start: int
+    start: int  # with stop: bytes between which lines of JSON begin; row groups of Parquet; otherwise the whole file
     stop: int
-    given: bool
-    nbytes: int
-    kind: Kind = Kind.TEXT
-    passed: str = ""
+    given: bool  # whether the caller named the file; a named file is not skipped
+    nbytes: int  # about the bytes to read
+    kind: Kind = Kind.TEXT  # how the file is read
+    passed: str = ""  # a description of an entry that is no file; empty for files
 
 
 Part = tuple[Piece, ...]
@@ -43,12 +38,11 @@ Part = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where the text stands: field, in a record of JSON; column, in Parquet, CSV and TSV, the same as field by default.
-    skip_bad: leave out records without a text there."""
+    """Where a record holds its text."""
 
-    field: str = "text"
-    column: str | None = None
-    skip_bad: bool = False
+    field: str = "text"  # in JSON
+    column: str | None = None  # in Parquet, CSV and TSV; None for the same as field
+    skip_bad: bool = False  # leave out records without a text there
 
     @property
     def name(self) -> str:
@@ -58,22 +52,23 @@ class Columns:
 
 @dataclass(slots=True)
 class LeftOut:
-    """What was read and is no document."""
+    """Counts and names of what was read without yielding a document."""
 
-    empty: int
-    skipped: list[str]
-    bad: int
-    passed: list[str]
+    empty: int  # documents without text
+    skipped: list[str]  # files without text
+    bad: int  # records without text, under skip_bad
+    passed: list[str]  # entries of folders that are no files
 
 
 def find_parts(
     inputs: Sequence[Path], columns: Columns, part_bytes: int, *, leave_out: Path | None = None
 ) -> list[Part]:
-    """The documents under `inputs`, in order, in parts of about `part_bytes` each; a function of the files alone.
+    """The documents under `inputs`, in order, in parts of about `part_bytes` each; depends on the files alone.
 
     Small files share a part. JSON lines are cut between lines, Parquet between row groups, other files nowhere.
     leave_out: a folder within an input that is not read.
-    Raises ValueError for a missing path, a file of an unknown or damaged kind, a missing column, and inputs without any text.
+    Raises ValueError for a missing path, a file of an unknown or damaged kind, a missing column, and inputs without
+    any text.
     """
     parts: list[list[Piece]] = [[]]
     held = 0
@@ -98,6 +93,7 @@ def _passed(path: Path, what: str) -> Piece:
 
 
 def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
+    """The pieces of a file, each of about `part_bytes`."""
     try:
         kind = kind_of(file, columns.field, given=given)
         if kind is Kind.PARQUET and find_spec("pyarrow") is None:
@@ -122,9 +118,10 @@ def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Itera
 
 
 def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
-    """The texts of a part's documents, without empty ones; `left_out` counts the rest.
+    """The texts of a part's documents, without empty texts; `left_out` counts the rest.
 
-    Raises ValueError for a named file without UTF-8, a damaged file, and, unless skip_bad, a record without text in its field.
+    Raises ValueError for a named file that is not UTF-8, a damaged file, and, unless skip_bad, a record without
+    text in its field.
     """
     for piece in part:
         for text in _read(piece, columns, left_out):
@@ -150,14 +147,14 @@ def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
 
 
 def _good(path: Path, found: Iterable[tuple[str, str | _Bad]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
-    """The texts of pairs of a place and a text. A record without text is counted under skip_bad, otherwise a ValueError."""
+    """The texts of pairs (place, text). A record without text is counted under skip_bad; else raises ValueError."""
     for place, text in found:
         if isinstance(text, str):
             yield text
         elif columns.skip_bad:
             left_out.bad += 1
         else:
-            raise ValueError(f"{path}: {place} {text.said}; mend it, or leave such out with --skip-bad")
+            raise ValueError(f"{path}: {place} {text.problem}; mend the record, or skip bad records with --skip-bad")
 
 
 def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
@@ -172,7 +169,7 @@ def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
 
 def _read_lines(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
     with piece.path.open("rb") as file:
-        if piece.start:  # the line that lies across belongs to the piece before
+        if piece.start:  # a line across the boundary belongs to the previous piece
             file.seek(piece.start - 1)
             file.readline()
         while (place := file.tell()) < piece.stop and (line := file.readline()):
@@ -182,7 +179,7 @@ def _read_lines(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Ba
 
 
 def _line_number(path: Path, place: int) -> int:
-    """The number of the line that begins at a byte, from 1 on."""
+    """The number of the line beginning at byte `place`, from 1 on."""
     number = 1
     with path.open("rb") as file:
         while place > 0 and (content := file.read(min(place, 1 << 20))):
@@ -209,7 +206,7 @@ def _open_table(path: Path) -> Any:
 
 
 def _check_table(path: Path, column: str) -> None:
-    """Raises ValueError for a file without the column, or that is no CSV in UTF-8."""
+    """Raises ValueError for a file without the column, and for a file other than CSV in UTF-8."""
     if not path.stat().st_size:
         return
     names = next(_rows(path), [])
@@ -242,7 +239,9 @@ def _read_table(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Ba
 
 @dataclass(frozen=True, slots=True)
 class _Bad:
-    said: str
+    """A record without a usable text."""
+
+    problem: str
 
 
 def _text_of(line: bytes, field: str) -> str | _Bad:

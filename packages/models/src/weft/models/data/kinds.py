@@ -1,4 +1,4 @@
-"""The kind of a file of documents: by its suffix, and by its first bytes where the suffix does not tell."""
+"""The kind of a file of documents, by suffix, or by the first bytes where the suffix does not tell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from enum import Enum
 from pathlib import Path
 
-BOM = b"\xef\xbb\xbf"  # the byte order mark of UTF-8, no part of a text
+BOM = b"\xef\xbb\xbf"  # the byte order mark of UTF-8, not part of a text
 HEAD_BYTES = 8192
 LINES_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -46,10 +46,11 @@ def kind_of(file: Path, field: str, *, given: bool) -> Kind:
     """The kind of a file, by its suffix in any capitals: JSON lines, JSON, CSV, TSV, Parquet, plain text.
 
     A file of another suffix is text, unless the first bytes are those of a binary format or of JSON.
-    field: where the text of a record is. An object alone in its file is a record where the object has that field.
-    given: whether the caller named the file; otherwise a folder holds it. In a folder, a file without text is `Kind.NONE`, and an
-    object without the field, such as a program's settings, is text.
-    Raises ValueError for a named file without text or records, and for records of JSON under the suffix of another kind.
+    field: the field that holds a record's text. An object alone in a file is a record if the object has this field.
+    given: whether the caller named the file; otherwise the file is in a named folder. In a folder, a file without
+        text is `Kind.NONE`, and an object without the field, such as a program's settings, is text.
+    Raises ValueError for a named file without text or records, and for records of JSON under the suffix of another
+    kind.
     """
     suffix = file.suffix.lower()
     if suffix in PARQUET_SUFFIXES:
@@ -72,18 +73,18 @@ def kind_of(file: Path, field: str, *, given: bool) -> Kind:
     if records is not None or (given and (is_json or (suffix == ".json" and head.strip()))):
         if suffix == ".json":
             raise ValueError(
-                f"{file} holds no records: neither a list of objects nor an object in each line; make such a file of it, "
-                f"or name it .txt to train on it as it is"
+                f"{file} holds no records: neither a list of objects nor an object in each line; convert it to such "
+                f"a file, or name it .txt to train on it as text"
             )
         raise ValueError(
-            f"{file} holds JSON, and its suffix {file.suffix!r} does not say so; name it .jsonl where each line is an object, "
-            f".json where it is a list of objects, or .txt to train on it as it is"
+            f"{file} holds JSON, and its suffix {file.suffix!r} does not say so; name it .jsonl if each line is an "
+            f"object, .json if it is a list of objects, or .txt to train on it as text"
         )
     return Kind.TEXT
 
 
 def _not_text(head: bytes) -> tuple[str, str] | None:
-    """The format of a file without text, by the first bytes, and the remedy; None for text."""
+    """For a file without text, by the first bytes: the format, and the remedy. None for text."""
     for magic, what, remedy in _MAGIC:
         if head.startswith(magic):
             return what, remedy
@@ -112,7 +113,7 @@ def _records(file: Path, field: str) -> tuple[Kind | None, bool]:
 
 
 def _line(opened: object) -> bytes:
-    """The next line with text; nothing at the end of the file."""
+    """The next line with text; empty at the end of the file."""
     for line in opened:  # type: ignore[attr-defined]
         if line.removeprefix(BOM).strip():
             return bytes(line.lstrip())

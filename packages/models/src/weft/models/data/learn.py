@@ -1,4 +1,4 @@
-"""A tokenizer made from a text: byte-level BPE, by the library `tokenizers`."""
+"""Trains tokenizers: byte-level BPE, by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ SMALLEST = 257  # every byte, and the end of a document
 def train_tokenizer(
     inputs: Sequence[Path], output: Path, *, vocab_size: int, columns: Columns | None = None
 ) -> Tokenizer:
-    """Learns byte-level BPE (Sennrich et al. 2016) from documents, and saves it as a folder, whole or not at all.
+    """Learn byte-level BPE (Sennrich et al. 2016) from documents, and save the tokenizer as a folder, complete or
+    not at all.
 
-    The end of a document is <|endoftext|>, token 0. It has fewer than `vocab_size` tokens where the text has no more pairs.
-    Raises ValueError for input that cannot be used, a vocabulary below 257, an output that exists, and without the library.
+    The end of a document is <|endoftext|>, token 0. The tokenizer has fewer than `vocab_size` tokens where the text
+    has no more pairs to merge.
+    Raises ValueError for unusable input, a vocabulary below 257, an output that exists, and without the library.
     """
     if vocab_size < SMALLEST:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The manifest of a prepared folder: what its shards hold, with their checksums. It is written last."""
+"""The manifest of a prepared folder: the contents of its shards, with checksums. Written last."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ TOKENIZER_FOLDER = "tokenizer"
 FORMAT = "weft-tokens"
 VERSION = 1
 READ_BYTES = 1 << 20
-ANEW = "remove the folder and prepare it again"  # what is whole by its manifest is not made again
-TOKENS = {"uint16": 2**16, "uint32": 2**32}  # of each dtype, the tokens that there can be
-_COUNTS = ("tokens", "documents", "empty")  # of shards, whose sums the manifest has
+ANEW = "remove the folder and prepare it again"  # a folder with a manifest counts as complete and is not made again
+TOKENS = {"uint16": 2**16, "uint32": 2**32}  # the number of values of each dtype
+_COUNTS = ("tokens", "documents", "empty")  # counts of shards whose sums are in the manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Some documents in two files: their tokens, and as 64-bit numbers where each ends.
+    """Some documents in two files: the tokens; and the end of each document, as 64-bit numbers.
 
-    sha256: of both files. empty: documents without text; skipped: files that are no text; bad: records that are left out;
-    passed: entries of folders that are no files. None of these is among the documents.
+    Left-out input is counted here, and is not among the documents.
     """
 
     number: int
     tokens: int
     documents: int
-    sha256: tuple[str, str]
-    empty: int
-    skipped: tuple[str, ...]
-    bad: int
-    prompt: str
-    passed: tuple[str, ...] = ()
+    sha256: tuple[str, str]  # of the two files
+    empty: int  # documents without text
+    skipped: tuple[str, ...]  # files without text
+    bad: int  # records left out
+    prompt: str  # with which a sample of similar text may begin
+    passed: tuple[str, ...] = ()  # entries of folders that are no files
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the file of tokens, and of that of documents."""
+        """The names of the file of tokens and of the file of documents' ends."""
         return f"tokens-{self.number:05}.bin", f"documents-{self.number:05}.bin"
 
     def check_sizes(self, folder: Path, dtype: str) -> None:
-        """Raises ValueError where a file is missing, or of another size than what it holds of `dtype`."""
+        """Raises ValueError where a file is missing, or its size contradicts the counts. dtype: of tokens."""
         width = int(dtype.removeprefix("uint")) // 8
         for name, size in zip(self.names, (self.tokens * width, self.documents * 8), strict=True):
             file = folder / name
@@ -59,21 +58,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a prepared folder holds.
+    """The contents of a prepared folder. Written by `prepare`, read by `read_manifest`."""
 
-    dtype: of the tokens, little-endian: uint16 or uint32. tokenizer: its sha256. request: what was asked for, as JSON; its
-    "tokenizer" are the SHA-256 of the tokenizer's files, by name.
-    """
-
-    dtype: str
+    dtype: str  # of tokens, little-endian: uint16 or uint32
     vocab_size: int
-    end: int
-    tokenizer: str
+    end: int  # the token that ends a document
+    tokenizer: str  # `Tokenizer.sha256`
     shards: tuple[Shard, ...]
-    request: dict[str, Any]
+    request: dict[str, Any]  # the arguments of `prepare`, as JSON; "tokenizer": SHA-256 of its files by name
 
     def write(self, folder: Path) -> None:
-        """Writes the file, whole or not at all."""
+        """Write the file, complete or not at all."""
         counts = {name: sum(getattr(shard, name) for shard in self.shards) for name in ("tokens", "documents", "empty")}
         content = {"format": FORMAT, "version": VERSION, **counts, **asdict(self)}
         content["sha256"] = digest_of(content)
@@ -81,15 +76,15 @@ class Manifest:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """The SHA-256 of what a file of JSON says, but for this sum itself."""
+    """The SHA-256 of the content of a JSON file, without the sum itself."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder.
 
-    Raises ValueError for a folder without a manifest, a manifest of a newer version, one that was changed or contradicts itself, and
-    files of another size than the manifest says.
+    Raises ValueError for a folder without a manifest; for a manifest of a newer version, changed since, or
+    contradicting itself; and for files of another size than the manifest's counts imply.
     """
     path = folder / MANIFEST
     try:
@@ -115,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = as_type(Manifest, known, "the manifest")
         check_request(manifest.request)
     except ValueError as error:
-        raise ValueError(f"{path} lacks a part, or has another in its place: {error}; {ANEW}") from None
+        raise ValueError(f"{path} lacks a part, or has a wrong value for a part: {error}; {ANEW}") from None
     if (contradiction := _contradiction(manifest, sums)) is not None:
         raise ValueError(f"{path} contradicts itself: {contradiction}; {ANEW}")
     for shard in manifest.shards:
@@ -124,7 +119,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_request(request: Mapping[str, Any]) -> None:
-    """Raises ValueError where a part of a request that is read back has another type, or leads out of the folder."""
+    """Raises ValueError where a part of a request has a wrong type, or a name in the request leads out
+    of the folder.
+    """
     where = "the manifest.request"
     names = as_type(dict[str, str], request.get("tokenizer"), f"{where}.tokenizer")
     for name in names:
@@ -137,7 +134,10 @@ def check_request(request: Mapping[str, Any]) -> None:
 
 
 def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
-    """What cannot be of the numbers of a manifest, in words; None where all can be. sums: of the shards, as the manifest has them."""
+    """The first contradiction among the numbers of a manifest, in words; None without any.
+
+    sums: the sums over shards, as written in the manifest.
+    """
     if manifest.dtype not in TOKENS:
         return f"dtype is {manifest.dtype[:60]!r}, and {' and '.join(TOKENS)} are known"
     if not 0 < manifest.vocab_size <= TOKENS[manifest.dtype]:
@@ -162,24 +162,26 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Reads the tokenizer's files. Raises ValueError where one is another than the manifest's, or more than these are there."""
+    """Read the tokenizer's files. Raises ValueError where a file differs from the manifest's, and for a file not in
+    the manifest.
+    """
     wanted: dict[str, str] = manifest.request["tokenizer"]
-    there = folder / TOKENIZER_FOLDER
+    tokenizer_folder = folder / TOKENIZER_FOLDER
     for name, digest in wanted.items():
-        check_sum(there / name, digest)
-    for path in sorted(there.iterdir()):
+        check_sum(tokenizer_folder / name, digest)
+    for path in sorted(tokenizer_folder.iterdir()):
         if path.name not in wanted and not path.name.startswith("."):
             raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
 def check_sum(path: Path, wanted: str) -> None:
-    """Reads a file. Raises ValueError where its checksum is another."""
+    """Read a file. Raises ValueError where its SHA-256 is not `wanted`."""
     if not path.is_file() or file_sha256(path) != wanted:
         raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or {ANEW}")
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, read in parts."""
+    """The SHA-256 of a file, read piece by piece."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(READ_BYTES):
@@ -188,12 +190,12 @@ def file_sha256(path: Path) -> str:
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON with its own sum, whole or not at all."""
+    """Write JSON with its own SHA-256, complete or not at all."""
     write_whole(path, json.dumps({"sha256": digest_of(content), "holds": content}).encode())
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What `write_record` wrote; None where there is no such plain file, or it was changed."""
+    """The content written by `write_record`; None where there is no plain file at `path`, or the file was changed."""
     try:
         found = parse_json(read_plain(path), str(path), ANEW)
     except (OSError, ValueError):
@@ -203,7 +205,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file aside, syncs it and gives it its name, so that it is there whole or not at all."""
+    """Write a file under a temporary name, sync and rename; the file appears complete or not at all."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with partial.open("wb") as file:
         file.write(content)
@@ -211,7 +213,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def finish(file: Any, path: Path) -> None:
-    """Syncs an open file that was written aside, and gives it its name."""
+    """Sync an open file with a temporary name, and rename the file to `path`."""
     file.flush()
     os.fsync(file.fileno())
     os.rename(file.name, path)

@@ -9,11 +9,14 @@ from typing import Any
 
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 8 << 20
-AS_CODES = 32 << 20  # row groups of up to as many bytes are read as codes and a table of values
+AS_CODES = 32 << 20  # row groups up to this number of bytes are read as codes and a table of values
 
 
 def row_groups(file: Path, column: str) -> list[int]:
-    """The bytes of each row group, of all columns. Raises ValueError for a damaged file, a missing column, and a column without text."""
+    """The bytes of each row group, of all columns together.
+
+    Raises ValueError for a damaged file, a missing column, and a column without text.
+    """
     opened = _open(file)
     names = opened.schema_arrow.names
     if column not in names:
@@ -27,8 +30,9 @@ def row_groups(file: Path, column: str) -> list[int]:
 def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | None]:
     """The texts of a column in some row groups; None for a null. Raises ValueError for a damaged file.
 
-    Many rows may share one value of the file, and a file of a few hundred bytes can have rows of gigabytes. A small row group is
-    therefore read as codes, each value in memory once; a larger row group is read in batches of about BYTES_AT_ONCE.
+    Many rows may share a value of the file, and a file of a few hundred bytes can have rows of gigabytes. A small
+    row group is therefore read as codes, with each value in memory once; a larger row group is read in batches of
+    about BYTES_AT_ONCE.
     """
     try:
         for group in groups:

@@ -1,4 +1,4 @@
-"""A batch ahead: what a step needs is read while the step before it is computed."""
+"""Reads the next step's batch while the current step is computed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """Calls `read(step)` in a thread, one step ahead of those that are asked for in order; any other step is read at once.
+    """Calls `read(step)` in a thread, a step ahead of the caller; a step asked for out of order is read at once.
 
-    waited: seconds that the caller has waited for it, in all.
-    Raises what `read` raises, where that step is asked for.
+    Raises what `read` raises, when the caller asks for the step.
     """
 
     def __init__(self, read: Callable[[int], T]) -> None:
         self._read = read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
         self._next: tuple[int, Future[T]] | None = None
-        self.waited = 0.0
+        self.waited = 0.0  # seconds that the caller has waited, in all
 
     def begin(self, step: int) -> None:
-        """Begins to read what is asked for next, and starts the thread."""
+        """Start the thread, and begin to read `step`, the next to be asked for."""
         self._next = (step, self._thread.submit(self._read, step))
 
     def __call__(self, step: int) -> T:
-        """What `read` returns for the step; the next one is begun."""
+        """The result of `read` for the step; begins to read the next step."""
         start = time.perf_counter()
         if self._next is not None and self._next[0] == step:
             found = self._next[1].result()

@@ -1,4 +1,4 @@
-"""Text to token shards: in parts, by several processes, so that what is interrupted goes on."""
+"""Turns text into token shards: in parts, by several processes; an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from .manifest import (
 from .text import first_words
 from .tokenizer import TOKENIZER_FILE, Tokenizer
 
-PART_BYTES = 64 << 20  # of input to a shard: its tokens are some 30 MB, and a process needs about a GB for them
+PART_BYTES = 64 << 20  # of input for a shard; these give some 30 MB of tokens, for which a process needs about a GB
 TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
 PROGRESS = "progress.json"
-UNUSABLE, STOPPED = 3, 4  # exit statuses of a process that has said why it stops: its input; its disk
+UNUSABLE, STOPPED = 3, 4  # exit statuses after writing an error: of the input; of the disk
 POLL_SECONDS = 0.2
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (bytes read, bytes of all inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every process is told. request: the digest of what was asked for, and of what. around: of each document."""
+    """The work that every process is told."""
 
     parts: tuple[Part, ...]
     columns: Columns
     tokenizer: Tokenizer
-    around: Around
-    dtype: str
+    around: Around  # the tokens around each document
+    dtype: str  # of tokens
     output: Path
-    request: str
+    request: str  # the digest of the request and of the inputs' modification times
 
 
 def prepare(
@@ -72,15 +72,17 @@ def prepare(
     part_bytes: int = PART_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
-    """Makes a folder of token shards, or goes on with one that was begun; the same bytes by any number of workers and restarts.
+    """Make a folder of token shards, or continue a folder that was begun.
 
-    Each document begins with what the tokenizer puts before a prompt, or as `bos` says, and ends with the tokenizer's end, unless
-    `eos` is False: `around_documents`. The manifest's request keeps both. Documents without text, and files of a folder that are
-    no text, are left out and counted. An output within a folder of the inputs is none of them. workers: processes; above 1 they are started by
-    multiprocessing's forkserver, so a program must guard its main module. progress: called with the bytes that are read, and
-    those of all inputs.
-    The manifest is written last: a folder that has one is whole. Raises ValueError for input that cannot be used, an output
-    that holds something else or that another process is preparing, and where it cannot be written.
+    The bytes are the same for any number of workers and of restarts. The manifest is written last: a folder with a
+    manifest is complete. Documents without text, and files of a folder without text, are left out and counted. An
+    output folder within an input is not read as input.
+    bos, eos: the tokens around each document, see `around_documents`; kept in the manifest's request.
+    workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard its
+        main module.
+    progress: called with the number of bytes read, and the bytes of all inputs.
+    Raises ValueError for unusable input, for an output that holds something else or that another process is
+    preparing, and where the output cannot be written.
     """
     columns = columns or Columns()
     parts = find_parts(inputs, columns, part_bytes, leave_out=output)
@@ -99,20 +101,20 @@ def prepare(
         request=digest_of(wanted),
     )
     try:
-        with _begun(job, wanted) as whole:
-            if whole is None:
+        with _claimed(job, wanted) as manifest:
+            if manifest is None:
                 try:
                     _make_shards(job, workers, progress)
                 except _Unusable:
-                    shutil.rmtree(output)  # which the same command could not go on with, nor another
+                    shutil.rmtree(output)  # no command could continue this folder
                     raise
-                whole = _end(job, request)
+                manifest = _finish(job, request)
     except OSError as error:
-        raise _stopped(output, error) from None
+        raise _write_error(output, error) from None
     for number in range(len(parts)):
         _record(output, number).unlink(missing_ok=True)
     (output / PROGRESS).unlink(missing_ok=True)
-    return whole
+    return manifest
 
 
 def _request(
@@ -123,7 +125,7 @@ def _request(
     around: Around,
     part_bytes: int,
 ) -> dict[str, Any]:
-    """What the bytes of the result follow from."""
+    """All that determines the bytes of the result."""
     pieces = [
         [str(piece.path), piece.start, piece.stop, piece.kind.value, piece.passed] for part in parts for piece in part
     ]
@@ -143,13 +145,17 @@ def _request(
     }
 
 
-def _stopped(output: Path, error: OSError) -> ValueError:
+def _write_error(output: Path, error: OSError) -> ValueError:
     return ValueError(f"{output} cannot be made: {error}; once that is mended, the same command goes on")
 
 
 @contextmanager
-def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
-    """The folder, made or found, and kept from others; its manifest where it is whole already. Raises ValueError."""
+def _claimed(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
+    """Inside, the output folder exists and is this process's alone. Yields the manifest of a complete folder, or None.
+
+    wanted: the content of progress.json for this preparation.
+    Raises ValueError where another process has the folder, or where the folder holds anything but this preparation.
+    """
     output, request = job.output, wanted["request"]
     output.mkdir(parents=True, exist_ok=True)
     folder = os.open(output, os.O_RDONLY)
@@ -169,11 +175,11 @@ def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
             yield found
             return
         for partial in output.glob(f".{PROGRESS}.partial-*"):
-            partial.unlink()  # of one that was killed as it began
+            partial.unlink()  # of a process killed while writing
         if (output / PROGRESS).exists():
-            begun = _begun_with(output)
+            begun = _read_progress(output)
             if begun is None:
-                if not any(_made(job, number) for number in range(len(job.parts))):
+                if not any(_finished_shard(job, number) for number in range(len(job.parts))):
                     raise ValueError(
                         f"{output / PROGRESS} is not as it was written; remove {output}, or give another --output"
                     )
@@ -183,7 +189,8 @@ def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
                     "the inputs have changed since" if begun["request"] == request else f"of {_shown(begun['request'])}"
                 )
                 raise ValueError(
-                    f"{output} holds the beginning of another preparation: {changed}; remove it, or give another --output"
+                    f"{output} holds the beginning of another preparation: {changed}; remove {output}, "
+                    f"or give another --output"
                 )
             for partial in (*output.glob(".*.partial-*"), *(output / TOKENIZER_FOLDER).glob(".*.partial-*")):
                 partial.unlink()
@@ -196,8 +203,8 @@ def _begun(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
         os.close(folder)
 
 
-def _begun_with(output: Path) -> dict[str, Any] | None:
-    """What the preparation in a folder began with; None where that is not as it was written."""
+def _read_progress(output: Path) -> dict[str, Any] | None:
+    """The content of a folder's progress.json; None where the file is damaged."""
     begun = read_record(output / PROGRESS)
     try:
         check_request(as_type(dict[str, Any], (begun or {}).get("request"), PROGRESS))
@@ -211,15 +218,15 @@ def _shown(request: dict[str, Any]) -> str:
 
 
 def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
-    """The shards that are not there yet."""
+    """Make the shards that are missing."""
     sizes = [sum(piece.nbytes for piece in part) for part in job.parts]
-    missing = [number for number in range(len(job.parts)) if _made(job, number) is None]
-    total, there = sum(sizes), sum(sizes) - sum(sizes[number] for number in missing)
-    progress(there, total)
+    missing = [number for number in range(len(job.parts)) if _finished_shard(job, number) is None]
+    total, finished = sum(sizes), sum(sizes) - sum(sizes[number] for number in missing)
+    progress(finished, total)
     if min(workers, len(missing)) <= 1:
         for number in missing:
-            _make_shard(job, number, lambda done, there=there: progress(there + done, total))  # type: ignore[misc]
-            there += sizes[number]
+            _make_shard(job, number, lambda done, finished=finished: progress(finished + done, total))  # type: ignore[misc]
+            finished += sizes[number]
         return
     with tempfile.TemporaryDirectory(prefix="weft-prepare-") as name:
         folder = Path(name)
@@ -227,7 +234,9 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
 
         def watch() -> None:
             while not ended.wait(POLL_SECONDS):
-                progress(min(total, there + sum(int(each.read_text() or 0) for each in folder.glob("read-*"))), total)
+                progress(
+                    min(total, finished + sum(int(each.read_text() or 0) for each in folder.glob("read-*"))), total
+                )
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
@@ -250,7 +259,7 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
 
 
 def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
-    """Makes shards that no other process has begun, until there are none."""
+    """Make shards that no other process has begun, until none is left. Run by each worker process."""
     read = 0
 
     def report(done: int) -> None:
@@ -264,14 +273,14 @@ def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
         try:
             _make_shard(job, number, report)
         except (_Unusable, OSError) as error:
-            said = error if isinstance(error, ValueError) else _stopped(job.output, error)
-            (Path(folder) / "error").write_text(str(said), encoding="utf-8")
+            message = error if isinstance(error, ValueError) else _write_error(job.output, error)
+            (Path(folder) / "error").write_text(str(message), encoding="utf-8")
             sys.exit(UNUSABLE if isinstance(error, _Unusable) else STOPPED)
         read += sum(piece.nbytes for piece in job.parts[number])
 
 
 def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
-    """The two files of a part, and last the record that they are whole."""
+    """Write the two files of a part, and last the record that they are complete."""
     import numpy as np
 
     part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0, passed=[])
@@ -285,7 +294,7 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     names = [job.output / name for name in shard.names]
     partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
     with partial.open("wb") as file:
-        for texts in _together(_usable(read_part(part, job.columns, left_out))):
+        for texts in _batched(_usable(read_part(part, job.columns, left_out))):
             prompt = prompt or next(filter(None, map(first_words, texts)), "")
             for tokens in job.tokenizer.encode_each(texts):
                 if not len(tokens) + more:  # a text without tokens
@@ -328,8 +337,8 @@ def _usable(texts: Iterator[str]) -> Iterator[str]:
         raise _Unusable(str(error)) from None
 
 
-def _together(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Texts of about TEXTS_AT_ONCE characters."""
+def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
+    """The texts in lists of about TEXTS_AT_ONCE characters."""
     batch: list[str] = []
     held = 0
     for text in texts:
@@ -343,12 +352,12 @@ def _together(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _record(output: Path, number: int) -> Path:
-    """What says that a shard is whole, until the manifest does."""
+    """The file that records a complete shard, until the manifest is written."""
     return output / f"part-{number:05}.json"
 
 
-def _made(job: _Job, number: int) -> Shard | None:
-    """A shard that is whole, and of this preparation; None where it is to be made."""
+def _finished_shard(job: _Job, number: int) -> Shard | None:
+    """A shard that is complete and of this preparation; None for a shard still to be made."""
     record = read_record(_record(job.output, number))
     if record is None or record.get("of") != job.request:
         return None
@@ -360,17 +369,18 @@ def _made(job: _Job, number: int) -> Shard | None:
     return shard
 
 
-def _end(job: _Job, request: dict[str, Any]) -> Manifest:
-    """The tokenizer's files, and the manifest. Raises ValueError where there is no document."""
-    shards = [shard for number in range(len(job.parts)) if (shard := _made(job, number)) is not None]
+def _finish(job: _Job, request: dict[str, Any]) -> Manifest:
+    """Write the tokenizer's files, and last the manifest. Raises ValueError where no shard has a document."""
+    shards = [shard for number in range(len(job.parts)) if (shard := _finished_shard(job, number)) is not None]
     if len(shards) < len(job.parts):
         raise ValueError(f"{job.output} was changed while it was made; the same command goes on")
     if not sum(shard.documents for shard in shards):
         shutil.rmtree(job.output)
         skipped = sum(len(shard.skipped) for shard in shards)
         raise ValueError(
-            f"{', '.join(request['inputs'])} hold no text: {sum(shard.empty for shard in shards)} empty documents, {skipped} "
-            f"files that are not UTF-8, {sum(shard.bad for shard in shards)} lines without text; give files that do"
+            f"{', '.join(request['inputs'])} hold no text: {sum(shard.empty for shard in shards)} empty documents, "
+            f"{skipped} files that are not UTF-8, {sum(shard.bad for shard in shards)} lines without text; give files "
+            f"with text"
         )
     folder = job.output / TOKENIZER_FOLDER
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Records of JSON, CSV and Parquet as data of a run: the bytes of their texts, in memory."""
+"""Records of JSON, CSV and Parquet as the data of a run: the bytes of their texts, in memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,20 @@ if TYPE_CHECKING:
     from .streams import RecordStream
 
 COLUMNS = Columns()  # the field "text"
-MOST_BYTES = 1 << 30  # each process has the texts in memory
+MOST_BYTES = 1 << 30  # each process holds the texts in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The documents of a file or a folder with records; a token is a byte.
-
-    sha256: of the texts that `find_records` has read.
-    """
+    """The documents of a file or a folder with records; a token is a byte. Made by `find_records`."""
 
     name: str
     parts: tuple[Part, ...]
-    num_tokens: int
-    sha256: str
-    prompt: str
-    skipped: tuple[Path, ...]
-    passed: tuple[str, ...]
+    num_tokens: int  # the end of each document included
+    sha256: str  # of the texts, when they were found
+    prompt: str  # with which a sample of similar text may begin
+    skipped: tuple[Path, ...]  # files without text
+    passed: tuple[str, ...]  # entries of folders that are no files
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -47,11 +44,11 @@ class Records:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it is of token shards."""
+        """False: the tokens come from text."""
         return False
 
     def open(self) -> RecordStream:
-        """The tokens, read anew. Raises ValueError where the files have changed since they were found."""
+        """The tokens, read again. Raises ValueError where the files have changed since they were found."""
         import numpy as np
 
         from .streams import RecordStream
@@ -72,14 +69,17 @@ class Records:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file, or any file of a folder, has records of JSON, CSV or Parquet. Raises ValueError as `kind_of` does."""
+    """Whether a file, or any file of a folder, holds records of JSON, CSV or Parquet.
+
+    Raises ValueError as `kind_of` does.
+    """
     found = entries_under(path).files
     kinds = {kind_of(file, COLUMNS.field, given=path.is_file()) for file in found}
     return bool(kinds - {Kind.TEXT, Kind.NONE})
 
 
 def find_records(path: Path) -> Records:
-    """The documents under `path`: texts, and records with their text in the field or column "text".
+    """The documents under `path`: texts, and records with a text in the field or column "text".
 
     Raises ValueError for a record without the field, a file that cannot be read, and more than 1 GiB.
     """
@@ -93,7 +93,7 @@ def find_records(path: Path) -> Records:
         left_out, digest, num_tokens, prompt = LeftOut(empty=0, skipped=[], bad=0, passed=[]), hashlib.sha256(), 0, ""
         for text in texts_of(parts, left_out):
             content = text.encode()
-            digest.update(content + b"\xff")  # which no UTF-8 has
+            digest.update(content + b"\xff")  # a byte absent from UTF-8 marks the end
             num_tokens += len(content) + 1
             prompt = prompt or first_words(text)
     except ValueError as error:

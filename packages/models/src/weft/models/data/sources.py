@@ -1,4 +1,4 @@
-"""What a run is trained on: text, a prepared folder, or several of them by weights."""
+"""The data of a run: text, records, a prepared folder, or a weighted mixture of these."""
 
 from __future__ import annotations
 
@@ -21,38 +21,34 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Documents that a run may be trained on.
-
-    sha256: of what they are. is_prepared: from token shards, not from text. skipped: files that are no text. passed: entries of
-    folders that are no files. begin: the tokens before each document.
-    """
+    """Documents on which a run may be trained."""
 
     @property
     def name(self) -> str: ...
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int: ...  # the end of each document included
     @property
-    def sha256(self) -> str: ...
+    def sha256(self) -> str: ...  # of the content
     @property
-    def prompt(self) -> str: ...
+    def prompt(self) -> str: ...  # with which a sample of similar text may begin
     @property
-    def skipped(self) -> tuple[Path, ...]: ...
+    def skipped(self) -> tuple[Path, ...]: ...  # files without text
     @property
-    def begin(self) -> tuple[int, ...]: ...
+    def begin(self) -> tuple[int, ...]: ...  # the tokens before each document
     @property
-    def passed(self) -> tuple[str, ...]: ...
+    def passed(self) -> tuple[str, ...]: ...  # entries of folders that are no files
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
-    def is_prepared(self) -> bool: ...
+    def is_prepared(self) -> bool: ...  # whether the tokens come from token shards, not from text
     def open(self) -> Stream:
-        """The tokens, of which what is asked for is read."""
+        """The tokens, read on demand."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A folder that `weft data prepare` has made."""
+    """A folder made by `weft data prepare`."""
 
     folder: Path
     manifest: Manifest
@@ -65,37 +61,37 @@ class Prepared:
 
     @property
     def num_tokens(self) -> int:
-        """Ends of documents included."""
+        """The number of tokens, including the end of each document."""
         return sum(shard.tokens for shard in self.manifest.shards)
 
     @property
     def sha256(self) -> str:
-        """Of the sums of the shards' tokens and documents."""
+        """The SHA-256 of the shards' checksums."""
         return _sha256_of(name for shard in self.manifest.shards for name in shard.sha256)
 
     @property
     def prompt(self) -> str:
-        """What a sample of such text may begin with."""
+        """Words with which a sample of similar text may begin."""
         return next((shard.prompt for shard in self.manifest.shards if shard.prompt), " ")
 
     @property
     def skipped(self) -> tuple[Path, ...]:
-        """None: what was left out was said when it was prepared."""
+        """Empty: `weft data prepare` reported the skipped files."""
         return ()
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The tokens before each document, by the manifest; older manifests are of documents without."""
+        """The tokens before each document, by the manifest; none in older manifests."""
         return tuple(self.manifest.request.get("before_each", ()))
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """None, as of `skipped`."""
+        """Empty, as `skipped` is."""
         return ()
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it is of token shards."""
+        """True: the tokens come from token shards."""
         return True
 
     def open(self) -> ShardStream:
@@ -107,53 +103,53 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Several sources, of which samples are taken by weight; all of one tokenizer."""
+    """Several sources with one tokenizer, of which samples are taken by weight."""
 
     parts: tuple[tuple[Source, Fraction], ...]
 
     @property
     def name(self) -> str:
-        """Each with its weight."""
+        """The names and weights of the sources."""
         return " + ".join(f"{float(weight):g} x {source.name}" for source, weight in self.parts)
 
     @property
     def num_tokens(self) -> int:
-        """Of all sources."""
+        """The number of tokens of all sources."""
         return sum(source.num_tokens for source, _ in self.parts)
 
     @property
     def sha256(self) -> str:
-        """Of the sums of the sources."""
+        """The SHA-256 of the sources' checksums."""
         return _sha256_of(source.sha256 for source, _ in self.parts)
 
     @property
     def prompt(self) -> str:
-        """That of the first."""
+        """The prompt of the first source."""
         return self.parts[0][0].prompt
 
     @property
     def skipped(self) -> tuple[Path, ...]:
-        """Of all sources."""
+        """The skipped files of all sources."""
         return tuple(path for source, _ in self.parts for path in source.skipped)
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The tokens before each document of the first source, of which the prompt is."""
+        """The tokens before each document of the first source, to go with `prompt`."""
         return self.parts[0][0].begin
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """Of all sources."""
+        """The passed entries of all sources."""
         return tuple(entry for source, _ in self.parts for entry in source.passed)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of all."""
+        """The common tokenizer."""
         return self.parts[0][0].tokenizer
 
     @property
     def is_prepared(self) -> bool:
-        """Whether any source is."""
+        """Whether any source is prepared."""
         return any(source.is_prepared for source, _ in self.parts)
 
 
@@ -161,9 +157,11 @@ Data = Corpus | Records | Prepared | Mixture
 
 
 def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
-    """The text, the records or the prepared folder at `path`, or what `mixture` names with weights, as "books=0.7".
+    """The data of a run: the text, records or prepared folder at `path`; or the mixture given as names with
+    weights, "books=0.7".
 
-    Raises ValueError for what cannot be read, weights that are none, both at once, and sources of several tokenizers.
+    Raises ValueError for data that cannot be read, for a bad weight, for both path and mixture, and for sources
+    with different tokenizers.
     """
     if not mixture:
         return _find(path)
@@ -191,11 +189,11 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
 
 
 def check_share(data: Data, share: int, shares: int) -> int:
-    """Reads of the token shards each `shares`-th, from number `share` on; the bytes that were read.
+    """Verify every `shares`-th token shard, beginning with number `share`. Returns the number of bytes read.
 
-    Raises ValueError as `check_shard`.
+    Raises ValueError as `check_shard` does.
     """
-    from .verify import check_shard  # not sooner, as numpy takes a tenth of a second
+    from .verify import check_shard  # imported late: numpy takes a tenth of a second
 
     shards = [
         (each.folder, shard, each.manifest)
@@ -233,36 +231,37 @@ def _find(path: Path | None) -> Corpus | Records | Prepared:
 
 
 def check_enough(data: Data, sequence_length: int) -> None:
-    """Raises ValueError where a source has not two whole sequences: one to train on, one to hold out."""
+    """Raises ValueError for a source with fewer than two whole sequences: one to train on, one to hold out."""
     for source in _sources_of(data):
         if source.num_tokens <= 2 * sequence_length:
             raise ValueError(
                 f"{source.name} has {source.num_tokens} tokens, fewer than two sequences of data.sequence_length "
-                f"{sequence_length} and the next token, to train on one and hold one out; give more text or a shorter sequence"
+                f"{sequence_length} and the next token, to train on one and hold one out; give more text or a shorter "
+                f"sequence"
             )
 
 
 def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
-    """What is to be said of each source of which a step takes more sequences than there are to train on; else nothing."""
+    """A warning for each source with fewer training sequences than a step takes of it."""
     parts = data.parts if isinstance(data, Mixture) else ((data, Fraction(1)),)
-    total, said = sum(weight for _, weight in parts), []
+    total, warnings = sum(weight for _, weight in parts), []
     for source, weight in parts:
         wanted = ceil(batch_size * weight / total)
-        if source.num_tokens > 4 * wanted * sequence_length:  # at least about half of them is trained on
+        if source.num_tokens > 4 * wanted * sequence_length:  # at least about half of the tokens is trained on
             continue
         from .split import split
 
-        there = len(split(source.open(), sequence_length).trained)
-        if there < wanted:
-            said.append(
-                f"a step takes {wanted:,} sequences of {source.name}, which has {there:,} to train on: some are taken "
-                f"{ceil(wanted / there)} times in it; give more text, or a smaller --data.batch-size"
+        available = len(split(source.open(), sequence_length).trained)
+        if available < wanted:
+            warnings.append(
+                f"a step takes {wanted:,} sequences of {source.name}, which has {available:,} to train on: some are "
+                f"taken {ceil(wanted / available)} times in it; give more text, or a smaller --data.batch-size"
             )
-    return said
+    return warnings
 
 
 def check_vocabulary(data: Data, size: int) -> None:
-    """Raises ValueError where a model of `size` tokens has not all that the data may have."""
+    """Raises ValueError for a model whose vocabulary of `size` tokens lacks some of the data's tokens."""
     tokenizer = data.tokenizer
     if size < tokenizer.vocab_size:
         what = (
@@ -271,5 +270,6 @@ def check_vocabulary(data: Data, size: int) -> None:
             else f"the tokens of {data.name}"
         )
         raise ValueError(
-            f"model.vocab_size {size} is below {tokenizer.vocab_size}: {what}; give --model.vocab-size {tokenizer.vocab_size} or more"
+            f"model.vocab_size {size} is below {tokenizer.vocab_size}: {what}; give --model.vocab-size "
+            f"{tokenizer.vocab_size} or more"
         )

@@ -1,4 +1,4 @@
-"""What is trained on and what is held out: runs of tokens, cut into sequences."""
+"""Which tokens are trained on, and which are held out: runs of tokens, cut into sequences."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import accumulate
 
 from .streams import Stream
 
-HELD_OUT_PART = 20  # one sequence of so many is held out,
-HELD_OUT_MOST = 128  # but no more than these: to read them takes as long as a few steps
-DOCUMENTS_PART = 10  # documents that are held out are no more of the tokens than one in so many
+HELD_OUT_PART = 20  # one sequence in 20 is held out
+HELD_OUT_MOST = 128  # at most; reading 128 sequences takes as long as a few steps
+DOCUMENTS_PART = 10  # held-out documents have at most a tenth of the tokens
 
 Runs = list[tuple[int, int]]
 
 
 class Samples:
-    """The sequences of some runs of tokens: each of `length` tokens and the next one, within one run."""
+    """The sequences within runs of tokens: `length` tokens and the next token, all within one run."""
 
     def __init__(self, runs: Sequence[tuple[int, int]], length: int) -> None:
         self._runs = [run for run in runs if run[1] - run[0] > length]
@@ -35,20 +35,21 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The samples that are trained on, and the places of those that are held out."""
+    """The samples for training, and the places of held-out samples."""
 
     trained: Samples
-    held_out: list[int]
+    held_out: list[int]  # the place of each sample's first token
 
 
 def split(stream: Stream, length: int) -> Split:
-    """Holds out whole documents, evenly spaced through the tokens: one sequence in 20, at most 128.
+    """Hold out whole documents, evenly spaced through the tokens: a sequence in 20, at most 128.
 
-    Where documents are so few or so long that this would hold out a tenth of the tokens, it is fewer of them; where even one
-    place would hold out half of the tokens, it is sequences, evenly spaced. Nothing that is held out is trained on.
+    Where documents are so few or so long that this would hold out more than a tenth of the tokens, fewer documents
+    are held out. Where even a single place would hold out more than half of the tokens, evenly spaced sequences are
+    held out instead. Nothing held out is trained on: no token is a target in both.
     """
     count = (stream.num_tokens - 1) // length
-    assert count >= 2, "what reads the corpus has checked that"
+    assert count >= 2, "check_enough was called before"
     wanted = max(1, min(HELD_OUT_MOST, count // HELD_OUT_PART))
     runs = _documents(stream, length, wanted)
     if runs is None:
@@ -62,7 +63,9 @@ def split(stream: Stream, length: int) -> Split:
 
 
 def _documents(stream: Stream, length: int, wanted: int) -> Runs | None:
-    """Runs of whole documents, each of a sequence or more, around evenly spaced tokens; None where they hold too much."""
+    """Runs of whole documents around evenly spaced tokens, each run longer than a sequence; None if the runs hold
+    too much.
+    """
     while wanted:
         runs: Runs = []
         for place in _evenly(wanted, stream.num_tokens):
@@ -81,7 +84,7 @@ def _documents(stream: Stream, length: int, wanted: int) -> Runs | None:
 
 
 def _between(runs: Runs, stop: int) -> Runs:
-    """The tokens before `stop` that are in none of the runs."""
+    """The runs of tokens before `stop` outside of `runs`."""
     edges = [0, *(edge for run in runs for edge in run), stop]
     return list(zip(edges[::2], edges[1::2], strict=True))
 

@@ -1,4 +1,4 @@
-"""Tokens one after another, in documents, of which what is asked for is read."""
+"""The tokens of a source as one run of documents, read on demand."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .kinds import BOM
 from .manifest import ANEW, Shard
 from .tokenizer import BYTE_END
 
-OPEN_SHARDS = 256  # memory-mapped at once, of the 65,530 maps that Linux lets a process have
-CHECKED_AT_ONCE = 1 << 20  # tokens that are compared together with the size of the vocabulary
+OPEN_SHARDS = 256  # memory-mapped at once; Linux allows a process 65,530 maps
+CHECKED_AT_ONCE = 1 << 20  # tokens compared together with the size of the vocabulary
 
 
 class Stream(Protocol):
-    """The documents of a source, each with its end, as one run of tokens."""
+    """The documents of a source, each with its end token, as one run of tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Ends of documents included."""
+        """The number of tokens, including the end of each document."""
         ...
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -31,16 +31,19 @@ class Stream(Protocol):
         ...
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where the documents end that hold the tokens [start, stop), each after its last token; the last at `stop` or later."""
+        """The ends of the documents that overlap the tokens [start, stop).
+
+        An end is the place after a document's last token. The last of these ends is `stop` or later.
+        """
         ...
 
     def document_start(self, position: int) -> int:
-        """Where the document begins that holds the token at `position`."""
+        """The place of the first token of the document that contains the token at `position`."""
         ...
 
 
 class TextStream:
-    """The bytes of text files, and an end after each."""
+    """The bytes of text files, with an end token after each file."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -50,7 +53,7 @@ class TextStream:
 
     @property
     def num_tokens(self) -> int:
-        """Ends of documents included."""
+        """The number of tokens, including the end of each document."""
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -68,30 +71,30 @@ class TextStream:
         return tokens
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where the documents end that hold the tokens [start, stop), each after its last token; the last at `stop` or later."""
+        """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
         return _ends_over(self._ends, start, stop)
 
     def document_start(self, position: int) -> int:
-        """Where the document begins that holds the token at `position`."""
+        """The place of the first token of the document that contains the token at `position`."""
         number = int(np.searchsorted(self._ends, position, side="right"))
         return int(self._ends[number - 1]) if number else 0
 
 
 def _bom_bytes(file: Path) -> int:
-    """Bytes of a file before its text."""
+    """The number of bytes of a file before its text."""
     with file.open("rb") as opened:
         return len(BOM) if opened.read(len(BOM)) == BOM else 0
 
 
 class RecordStream:
-    """Documents in memory: their tokens, and where each ends."""
+    """Documents in memory: all tokens, and where each document ends."""
 
     def __init__(self, tokens: NDArray[np.unsignedinteger], ends: NDArray[np.int64]) -> None:
         self._tokens, self._ends = tokens, ends
 
     @property
     def num_tokens(self) -> int:
-        """Ends of documents included."""
+        """The number of tokens, including the end of each document."""
         return len(self._tokens)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -99,20 +102,21 @@ class RecordStream:
         return self._tokens[start:stop].astype(np.int64)
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where the documents end that hold the tokens [start, stop), each after its last token; the last at `stop` or later."""
+        """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
         return _ends_over(self._ends, start, stop)
 
     def document_start(self, position: int) -> int:
-        """Where the document begins that holds the token at `position`."""
+        """The place of the first token of the document that contains the token at `position`."""
         number = int(np.searchsorted(self._ends, position, side="right"))
         return int(self._ends[number - 1]) if number else 0
 
 
 class ShardStream:
-    """The tokens of a prepared folder's shards, memory-mapped where they are read. vocab_size: every token is below this.
+    """The tokens of a prepared folder's shards, memory-mapped when read.
 
-    What is read raises ValueError where a file contradicts the manifest: documents that do not end one after another, the last with
-    the last token, and tokens outside of the vocabulary.
+    vocab_size: every token is below this number.
+    Reading raises ValueError where a file contradicts the manifest: for documents that do not end one after
+    another, the last with the last token; and for tokens outside of the vocabulary.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str, vocab_size: int) -> None:
@@ -123,7 +127,7 @@ class ShardStream:
         self._map = lru_cache(maxsize=OPEN_SHARDS)(self._mapped)
 
     def check(self) -> None:
-        """Reads all. Raises ValueError as what is read does."""
+        """Read everything. Raises ValueError as reading does."""
         for number in range(len(self._shards)):
             tokens, _ = self._map(number)
             for start in range(0, len(tokens), CHECKED_AT_ONCE):
@@ -131,7 +135,7 @@ class ShardStream:
 
     @property
     def num_tokens(self) -> int:
-        """Ends of documents included."""
+        """The number of tokens, including the end of each document."""
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -144,7 +148,7 @@ class ShardStream:
         return np.concatenate(parts)
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where the documents end that hold the tokens [start, stop), each after its last token; the last at `stop` or later."""
+        """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
         parts = []
         for number, first in self._over(start, stop):
             ends = self._map(number)[1]
@@ -153,14 +157,16 @@ class ShardStream:
         return np.concatenate(parts)
 
     def document_start(self, position: int) -> int:
-        """Where the document begins that holds the token at `position`."""
+        """The place of the first token of the document that contains the token at `position`."""
         ((number, first),) = self._over(position, position + 1)
         ends = self._map(number)[1]
         before = int(np.searchsorted(ends, position - first, side="right"))
         return first + (int(ends[before - 1]) if before else 0)
 
     def _over(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The shards that hold the tokens [start, stop), and where each begins."""
+        """The shards that overlap the tokens [start, stop): their numbers, and the place of each
+        shard's first token.
+        """
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop - 1, side="right"))
         return [(number, int(self._ends[number - 1]) if number else 0) for number in range(first, last + 1)]
@@ -171,8 +177,8 @@ class ShardStream:
         ends = np.memmap(documents, dtype="<u8", mode="r", shape=(shard.documents,))
         if not ends[0] or ends[-1] != shard.tokens or not (ends[1:] > ends[:-1]).all():
             raise ValueError(
-                f"{documents} is not what was prepared: its {shard.documents} documents do not end one after another, the last at "
-                f"token {shard.tokens}; {ANEW}"
+                f"{documents} is not what was prepared: its {shard.documents} documents do not end one after another, "
+                f"the last at token {shard.tokens}; {ANEW}"
             )
         return np.memmap(tokens, dtype=self._dtype, mode="r", shape=(shard.tokens,)), ends
 
@@ -185,6 +191,6 @@ class ShardStream:
 
 
 def _ends_over(ends: NDArray[np.generic], start: int, stop: int) -> NDArray[np.int64]:
-    """Of the increasing `ends`, those after `start`, up to the first that is not before `stop`."""
+    """Of the increasing `ends`, those after `start`, up to the first at `stop` or later."""
     first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left")
     return ends[first : last + 1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Text files as a corpus: each a document, its bytes the tokens."""
+"""Text files as a corpus: each file is a document, and its bytes are the tokens."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents on disk, in order; none is empty.
-
-    skipped: files of the folder that are no text. prompt: what a sample of such text may begin with. sha256: of the texts, as
-    `find_corpus` has read them. passed: entries of the folder that are no files. A byte order mark is no part of a text.
+    """Text documents on disk, in order. No document is empty. A byte order mark is not part of a text. Made by
+    `find_corpus`.
     """
 
     name: str
     files: tuple[Path, ...]
     num_bytes: int
-    skipped: tuple[Path, ...] = ()
-    prompt: str = "def "
-    sha256: str = ""
-    passed: tuple[str, ...] = ()
+    skipped: tuple[Path, ...] = ()  # files of the folder without text
+    prompt: str = "def "  # with which a sample of similar text may begin
+    sha256: str = ""  # of the texts, when they were found
+    passed: tuple[str, ...] = ()  # entries of the folder that are no files
 
     @property
     def num_tokens(self) -> int:
-        """Bytes, and an end for each document."""
+        """The number of bytes, and an end for each document."""
         return self.num_bytes + len(self.files)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of bytes."""
+        """The tokenizer of bytes."""
         return byte_tokenizer()
 
     @property
@@ -51,21 +49,22 @@ class Corpus:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it is of token shards."""
+        """False: the tokens come from text."""
         return False
 
     def open(self) -> TextStream:
-        """The tokens, of which what is asked for is read."""
+        """The tokens, read on demand."""
         from .streams import TextStream
 
         return TextStream(self.files)
 
 
 def find_corpus(path: Path | None) -> Corpus:
-    """The documents under `path`: a text file, or a folder of them, whose files that are not text in UTF-8 are skipped; the
-    standard library's source where None.
+    """The documents under `path`: a text file, or the files of a folder that are text in UTF-8. None: the standard
+    library's source.
 
-    Raises ValueError for a path that is missing, holds no text, or is a file that is not text in UTF-8.
+    Files of a folder that are not text in UTF-8 are skipped.
+    Raises ValueError for a missing path, a path without text, and a file that is not text in UTF-8.
     """
     if path is None:
         files, _, num_bytes, sha256 = _texts(sorted(_sources(Path(sysconfig.get_path("stdlib")))))
@@ -83,16 +82,18 @@ def find_corpus(path: Path | None) -> Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a folder holds: its files, and entries that are neither files nor folders, each with what it is."""
+    """The content of a folder: files, and descriptions of entries that are neither files nor folders."""
 
     files: tuple[Path, ...]
     passed: tuple[str, ...] = ()
 
 
 def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
-    """The file, or those of the folder in the order of their names, without the hidden ones, and those in `leave_out` within it.
+    """The file at `path`; or the files under a folder, in the order of their names, without hidden files and folders.
 
-    A link to a file is that file. Links to folders, links to nothing, pipes and the like are passed over, and named.
+    A link to a file counts as this file. Links to folders, links to nothing, pipes and the like are passed over,
+    and described.
+    leave_out: a folder within `path` whose files are left out.
     Raises ValueError for a path that is neither a file nor a folder.
     """
     if not path.is_dir():
@@ -120,7 +121,7 @@ def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
 
 
 def _what(entry: Path) -> str:
-    """What an entry of a folder is that is no file."""
+    """A description of a folder's entry that is no file."""
     if entry.is_symlink() and not entry.exists():
         return "a link to nothing"
     for what in ("fifo", "socket", "block_device", "char_device"):
@@ -130,13 +131,15 @@ def _what(entry: Path) -> str:
 
 
 def first_words(text: str) -> str:
-    """Two words with which the text begins, and a space: 40 characters at most; "" where there are none."""
+    """The first two words of a text and a space, at most 40 characters; "" for a text without words."""
     words = printable(text.removeprefix("\ufeff")[:1000]).split()[:2]
     return f"{' '.join(words)[:39]} " if words else ""
 
 
 def _texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...], int, str]:
-    """Of the files those that hold text, those that hold something else, and the texts' bytes and SHA-256, each with its end."""
+    """The files with text, the files without, and the number of bytes and SHA-256 of the texts, an end after each
+    text.
+    """
     texts, skipped, num_bytes, digest = [], [], 0, hashlib.sha256()
     for file in files:
         content = file.read_bytes().removeprefix(BOM)
@@ -145,7 +148,7 @@ def _texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...], i
         elif content:
             texts.append(file)
             num_bytes += len(content)
-            digest.update(content + b"\xff")  # which no UTF-8 has
+            digest.update(content + b"\xff")  # a byte absent from UTF-8 marks the end
     return tuple(texts), tuple(skipped), num_bytes, digest.hexdigest()
 
 
@@ -159,6 +162,7 @@ def _first_words(files: Iterable[Path]) -> str:
 
 
 def _bad_byte(content: bytes) -> int | None:
+    """The place of the first byte that is not UTF-8; None for text in UTF-8."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -167,7 +171,7 @@ def _bad_byte(content: bytes) -> int | None:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """The standard library's modules, without its tests and what others have installed."""
+    """The modules of the standard library, without its tests and without installed packages."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "test", "tests")]
         yield from (Path(folder) / name for name in names if name.endswith(".py"))

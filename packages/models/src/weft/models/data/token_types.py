@@ -1,4 +1,4 @@
-"""The types of what is read of a tokenizer's files: a value of another type would change tokens in silence."""
+"""Checks the types of values in a tokenizer's files: a value of a wrong type would change tokens silently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .changes import FLAGS, SPECIAL_NAMES
 
 _OBJECT = Mapping[str, Any] | None
 _BOOL = bool | None
-_NAMED: Mapping[str, Any] = {  # special tokens, which tokenizer_config.json and special_tokens_map.json name
+_NAMED: Mapping[str, Any] = {  # special tokens named in tokenizer_config.json and special_tokens_map.json
     **dict.fromkeys(SPECIAL_NAMES, str | Mapping[str, Any] | None),
     "additional_special_tokens": tuple[str | Mapping[str, Any], ...] | None,
 }
@@ -36,9 +36,10 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_types(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError for a value of another type than the file's format has, with the file and the place in it.
+    """Raises ValueError for a value of another type than the file's format has, with the file and the place in the
+    file.
 
-    content, beside: as of `changes_of`. What is not read is not looked at.
+    content, beside: as of `changes_of`. Values that are not read are not checked.
     """
     for file, value in (("tokenizer.json", content), *beside.items()):
         _check(file, value, _TYPES[file])

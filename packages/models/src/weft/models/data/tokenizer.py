@@ -1,4 +1,4 @@
-"""Tokenizers as values: their files, what they make of a text, and how those files are found and made."""
+"""Tokenizers as values: finding their files, encoding and decoding text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL_FILE = "special_tokens_map.json"
 ADDED_FILE = "added_tokens.json"
 CHAT_FILE = "chat_template.jinja"
 CHAT_FOLDER = "additional_chat_templates"  # NAME.jinja is the template NAME
-# The files of which transformers makes a tokenizer, in any folder. All are data, none is code.
+# The files from which transformers makes a tokenizer, in any folder. All are data, none is code.
 FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
@@ -42,32 +42,30 @@ FILES = (
     "sentencepiece.model",
     "tekken.json",
 )
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where nothing says how a document ends
+# The tokens tried in turn as the end of a document, if no file names the end.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 MODEL_FILE = "config.json"
-_OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that say more of the tokens than tokenizer.json
+_OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that change the tokens of tokenizer.json
 BYTE_END = 256  # the token after each document, where a token is a byte
-BYTE_VOCAB_SIZE = 257  # odd: it shards unevenly
+BYTE_VOCAB_SIZE = 257  # odd: its shards are uneven
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer: its files as (name, content), the token that ends a document, and how many tokens there are.
+    """A tokenizer, as its files. The files are what is pickled; the library reads them when a text is first encoded."""
 
-    The files are pickled; the library reads the files where a text is first encoded.
-    """
-
-    files: tuple[tuple[str, bytes], ...]
-    end: int
-    vocab_size: int
+    files: tuple[tuple[str, bytes], ...]  # (name, content)
+    end: int  # the token that ends a document
+    vocab_size: int  # the number of tokens
 
     @cached_property
     def is_bytes(self) -> bool:
-        """Whether a token is a byte: then no library is asked."""
+        """Whether a token is a byte; the library is then not used."""
         return _is_byte_file(dict(self.files)[TOKENIZER_FILE]) and not self._changes
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the end, tokenizer.json and the changes by files beside it: equal sums give equal tokens."""
+        """SHA-256 of the end, tokenizer.json, and the changes by files beside it: equal sums give equal tokens."""
         changed = f"{self._changes}\n" if self._changes else ""
         return hashlib.sha256(f"{self.end}\n{changed}".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
 
@@ -90,7 +88,10 @@ class Tokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """The tokens that transformers' AutoTokenizer gives a prompt: special tokens by their names, BOS where the tokenizer adds BOS."""
+        """The tokens that transformers' AutoTokenizer gives for a prompt.
+
+        Names of special tokens in the text become these tokens. BOS comes first, if the tokenizer adds BOS.
+        """
         if self.is_bytes:
             parts = [list(part.encode()) for part in text.split(END_NAMES[0])]
             return [*parts[0], *chain.from_iterable([BYTE_END, *part] for part in parts[1:])]
@@ -99,30 +100,34 @@ class Tokenizer:
         return found
 
     def encode_document(self, text: str) -> list[int]:
-        """The tokens of a document: names of special tokens are text as any other, and nothing is added."""
+        """The tokens of a document: names of special tokens count as plain text, and no token is added."""
         return list(self.encode_each([text])[0])
 
     def encode_each(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The tokens of each document; where they are bytes, as such."""
+        """The tokens of each document; as bytes, where tokens are bytes."""
         if self.is_bytes:
             return [text.encode() for text in texts]
         self._library.encode_special_tokens = True  # a document that says <|endoftext|> does not end there
         return [found.ids for found in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens; what is not UTF-8 becomes U+FFFD, and of bytes the end as well."""
+        """The text of the tokens. What is not UTF-8 becomes U+FFFD, and so does the end token of the byte tokenizer."""
         return "".join(self.decode_each(tokens))
 
     def decode_each(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """The text of the tokens in pieces, each piece as soon as its last token is drawn; joined, the text of `decode`.
+        """The text of the tokens in pieces, each yielded as soon as its last token is drawn; joined, the pieces are
+        `decode`'s text.
 
-        after: the tokens before the first, such as a prompt, whose text is not repeated. Some decoders drop the space before
-        the first word of a text; after a prompt the space stays.
+        after: the tokens before the first, such as a prompt, whose text is not repeated. Some decoders drop the
+            space before the first word of a text; after a prompt the space stays.
         """
         return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """Bytes of the text of the tokens, in UTF-8. Tokens around a document have none; a cut character has the bytes of U+FFFD."""
+        """The number of bytes of the tokens' text, in UTF-8.
+
+        Tokens added around a document count nothing; a cut character counts as U+FFFD.
+        """
         added = {self.end, self.bos, *self.begin}
         text = [token for token in tokens if token not in added]
         return len(text) if self.is_bytes else len(self._library.decode(text, skip_special_tokens=False).encode())
@@ -143,23 +148,26 @@ class Tokenizer:
 
 
 def open_library() -> Any:
-    """The package `tokenizers`. Raises ValueError where it is not installed."""
+    """The package `tokenizers`. Raises ValueError where the package is not installed."""
     if find_spec("tokenizers") is None:
         raise ValueError(f"tokenizers is not installed, which reads tokenizer.json; {install_command('tokenizers')}")
     return import_module("tokenizers")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The tokenizer whose tokens are the bytes of a text in UTF-8, as files that `tokenizers` and transformers read."""
+    """The tokenizer whose tokens are the bytes of a text in UTF-8, with files for `tokenizers` and transformers."""
     files = ((TOKENIZER_FILE, _byte_file()), (CONFIG_FILE, config_file(END_NAMES[0])))
     return Tokenizer(files, BYTE_END, BYTE_VOCAB_SIZE)
 
 
 def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or of a folder that has one, such as a checkpoint; that of bytes where None.
+    """The tokenizer of a `tokenizer.json`, or of a folder with that file, such as a checkpoint; None: the tokenizer
+    of bytes.
 
-    end: the token that ends a document; where None, the folder's eos_token, or the first there is of END_NAMES.
-    Raises ValueError for a path without a tokenizer, files that are none, an end that it has not, and without the library.
+    end: the token that ends a document. None: the folder's eos_token, or else the first of END_NAMES in the
+        vocabulary.
+    Raises ValueError for a path without a tokenizer, for damaged files, for an end that the tokenizer lacks, and
+    without the library.
     """
     if path is None:
         if end is not None:
@@ -186,20 +194,20 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     token = token or next((name for name in END_NAMES if name in vocabulary), None)
     if token not in vocabulary:
         raise ValueError(
-            f"{file} has no {'token for the end of a document' if token is None else f'token {token!r}'}; name the one that "
-            f"is to follow each document with --end"
+            f"{file} has no {'token for the end of a document' if token is None else f'token {token!r}'}; name the "
+            f"token that is to follow each document with --end"
         )
-    for name in {CONFIG_FILE, SPECIAL_FILE} & beside.keys():  # as transformers is to know the end, too
+    for name in {CONFIG_FILE, SPECIAL_FILE} & beside.keys():  # tells transformers the end
         beside[name]["eos_token"] = token
     files |= {name: _as_file(each) for name, each in beside.items()}
     return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
 
 
 def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
-    """The files of a folder, by plain names, with the chat templates of its additional_chat_templates.
+    """A folder's files by name, with the chat templates of its folder additional_chat_templates.
 
-    Named templates are put into tokenizer_config.json, together with chat_template.jinja: transformers reads them there too. All
-    files stay as they are where the folder has no named templates.
+    Named templates are put into tokenizer_config.json, together with chat_template.jinja: transformers reads
+    templates there, too. Without named templates, all files stay as they are.
     """
     if not (folder / CHAT_FOLDER).is_dir():
         return files
@@ -208,10 +216,10 @@ def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, byt
     return {name: content for name, content in files.items() if name != CHAT_FILE} | {CONFIG_FILE: _as_file(config)}
 
 
-def _chat_templates(folder: Path, said: Any) -> Any:
+def _chat_templates(folder: Path, configured: Any) -> Any:
     """The chat templates of a folder in the form of tokenizer_config.json: one as text, several as a list with names.
 
-    said: the chat_template of tokenizer_config.json, which counts in a folder without files of templates.
+    configured: the chat_template of tokenizer_config.json, which counts in a folder without files of templates.
     """
     found = {}
     if (folder / CHAT_FILE).is_file():
@@ -219,7 +227,7 @@ def _chat_templates(folder: Path, said: Any) -> Any:
     for file in sorted((folder / CHAT_FOLDER).glob("*.jinja")):
         found[file.stem] = _text_of(file)
     if not found:
-        return said
+        return configured
     if list(found) == ["default"]:
         return found["default"]
     return [{"name": name, "template": template} for name, template in found.items()]
@@ -233,7 +241,7 @@ def _text_of(path: Path) -> str:
 
 
 def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
-    """Takes the tokenizer's class from the model's config.json where tokenizer_config.json names no class, as transformers does."""
+    """Where tokenizer_config.json names no class, set the class by the model's config.json, as transformers does."""
     file = folder / MODEL_FILE
     if (has_own and config.get("tokenizer_class") is not None) or not file.is_file():
         return
@@ -262,13 +270,13 @@ def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
     library = open_library()
     try:
         vocabulary: dict[str, int] = changes.apply(library, files[TOKENIZER_FILE]).get_vocab()
-    except Exception as error:  # the library raises nothing more precise for a file that it cannot read
+    except Exception as error:  # the library raises no more precise class for an unreadable file
         raise ValueError(f"{file} is no tokenizer: {error}; save it again") from None
     return vocabulary
 
 
 def config_file(end: str) -> bytes:
-    """What transformers asks beside tokenizer.json."""
+    """The tokenizer_config.json that transformers needs beside tokenizer.json."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
@@ -290,7 +298,7 @@ def _object_of(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _is_byte_file(content: bytes) -> bool:
-    """Whether a tokenizer.json is that of bytes, by whatever program it was written once more."""
+    """Whether a tokenizer.json is the tokenizer of bytes, also when rewritten by another program."""
     if len(content) > 4 * len(_byte_file()):
         return False
     try:
@@ -301,7 +309,7 @@ def _is_byte_file(content: bytes) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_file() -> bytes:
-    """A tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes, and the end."""
+    """The tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes, and the end."""
     # GPT-2's name of a byte: itself where it is printable, otherwise the next of 256, 257, ... (Radford et al. 2019)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -334,7 +342,8 @@ def _is_byte(token: str | None) -> bool:
 
 
 def _decode_pieces(library: Any, tokens: Iterable[int], after: Sequence[int]) -> Iterator[str]:
-    """Some decoders look at a token's neighbours: each piece is decoded behind the piece before.
+    """The text of tokens in pieces, each decoded after the piece before, since some decoders look at a token's
+    neighbours.
 
     A decoder joins neighbouring tokens of single bytes, such as <0x0A>: a piece does not end with such a token.
     """

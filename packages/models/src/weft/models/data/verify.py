@@ -1,4 +1,4 @@
-"""Prepared data, read as a whole: the checksums of every file, and what stands in the shards."""
+"""Verifies prepared data: the checksum of every file, and the content of the shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .streams import ShardStream
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads every file of a prepared folder. Raises ValueError for one whose checksum is not the manifest's."""
+    """Read every file of a prepared folder. Raises ValueError for a file whose checksum differs from the manifest's."""
     manifest = read_manifest(folder)
     check_tokenizer(folder, manifest)
     for shard in manifest.shards:
@@ -18,7 +18,10 @@ def verify(folder: Path) -> Manifest:
 
 
 def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
-    """Reads both files of a shard. Raises ValueError where one's checksum is not the manifest's, and as `ShardStream.check`."""
+    """Read both files of a shard.
+
+    Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` does.
+    """
     for name, wanted in zip(shard.names, shard.sha256, strict=True):
         check_sum(folder / name, wanted)
     ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()

@@ -1,4 +1,4 @@
-"""Parallel plans and what carries them out."""
+"""Parallel plans, and `parallelize`, which lays a model out on a mesh by a plan."""
 
 from .batch import Batch, lay_out_batch
 from .lora import lora, merge_lora

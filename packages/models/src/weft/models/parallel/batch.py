@@ -1,4 +1,4 @@
-"""Batches laid out for a plan: rows over the axes of data, tokens over "cp" in an order in which causal work is even."""
+"""Batches laid out for a plan: rows over the data axes, tokens over "cp" in an order balancing causal work."""
 
 from __future__ import annotations
 
@@ -21,26 +21,23 @@ from .styles import CONTEXT_AXIS, TENSOR_AXIS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderedPositions:
-    """The positions of tokens that lie in another order than they are read in.
+    """Positions of tokens laid out in another order than the reading order."""
 
-    values: [B, T] of ints, as the tokens lie. order: the runs of neighbours, [start, stop) of the sequence, as they lie.
-    """
-
-    values: DTensor
-    order: Runs
+    values: DTensor  # [B, T] of ints, laid out as the tokens
+    order: Runs  # the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout
 
 
-_ORDER = "_order_of_tokens"  # an attribute of tokens that lie in another order than they are read in
+_ORDER = "_order_of_tokens"  # an attribute of tokens laid out in another order than the reading order
 
 
 def order_of(tokens: Tensor) -> Runs | None:
-    """The order that tokens of `lay_out_batch` carry; None where they lie as they are read."""
+    """The order of tokens from `lay_out_batch`; None for tokens in reading order."""
     order: Runs | None = getattr(tokens, _ORDER, None)
     return order
 
 
 def in_order(tokens: DTensor, order: Runs | None) -> DTensor:
-    """The tokens, which carry the order in which they lie."""
+    """Attach the order of layout to `tokens`, and return `tokens`."""
     if order is not None:
         setattr(tokens, _ORDER, order)
     return tokens
@@ -48,11 +45,14 @@ def in_order(tokens: DTensor, order: Runs | None) -> DTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """What a model and its loss are given, as the plan wants it: `model(batch.tokens, positions=batch.positions, ...)`.
+    """The arguments of a model and a loss, laid out for a plan. Made by `lay_out_batch`.
 
-    tokens, targets: [B, T], plain on a mesh of one process. positions, documents: None where the model needs none.
-    The tokens carry their order, so that a model without `positions=` counts them as they are read. A copy of the tokens does not.
-    order: the runs of tokens, [start, stop) of the sequence, in the order in which they lie; None where they lie as they are read.
+    Call `model(batch.tokens, positions=batch.positions, ...)`. The tokens carry their order: a model called without
+    `positions=` finds the positions itself. A copy of the tokens loses the order.
+    tokens, targets: [B, T]; plain tensors on a mesh of one process.
+    positions, documents: None where the model needs none.
+    order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout; None for reading
+        order.
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class Batch:
     order: Runs | None
 
     def as_read(self, whole: Tensor) -> Tensor:
-        """A plain tensor [B, T, ...] of all tokens, such as `to_global(logits)`, with the tokens as they are read."""
+        """A plain tensor [B, T, ...] of all tokens, such as `to_global(logits)`, with the tokens in reading order."""
         return whole if self.order is None else as_read(whole, self.order, 1)
 
 
@@ -76,19 +76,22 @@ def lay_out_batch(
     documents: Tensor | None = None,
     rows: int | None = None,
 ) -> Batch:
-    """A batch on `mesh` as a model with that plan takes it: rows over the axes of data, and with plan.context tokens over "cp".
+    """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
+    has context.
 
-    tokens, targets, positions, documents: [B, T] of ints, plain, the same on every rank. rows: B, where the tensors are not
-    all of it but this rank's own rows alone, as `Layout(mesh, {"dp": Shard(0)})` cuts them where "dp" is the axis of data.
-    With context="all_gather" the tokens lie in `balanced_order`, so that causal attention is as much work on every rank, and
-    the batch's positions, or its tokens where the model is given no positions, say so to the model. The loss does not ask for an order: it takes logits and batch.targets as they are.
-    T need not be divisible: shards are cut as `torch.chunk` cuts, so the last ranks have fewer tokens, or none.
-    Communication: none, but for the mesh's process groups where they are new.
-    Raises ValueError for tensors of several shapes, and for others than this rank's rows.
+    tokens, targets, positions, documents: plain tensors [B, T] of ints, the same on every rank.
+    rows: B, where the tensors hold only this rank's own rows, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if
+        "dp" is the data axis).
+    With context="all_gather", tokens are laid out in `balanced_order`, in which causal attention is equal work for
+    all ranks. The order reaches the model with the batch's positions, or with the tokens if the model is called
+    without positions. The loss needs no order: the logits and batch.targets are in the same order.
+    T need not be divisible: shards are cut as `torch.chunk` cuts; the last ranks have fewer tokens, or none.
+    Communication: none, apart from making the mesh's process groups.
+    Raises ValueError for tensors of different shapes, and for a number of rows other than this rank's.
     """
     mesh = as_process_mesh(mesh)
-    others = {"targets": targets, "positions": positions, "documents": documents}
-    for name, tensor in others.items():
+    companions = {"targets": targets, "positions": positions, "documents": documents}
+    for name, tensor in companions.items():
         if tensor is not None and tensor.shape != tokens.shape:
             raise ValueError(
                 f"lay_out_batch: {name} are {tuple(tensor.shape)}, but the tokens are {tuple(tokens.shape)}"
@@ -108,8 +111,8 @@ def lay_out_batch(
     own = by_rows.local_slices((B, T), this_rank())[0]
     if rows is not None and len(tokens) != own.stop - own.start:
         raise ValueError(
-            f"lay_out_batch: of {rows} rows rank {this_rank()} has {own.start} to {own.stop}, as ({by_rows}) cuts them, but was "
-            f"given {len(tokens)}; give those, or all rows without rows="
+            f"lay_out_batch: of {rows} rows rank {this_rank()} has {own.start} to {own.stop}, as ({by_rows}) cuts "
+            f"them, but was given {len(tokens)} rows; give rows {own.start} to {own.stop}, or all rows without rows="
         )
 
     def laid(tensor: Tensor | None, layout: Layout) -> DTensor | None:
@@ -123,7 +126,7 @@ def lay_out_batch(
         return wrap(tensor[:, here[1]].contiguous(), layout, (B, T))
 
     placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
-    assert own_tokens is not None, "they are given"
+    assert own_tokens is not None, "tokens are not None"
     return Batch(
         tokens=in_order(own_tokens, order),
         targets=laid(targets, by_tokens),
@@ -133,19 +136,20 @@ def lay_out_batch(
     )
 
 
-@lru_cache(maxsize=1024)  # a few meshes, asked for with every microbatch
+@lru_cache(maxsize=1024)  # few meshes, looked up with every microbatch
 def _layouts(mesh: ProcessMesh, cut: bool) -> tuple[Layout, Layout]:
-    """The layouts of a batch's rows; and of its tokens, which may be cut over "cp"."""
+    """The layout of a batch by rows only; and the layout of the tokens, which if `cut` are also sharded over "cp"."""
     by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
     return by_rows, by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows
 
 
 @lru_cache(maxsize=1024)
 def balanced_order(tokens: int, parts: int) -> Runs:
-    """The order in which a sequence is cut so that each of `parts` contiguous shards is as much causal work.
+    """The order of a sequence's tokens in which each of `parts` contiguous shards is equal causal work.
 
-    A shard, as `torch.chunk` cuts, is a run from the sequence's head and one from its tail, as long or one shorter: early
-    tokens, which see few keys, with late ones. It is a function of the two numbers alone.
+    A shard, cut as `torch.chunk` cuts, is a run from the head of the sequence and a run from the tail, equally long
+    or shorter by a token: early tokens, which attend to few keys, with late tokens. The order depends on the two
+    numbers alone.
     """
     runs: list[tuple[int, int]] = []
     head, tail = 0, tokens

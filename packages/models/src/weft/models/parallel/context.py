@@ -1,4 +1,4 @@
-"""Context parallelism: tokens sharded over "cp", and attention that reads those of all ranks, by hooks of its modules."""
+"""Context parallelism: hooks by which attention reads the tokens of all ranks, where tokens are sharded over "cp"."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ATTENTION_ARGUMENTS = ("query", "key", "value", "dropout_key", "documents", "cac
 
 
 class Ordered(NamedTuple):
-    """An argument that a model hands on to its layers unread, and the order in which the tokens lie beside it.
+    """An argument handed on unread from the model to its layers, with the order in which the tokens are laid out.
 
-    As an argument the order is there again where a layer is recomputed, whatever batches have gone by.
+    As part of an argument, the order is also right when a layer is recomputed after later batches.
     """
 
     order: Runs
@@ -40,12 +40,15 @@ class Ordered(NamedTuple):
 
 
 def has_context_axis(mesh: ProcessMesh) -> bool:
-    """True where context parallelism has something to do."""
+    """Whether the mesh has a context axis of two or more ranks."""
     return CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
 
 
 def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
-    """Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp."""
+    """Check the model against the plan's context parallelism on this mesh.
+
+    Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp.
+    """
     if plan.context is None or not has_context_axis(mesh):
         return
     own = dict(model.named_modules())
@@ -53,7 +56,8 @@ def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> No
     if not attentions:
         raise ValueError(
             f"the plan has context={plan.context!r}, but {type(model).__name__} has no DotProductAttention of "
-            f"weft.models.layers, which is what it is about; attend by one, or use context=None"
+            f"weft.models.layers, the module to which context applies; attend by DotProductAttention, or use "
+            f"context=None"
         )
     if plan.context == "ulysses":
         for parent in (name.rpartition(".")[0] for name in attentions):
@@ -63,14 +67,16 @@ def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> No
 
 
 def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
-    """Raises ValueError where numbers of heads, by what has them, cannot be cut over tp and cp."""
+    """Raises ValueError where heads cannot be cut over tp and cp. heads: number of heads, by the name
+    of their layer.
+    """
     if heads:
         tp = mesh.axis_size(TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
         check_head_degrees(heads, cp=mesh.axis_size(CONTEXT_AXIS), tp=tp)
 
 
 def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
-    """Puts the reshards of context parallelism where the model's tokens enter and where its layers attend."""
+    """Register the reshards of context parallelism where tokens enter the model and where layers attend."""
     own = list(model.modules())
     if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
@@ -91,7 +97,9 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
 
 
 class _Tokens:
-    """Where tokens enter the model: they are given positions, whole documents, and the order in which they lie."""
+    """A pre-hook of the model: adds positions, documents of all tokens, and the order in which the tokens are laid
+    out.
+    """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
@@ -110,8 +118,9 @@ class _Tokens:
             return None
         if self._context is None:
             raise LayoutError(
-                f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the tokens of "
-                f'the others; give the plan context="all_gather" or "ulysses", or replicate the tokens over {CONTEXT_AXIS!r}'
+                f"the tokens are ({layout_of(tokens)}), but the plan has context=None, with which no rank sees the "
+                f'tokens of another; give the plan context="all_gather" or "ulysses", or replicate the tokens over '
+                f"{CONTEXT_AXIS!r}"
             )
         positions, documents, order = given.get("positions"), given.get("documents"), order_of(tokens)
         if isinstance(documents, DTensor):
@@ -119,15 +128,16 @@ class _Tokens:
         if order is not None and not isinstance(positions, OrderedPositions):
             if positions is not None:
                 raise ValueError(
-                    f"the tokens lie in the order {order} of lay_out_batch, and the positions that were given do not say so; give "
-                    f"those to lay_out_batch, and the model positions=batch.positions"
+                    f"the tokens are in the order {order} of lay_out_batch, but the positions carry no order; give the "
+                    f"positions to lay_out_batch, and call the model with positions=batch.positions"
                 )
             positions = OrderedPositions(values=_own_positions(tokens, order), order=order)
         if isinstance(positions, OrderedPositions):
             if not self._takes_documents:
                 raise ValueError(
-                    f"the order of the tokens reaches attention beside the documents, which {type(module).__name__}.forward does "
-                    f"not take; add documents=None and hand it on, or lay the tokens out as they are read, by distribute()"
+                    f"the order of the tokens reaches attention with the argument documents, which "
+                    f"{type(module).__name__}.forward does not take; add documents=None to forward and hand it on to "
+                    f"the layers, or lay the tokens out in reading order, by distribute()"
                 )
             if self._takes_positions:
                 given["positions"] = positions.values
@@ -136,12 +146,14 @@ class _Tokens:
                 given["dropout_key"] = Ordered(positions.order, given["dropout_key"])
         elif positions is None and self._takes_positions:
             given["positions"] = _own_positions(tokens)
-        taken = self._names[: len(args)]
-        return (*(given.pop(name) for name in taken), *args[len(taken) :]), given
+        positional = self._names[: len(args)]
+        return (*(given.pop(name) for name in positional), *args[len(positional) :]), given
 
 
 def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
-    """By what Dynamo can trace, which knows no layouts."""
+    """Whether x is a DTensor with tokens sharded over "cp". Asked of torch's placements, since Dynamo cannot trace
+    layouts.
+    """
     if not isinstance(x, DTensor):
         return False
     names = x.device_mesh.mesh_dim_names or ()
@@ -152,7 +164,7 @@ def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
 
 @in_graph
 def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
-    """Each token's place in its row, as `tokens` lie."""
+    """The position of each token of this rank in its row, laid out as `tokens`."""
     layout, local = layout_of(tokens), tokens.to_local()
     shape = shape_of(tokens)
     here = layout.local_slices(shape, this_rank())[TOKENS_DIM]
@@ -162,13 +174,14 @@ def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
 
 
 def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a Dropout: hands an `Ordered` key on as the key and the order."""
     given = dict(zip(("input", "key"), args, strict=False)) | kwargs
     key = given["key"]
     return ((), {**given, "key": key.value, "order": key.order}) if isinstance(key, Ordered) else None
 
 
 def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By name, the order of the tokens apart."""
+    """Attention's arguments by name, with the order of the tokens as a separate argument."""
     given = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
     for name in ("documents", "dropout_key"):
         argument = given.get(name)
@@ -178,17 +191,17 @@ def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 class _Gathering(NamedTuple):
-    """Keys and values on their way, where attention is given keys. widths: of one part of each."""
+    """Keys and values whose all-gather is under way. Passed to attention as the argument `key`."""
 
     packed: StartedReshard
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # of a part of the keys, and of a part of the values
 
     def wait(self) -> tuple[Tensor, ...]:
         return unpack(self.packed.wait(), self.widths)
 
 
 class _GatheringInGraph(NamedTuple):
-    """`_Gathering` where it is traced: what is gathered, and that under way."""
+    """`_Gathering` in a traced graph: the packed tensor, and the two tensors of `begin_in_graph`."""
 
     packed: Tensor
     number: Tensor
@@ -196,7 +209,10 @@ class _GatheringInGraph(NamedTuple):
 
 
 def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
-    """Communication: one all-gather, which is started, and in the backward one reduce-scatter, which is waited for."""
+    """Hook of KeysAndValues: starts to gather the keys and values of all tokens.
+
+    Communication: one all-gather, started and not waited for; in backward one reduce-scatter, waited for.
+    """
     if not _sharded_on_tokens(output[0]):
         return None
     key, value = _cast(*output)
@@ -209,6 +225,7 @@ def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -
 
 
 def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of attention under "all_gather": gives attention the keys and values of all tokens."""
     given = _attention_arguments(args, kwargs)
     if isinstance(given["key"], _Gathering):
         given["key"], given["value"] = given["key"].wait()
@@ -220,6 +237,7 @@ def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of attention under "ulysses": gives attention all tokens of some heads."""
     given = _attention_arguments(args, kwargs)
     if isinstance(given["query"], DTensor):
         query, key, value = _cast(given["query"], given["key"], given["value"])
@@ -228,32 +246,35 @@ def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _cast(*tensors: Tensor) -> tuple[Any, ...]:
-    """Queries, keys and values as attention casts them under autocast: they and their gradients travel so."""
+    """Queries, keys and values, cast under autocast to attention's dtype before being moved. Gradients move in this
+    dtype, too.
+    """
     return tuple([cast_for("attention", x) for x in tensors])
 
 
 def _leave_heads(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Hook of attention under "ulysses": reshards the output from heads back to tokens."""
     return _to_tokens(output) if isinstance(output, DTensor) else output
 
 
 @in_graph
 def _whole_tokens(documents: DTensor) -> DTensor:
-    """Documents [B, T] of all tokens. Communication: an all-gather where they are sharded over "cp"."""
+    """Documents [B, T] of all tokens. Communication: an all-gather, where the documents are sharded over "cp"."""
     return reshard(documents, placements=_replaced(layout_of(documents), "R"))
 
 
 @in_graph
 def _gathered(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
-    """Keys and values of all tokens. Communication: one all-gather, and in the backward one reduce-scatter."""
+    """The keys and values of all tokens. Communication: one all-gather; in backward one reduce-scatter."""
     layout = layout_of(key)
     if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
         return key, value
-    return _moved((key, value), layout.parts(HEADS_DIM), _replaced(layout, "R"))
+    return _reshard_packed((key, value), layout.parts(HEADS_DIM), _replaced(layout, "R"))
 
 
 @in_graph
 def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
-    """Keys and values packed, and their all-gather begun; its backward ends their reduce-scatter."""
+    """Keys and values packed, and the two tensors of their all-gather, begun. Backward ends their reduce-scatter."""
     layout = layout_of(key)
     packed, _ = _packed((key, value), layout.parts(HEADS_DIM))
     return packed, *begin_in_graph(packed, _replaced(layout_of(packed), "R"))
@@ -261,15 +282,15 @@ def _begin_gather(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
 
 @in_graph
 def _finish_gather(packed: Tensor, number: Tensor, unfilled: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values of all tokens; its backward begins their reduce-scatter."""
-    assert isinstance(packed, DTensor), "it is made of DTensors"
+    """The keys and values of all tokens. Backward begins their reduce-scatter."""
+    assert isinstance(packed, DTensor), "packed from DTensors"
     whole = finish_in_graph(number, unfilled, packed, _replaced(layout_of(packed), "R"))
     return unpack(whole, (int(packed.shape[-1]) // 2,) * 2)
 
 
 @in_graph
 def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tuple[Tensor, ...]:
-    """All tokens of some heads. Communication: one all-to-all, and in the backward one.
+    """All tokens of some heads, from some tokens of all heads. Communication: one all-to-all; in backward another.
 
     Raises ValueError where the heads cannot be cut over tp and cp.
     """
@@ -279,28 +300,30 @@ def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tu
     heads = {name: int(x.shape[HEADS_DIM]) // head_dim for name, x in (("query", query), ("key", key))}
     check_heads(heads, layout.mesh)
     target = _replaced(layout, f"S({HEADS_DIM})")
-    return _moved((query, key, value), target.parts(HEADS_DIM), target)
+    return _reshard_packed((query, key, value), target.parts(HEADS_DIM), target)
 
 
 @in_graph
 def _to_tokens(output: DTensor) -> DTensor:
-    """The reverse of `_to_heads`, of the attention's output."""
+    """The attention's output, resharded from heads back to tokens. Communication: one all-to-all; in
+    backward another.
+    """
     layout = layout_of(output)
     if layout[CONTEXT_AXIS] != Shard(HEADS_DIM):
         return output
     return reshard(output, placements=_replaced(layout, f"S({TOKENS_DIM})"))
 
 
-def _moved(tensors: tuple[DTensor, ...], parts: int, target: Layout) -> tuple[Tensor, ...]:
-    """Tensors of one layout in another, packed so that they travel together."""
+def _reshard_packed(tensors: tuple[DTensor, ...], parts: int, target: Layout) -> tuple[Tensor, ...]:
+    """Reshard tensors of equal layout, packed into a single tensor, by a single collective."""
     packed, widths = _packed(tensors, parts)
     return unpack(reshard(packed, placements=target), widths)
 
 
 def _packed(tensors: tuple[DTensor, ...], parts: int) -> tuple[DTensor, tuple[int, ...]]:
-    """The tensors as one, and how wide one part of each is."""
+    """The tensors packed into a single tensor, and the width of a part of each."""
     packed = pack(*tensors, parts=parts)
-    assert isinstance(packed, DTensor), "it is made of DTensors"
+    assert isinstance(packed, DTensor), "packed from DTensors"
     return packed, tuple([int(x.shape[HEADS_DIM]) // parts for x in tensors])
 
 

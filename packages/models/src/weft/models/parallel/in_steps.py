@@ -1,7 +1,8 @@
-"""Sequence parallelism whose gathers and reductions travel in steps, beside the products, where that was measured faster.
+"""Sequence parallelism whose all-gathers and reduce-scatters run in steps overlapped with matrix products.
 
-A reduction is of any row-parallel layer without a bias, a gather of one that shares its input with no other: for several products
-one gather brings less than a gather for each.
+The overlapped form is used for sizes at which it was measured faster. A reduce-scatter may run in steps after any
+row-parallel layer without a bias. An all-gather may run in steps before a column-parallel layer whose input no
+sibling shares: for several products, a common all-gather moves less than an all-gather each.
 """
 
 from __future__ import annotations
@@ -22,29 +23,32 @@ from .plan import ParallelPlan
 from .styles import TENSOR_AXIS, TOKENS_DIM
 
 
-def may_travel(layer: nn.Module, plan: ParallelPlan) -> bool:
-    """Whether a layer's product is ever computed so. Not where a block is recomputed but for what it communicates."""
+def may_run_in_steps(layer: nn.Module, plan: ParallelPlan) -> bool:
+    """Whether the plan lets this layer's product run in steps, at any size.
+
+    Not with recompute="selective", which computes blocks again without their communication.
+    """
     alone = type(layer) is Linear and layer.bias is None and "forward" not in vars(layer)
     return bool(MEASURED) and plan.sequence and plan.recompute != "selective" and alone
 
 
 def gather_columns(layer: nn.Module) -> None:
-    """Has a column-parallel layer gather the tokens that `is_left` leaves where they are."""
+    """Make a column-parallel layer all-gather tokens within the product, where `gathers_in_product`."""
     layer.forward = partial(_columns, layer)
 
 
 def reduce_rows(layer: nn.Module) -> None:
-    """Has a row-parallel layer scatter its output over the tokens."""
+    """Make a row-parallel layer reduce-scatter tokens within the product, for sizes measured faster."""
     layer.forward = partial(_rows, layer)
 
 
-def is_left(layer: Any, input: Tensor) -> bool:
-    """Whether the tokens of a column-parallel layer's input are left where they are, for its product to gather."""
+def gathers_in_product(layer: Any, input: Tensor) -> bool:
+    """Whether a column-parallel layer gathers this input within the product; the input stays sharded until then."""
     return _is_faster("all_gather_matmul", layer, input, (TENSOR_AXIS,))
 
 
 def _columns(layer: Any, input: Tensor) -> Tensor:
-    if _lies(input, (TENSOR_AXIS,)):
+    if _tokens_over(input, (TENSOR_AXIS,)):
         return kernels.all_gather_matmul(input, layer.weight.mT)
     return kernels.linear(input, layer.weight)
 
@@ -56,14 +60,20 @@ def _rows(layer: Any, input: Tensor) -> Tensor:
     return kernels.linear(input, layer.weight)
 
 
-def _is_faster(form: Form, layer: Any, input: Any, cut: tuple[str, ...]) -> bool:
-    """cut: the axes that the tokens lie on. An adapter's output goes with the layer's own, and is reduced with it."""
-    lone = not hasattr(layer, "lora") and _lies(input, cut)
-    return lone and faster_in_steps(form, input, layer.weight, TENSOR_AXIS)
+def _is_faster(form: Form, layer: Any, input: Any, axes: tuple[str, ...]) -> bool:
+    """Whether this product was measured faster in steps. axes: over which the form needs the tokens sharded.
+
+    False for a layer with an adapter: the adapter's output is added to the layer's before both are reduced at once.
+    """
+    eligible = not hasattr(layer, "lora") and _tokens_over(input, axes)
+    return eligible and faster_in_steps(form, input, layer.weight, TENSOR_AXIS)
 
 
-def _lies(input: Any, cut: tuple[str, ...]) -> bool:
-    """Whether the tokens of [B, T, H] are cut over those axes; False where it is compiled, for a graph has the pair."""
+def _tokens_over(input: Any, axes: tuple[str, ...]) -> bool:
+    """Whether the tokens of an input [B, T, H] are sharded over exactly these axes.
+
+    False under torch.compile: a graph uses the separate collective and product.
+    """
     if is_compiling() or not isinstance(input, DTensor) or input.ndim != 3:
         return False
-    return layout_of(input).shard_order.get(TOKENS_DIM, ()) == cut
+    return layout_of(input).shard_order.get(TOKENS_DIM, ()) == axes

@@ -1,4 +1,4 @@
-"""How a model's parameters lie under a plan."""
+"""The layout of each parameter of a model under a plan."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from weft.reshard import layout_of
 from ..low_rank import LowRank
 from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
-HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"
+HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `with_copies`
 
 
 def few_heads(model: nn.Module, styles: dict[str, Style], ways: int) -> dict[str, int]:
-    """Column-parallel layers with fewer heads than `ways`, and how many they have: keys' and values', for which a sibling has
-    heads that are divided evenly. Each of their heads then lies on several ranks.
+    """Column-parallel layers with fewer heads than the tensor axis has ranks: the number of heads by module name.
 
-    Raises ValueError where heads would be cut, listing the sizes that would not.
+    These are key and value projections beside a query projection whose heads divide evenly. Each key or value head
+    is then replicated on several ranks.
+    ways: the size of the tensor axis.
+    Raises ValueError where a head would be cut, listing possible sizes of the tensor axis.
     """
     groups: dict[str, dict[str, int]] = {}
     units: dict[str, int] = {}
@@ -36,8 +38,9 @@ def few_heads(model: nn.Module, styles: dict[str, Style], ways: int) -> dict[str
                 wide = max(max(each.values()) for each in groups.values())
                 works = [n for n in range(1, wide + 1) if all(_all_fit(each, n) for each in groups.values())]
                 raise ValueError(
-                    f"{name} has {count} heads of {units[name]}, which can be neither split evenly over {TENSOR_AXIS!r} of size "
-                    f"{ways} nor each laid on as many ranks; sizes that work: {', '.join(map(str, works))}"
+                    f"{name} has {count} heads of {units[name]} features, which can be neither split evenly over "
+                    f"{TENSOR_AXIS!r} of size {ways} nor each replicated on equally many ranks; "
+                    f"sizes that work: {', '.join(map(str, works))}"
                 )
             if count < ways:
                 few[name] = count
@@ -50,21 +53,25 @@ def _all_fit(group: dict[str, int], ways: int) -> bool:
 
 
 def _fits(count: int, most: int, ways: int) -> bool:
-    """Whether `count` heads go with the `most` that a sibling has, in so many ways."""
+    """Whether `ways` ranks can split `most` heads evenly, and either split `count` heads evenly or
+    share each equally.
+    """
     return most % ways == 0 and (count % ways == 0 or ways % count == 0)
 
 
 def has_tensor_axis(mesh: ProcessMesh) -> bool:
-    """True where tensor parallelism has something to do."""
+    """Whether the mesh has a tensor axis of two or more ranks."""
     return TENSOR_AXIS in mesh.axis_names and mesh.axis_size(TENSOR_AXIS) > 1
 
 
 def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style]) -> dict[str, Layout]:
-    """The layout of every parameter by name, tied names included, those of a module under another name left out.
+    """The layout in which each parameter computes, by name.
 
-    Where there are fewer key heads than ranks, those of the layers that make them lie on a mesh of their own, of the same
-    ranks: its axes tp_heads and tp_copies make up tp, and each head is replicated over the copies.
-    Raises ValueError where tied parameters disagree, or a head would be cut.
+    Tied parameters are listed under each of their names. A module registered under several names is listed under
+    the first.
+    Layers of `few_heads` get a mesh of their own over the same ranks, in which tp is unflattened into tp_heads and
+    tp_copies: heads are sharded over tp_heads and replicated over tp_copies.
+    Raises ValueError where the plan gives tied parameters different layouts, or a head would be cut.
     """
     few = few_heads(model, styles, mesh.axis_size(TENSOR_AXIS)) if has_tensor_axis(mesh) else {}
     layouts: dict[str, Layout] = {}
@@ -79,23 +86,27 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
             else:
                 placements = _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {}
                 layouts[name] = Layout(mesh, placements)
-            other = first.setdefault(parameter, name)
-            if layouts[other] != layouts[name]:
+            tied = first.setdefault(parameter, name)
+            if layouts[tied] != layouts[name]:
                 raise ValueError(
-                    f"{other!r} and {name!r} are one tied parameter, but the plan lays them out as "
-                    f"({layouts[other]}) and ({layouts[name]}); give both modules styles that agree"
+                    f"{tied!r} and {name!r} are one tied parameter, but the plan lays them out as "
+                    f"({layouts[tied]}) and ({layouts[name]}); give both modules styles that agree"
                 )
     return layouts
 
 
 def adapter_layout(weight: Layout, leaf: str) -> Layout:
-    """How A or B of an adapter lies beside the weight of its layer: A as the weight's inputs, B as its outputs."""
+    """The layout of an adapter's parameter `leaf`, "A" or "B", given the layout of the layer's weight.
+
+    A [rank, in_features] is sharded where the weight's inputs are, B [out_features, rank] where the weight's
+    outputs are; both are replicated over the remaining axes.
+    """
     dim = {"A": 1, "B": 0}[leaf]
     return Layout(weight.mesh, [each if each == Shard(dim) else Replicate() for each in weight.placements])
 
 
 def with_copies(mesh: ProcessMesh, heads: int) -> ProcessMesh:
-    """The mesh with its tensor axis cut into that of the heads and that of their copies."""
+    """The mesh with its tensor axis unflattened into tp_heads, of size `heads`, and tp_copies."""
     return mesh.unflatten(TENSOR_AXIS, **{HEADS_AXIS: heads, COPIES_AXIS: mesh.axis_size(TENSOR_AXIS) // heads})
 
 
@@ -109,11 +120,11 @@ def _placements(style: Style | None, leaf: str) -> dict[str, Shard]:
 
 
 def layouts_of(model: nn.Module) -> dict[str, Layout | None]:
-    """How the parameters of a parallel model lie; None of those that are whole, on one process."""
+    """The layout of each parameter of a parallel model, by name; None for a plain parameter."""
     parameters = model.named_parameters()
     return {name: layout_of(each) if isinstance(each, DTensor) else None for name, each in parameters}
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The global shapes of the parameters."""
+    """The global shape of each parameter, by name."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

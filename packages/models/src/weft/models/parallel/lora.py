@@ -1,4 +1,4 @@
-"""`lora`: low-rank adapters beside a model's linear layers, which are trained alone (Hu et al. 2022)."""
+"""`lora`: trainable low-rank adapters beside a model's frozen linear layers (Hu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .layouts import adapter_layout
 from .parallelize import pipeline_of
 from .resolve import nearest
 
-_ATTRIBUTE = "_lora"  # of an adapted model: it is copied with it
+_ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model
 
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """The adapters of a model. layers: the names of those that have one. trained: the parameters that were trained before."""
+    """The adapters of a model. Made by `lora`, found by `lora_of`."""
 
     rank: int
     alpha: float
-    layers: tuple[str, ...]
-    trained: frozenset[str]
+    layers: tuple[str, ...]  # the names of the layers with an adapter
+    trained: frozenset[str]  # the names of the parameters trained before
 
 
 def lora(
@@ -46,19 +46,26 @@ def lora(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """`model` itself, with adapters beside the linear layers that `targets` name; they alone are trained from now on.
+    """Add adapters beside the linear layers named by `targets`; from then on only the adapters are trained.
 
-    The output of such a layer gets alpha / rank * (x @ A.T) @ B.T added, A [rank, in_features], B [out_features, rank], which are
-    its parameters `lora.A` and `lora.B`. A is drawn from (seed, name), normal with variance 1 / (3 * in_features), which is that
-    of `peft`'s uniform start; B is 0. `initialize` draws them alike. On the meta device they are left for it.
-    rank: 1 or more. alpha: above 0. targets: names of layers with wildcards, as "layers.*.self_attn.[qv]_proj".
-    dtype: of A and B; where None float32 beside a layer of 16 bits, in which small updates would be lost, and otherwise the
-        layer's own. A layer of a narrower dtype computes with its adapter in the adapter's, and returns its own.
-    Before or after `parallelize`: A and B lie as the layer's weight does, column-parallel A whole and B S(0), row-parallel A
-    S(1) and B whole. Nothing more is reduced in a block; `GradientSync`, made afterwards, reduces the adapters' gradients alone.
+    Returns `model` itself. A target's output gets alpha / rank * (x @ A.T) @ B.T added, with parameters `lora.A`
+    [rank, in_features] and `lora.B` [out_features, rank]. A is drawn from (seed, name), normal with variance 1 / (3
+    * in_features), which is the variance of `peft`'s uniform start; B is 0. `initialize` draws the same values. On
+    the meta device A and B are left for `initialize` to fill.
+    rank: 1 or more.
+    alpha: above 0.
+    targets: names of layers, wildcards allowed, as "layers.*.self_attn.[qv]_proj".
+    dtype: of A and B. By default the layer's own, but float32 beside a layer of 16 bits, in which small updates
+        would be lost. A layer of a narrower dtype than the adapter's computes with the adapter in the adapter's
+        dtype, and returns the layer's dtype.
+    May be called before or after `parallelize`. A and B are laid out by the layer's weight: beside a
+    column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. A
+    block needs no further reduction. A `GradientSync` made afterwards reduces the adapters' gradients only.
     Communication: none.
-    Raises ValueError for rank and alpha below that, a dtype that is no floating-point one of 16 bits or more, a target that matches nothing or what is no linear layer, a weight that is
-    tied to another module's, a model that has adapters, and one that is cut into stages: adapters come before that.
+    Raises ValueError for a rank or alpha out of range; for a dtype other than a floating-point dtype of 16 bits or
+    more; for a target matching nothing, a module other than a linear layer, or a layer whose weight is tied to
+    another module's; for a model with adapters; for a model cut into stages, which needs its adapters before
+    `parallelize`.
     """
     _check(model, rank, alpha, dtype)
     layers = _targets(model, targets)
@@ -78,15 +85,18 @@ def lora(
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """`model` itself, each adapter folded into its layer's weight and gone: names and what is trained are as before `lora`.
+    """Add each adapter into the weight of its layer and remove the adapter. Names and trained parameters are as
+    before `lora`.
 
-    Communication: none, as each rank adds its own part; but for adapters that lie on shards, which are gathered. Raises ValueError for a model without adapters, or cut into stages.
+    Returns `model` itself.
+    Communication: none, since each rank adds its own part; but adapters stored sharded are gathered.
+    Raises ValueError for a model without adapters, or cut into stages.
     """
     adapters = lora_of(model)
     if pipeline_of(model) is not None:
         raise ValueError(
-            "merge_lora: the model is cut into stages; save_pretrained(model, folder) on all ranks writes it with its adapters "
-            "folded in, and save_lora(model, folder) the adapters alone"
+            "merge_lora: the model is cut into stages; save_pretrained(model, folder) on all ranks writes the model "
+            "with its adapters folded in, and save_lora(model, folder) the adapters alone"
         )
     with torch.no_grad():
         for name in adapters.layers:
@@ -102,9 +112,9 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 
 def merged_parameter(model: nn.Module, name: str) -> Tensor:
-    """The parameter of that name; where an adapter is beside it, a copy with that folded in, as `merge_lora` would have it.
+    """The parameter of this name; beside an adapter, a copy with the adapter added, as by `merge_lora`.
 
-    Communication: none, but for an adapter that lies on shards, which is gathered.
+    Communication: none, unless the adapter is stored sharded and must be gathered.
     """
     parameter = model.get_parameter(name)
     owner, _, leaf = name.rpartition(".")
@@ -117,17 +127,17 @@ def merged_parameter(model: nn.Module, name: str) -> Tensor:
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """The names of the adapters' parameters, of all stages; none of a model without adapters."""
+    """The names of the adapters' parameters, of all stages; empty for a model without adapters."""
     adapters = getattr(model, _ATTRIBUTE, None)
     return {f"{layer}.lora.{leaf}" for layer in adapters.layers for leaf in "AB"} if adapters is not None else set()
 
 
 def lora_of(model: nn.Module) -> LoRA:
-    """The adapters of a model. Raises ValueError where it has none."""
+    """The adapters of a model. Raises ValueError for a model without adapters."""
     adapters = getattr(model, _ATTRIBUTE, None)
     if not isinstance(adapters, LoRA):
         raise ValueError(
-            f"this {type(model).__name__} has no adapters; give it some by lora(model, rank, alpha, targets)"
+            f"this {type(model).__name__} has no adapters; add adapters by lora(model, rank, alpha, targets)"
         )
     return adapters
 
@@ -135,11 +145,13 @@ def lora_of(model: nn.Module) -> LoRA:
 def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     if isinstance(getattr(model, _ATTRIBUTE, None), LoRA):
         raise ValueError(
-            f"this {type(model).__name__} has adapters already; merge_lora(model) folds them in, and then it can be given others"
+            f"this {type(model).__name__} has adapters already; merge_lora(model) folds them in, and then new adapters "
+            f"can be added"
         )
     if pipeline_of(model) is not None:
         raise ValueError(
-            "lora: the model is cut into stages, of which this rank has some; give it adapters before parallelize, which cuts them too"
+            "lora: the model is cut into stages, of which this rank has some; add adapters before parallelize, which "
+            "cuts the adapters, too"
         )
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"lora: rank is {rank!r}; it must be an int >= 1")
@@ -152,7 +164,7 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None)
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
-    """The layers that are named, in the model's order."""
+    """The layers named by `targets`, in the model's order. Raises ValueError as `lora` does."""
     if isinstance(targets, str) or not targets:
         raise ValueError(
             f'lora: targets is {targets!r}; give names of layers in a list, as ["layers.*.self_attn.q_proj"]'
@@ -163,28 +175,30 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             raise ValueError(
-                f"LoRA target {pattern!r} matches no module of {type(model).__name__}; {nearest(pattern, list(modules))}"
+                f"LoRA target {pattern!r} matches no module of {type(model).__name__}; "
+                f"{nearest(pattern, list(modules))}"
             )
         for name in names:
             if not isinstance(modules[name], nn.Linear):
                 raise ValueError(
-                    f"LoRA target {pattern!r} matches {name!r}, a {type(modules[name]).__name__}; adapters are for Linear layers"
+                    f"LoRA target {pattern!r} matches {name!r}, a {type(modules[name]).__name__}; adapters are for "
+                    f"Linear layers"
                 )
         found.update(names)
     layers = {name: module for name, module in modules.items() if name in found}
     places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     for name, layer in layers.items():
         if places[layer.weight] > 1:
-            others = [n for n, each in model.named_parameters(remove_duplicate=False) if each is layer.weight]
+            tied = [n for n, each in model.named_parameters(remove_duplicate=False) if each is layer.weight]
             raise ValueError(
-                f"LoRA target {name!r} has a tied weight, {' and '.join(others)}: folded in, its adapter would change both; "
-                f"leave that layer out"
+                f"LoRA target {name!r} has a tied weight, {' and '.join(tied)}: folded in, its adapter would change "
+                f"both; leave {name!r} out"
             )
     return layers
 
 
 def _adapter(layer: Any, rank: int, alpha: float, dtype: torch.dtype | None) -> LowRank:
-    """Beside `layer`, its values unset."""
+    """An adapter for `layer`, with values unset."""
     weight = layer.weight
     if dtype is None:
         dtype = weight.dtype if weight.dtype.itemsize >= torch.float32.itemsize else torch.float32
@@ -201,7 +215,9 @@ def _adapter(layer: Any, rank: int, alpha: float, dtype: torch.dtype | None) -> 
 
 
 def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-    """Before the output is reduced, where it is."""
+    """Forward hook of a layer: adds the adapter's output. Runs before the hook that reduces the layer's output, if
+    any.
+    """
     adapted: Tensor = layer.lora(args[0] if args else kwargs["input"], output)
     return adapted
 
@@ -211,7 +227,7 @@ def _initial(leaf: str, layer: Any) -> Initial:
 
 
 def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -> Initial:
-    """The model's `initial_value`, with its adapters'."""
+    """`initial_value` of an adapted model: answers for the adapters, else asks the model's own method."""
     layer, _, leaf = name.rpartition(".lora.")
     return _initial(leaf, model.get_submodule(layer)) if layer else own(name)
 
@@ -221,14 +237,17 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _folded(layer: Any) -> Tensor:
-    """This rank's part of a layer's weight, with its adapter added."""
+    """This rank's part of a layer's weight with the adapter added."""
     weight, a, b = _local(layer.weight), _whole(layer.lora, "A"), _whole(layer.lora, "B")
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + _part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide)))).to(weight.dtype)
 
 
 def _whole(adapter: nn.Module, leaf: str) -> Tensor:
-    """This rank's part of an adapter's parameter as it computes. Communication: its gather, where it lies on shards."""
+    """This rank's part of an adapter's parameter, in the layout in which the parameter computes.
+
+    Communication: an all-gather, where the parameter is stored sharded.
+    """
     parameter = getattr(adapter, leaf).detach()
     return (
         reshard(parameter, placements=layout_in_call(adapter, leaf)).to_local()
@@ -238,7 +257,9 @@ def _whole(adapter: nn.Module, leaf: str) -> Tensor:
 
 
 def _part(layer: Any, product: Tensor) -> Tensor:
-    """Of a product that lies as the layer's weight computes, what this rank holds of the weight."""
+    """This rank's stored part of the weight's update. product: the update in the layout in which the
+    weight computes.
+    """
     if not isinstance(layer.weight, DTensor):
         return product
     laid = wrap(product, layout_in_call(layer, "weight"), layer.weight.shape)

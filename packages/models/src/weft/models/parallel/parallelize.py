@@ -1,4 +1,4 @@
-"""`parallelize`: a single-device model laid out on a mesh, its parameters DTensors, its boundaries reshards."""
+"""`parallelize` lays a single-device model out on a mesh."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .rows import hook_rows
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
 from .zero import check_zero, hook_zero, shard_layouts
 
-_ATTRIBUTE = "_laid_out"  # of a parallel model: it is copied with it
-PIPELINE_ATTRIBUTE = "_pipeline"
+_ATTRIBUTE = "_laid_out"  # of a parallel model: a `_LaidOut`, copied with the model
+PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
 
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """What a model was laid out by."""
+    """The mesh and the plan by which a model was laid out."""
 
     mesh: ProcessMesh
     plan: ParallelPlan
@@ -47,19 +47,25 @@ def parallelize(
     *,
     device_mesh: ProcessMesh | DeviceMesh | None = None,
 ) -> nn.Module:
-    """`model` itself, laid out on `mesh` by `plan`: parameters become DTensors, and the layers' boundaries reshard.
+    """Lay `model` out on `mesh` by `plan`, in place: parameters become DTensors, and hooks at layer boundaries
+    reshard.
 
-    plan: the model's own where None. device_mesh: torch's name for the mesh; give one of the two.
-    Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process the
-    parameters are left as they are; so is a model that was laid out by an equal plan on an equal mesh. Give it tokens as a DTensor,
-    sharded over the data axes; plain tokens count as replicated. Where all axes are of data, a model of this library computes on each
-    rank's own rows, unwrapped once; where a module of it is hooked, replaced or compiled, by DTensors, as on any other mesh.
-    Communication: none here, but for the mesh's process groups where they are new; in the forward, for every
-    row- or vocab-parallel layer one reduction of its output, in the backward one for every input that
-    column-parallel layers share, and those of prepared inputs and outputs; with `zero` the gathers of sharded parameters.
-    Raises ValueError, before anything is changed and before any process group is used: as `parts_of` does; for an axis that
-    plans do not know; where tied parameters are given two layouts, where a head would be cut, for an input that there is not;
-    for a model of which a part is laid out already; for no mesh or two.
+    Returns `model`. Call the model with tokens as a DTensor sharded over the data axes; plain tokens count as
+    replicated.
+    plan: None for the model's own, `model.parallel_plan()`.
+    device_mesh: torch's name for `mesh`; give one of the two.
+    Parameters may be on the meta device. Tied parameters, found by identity, stay tied. On a mesh of one process,
+    parameters remain plain tensors. A model laid out already, by an equal plan on an equal mesh, is returned
+    unchanged.
+    Where all axes are data axes, a model of this library computes on local tensors, unwrapped once a call, since
+    each rank computes only rows of its own. Hooked, replaced and compiled modules compute on DTensors, as on any
+    other mesh.
+    Communication: none here, apart from making the mesh's process groups. In forward, a reduction of the output of
+    each row- or vocab-parallel layer. In backward, a reduction for each input shared by column-parallel layers.
+    Further, the reshards of prepared inputs and outputs, and with `zero` the all-gathers of sharded parameters.
+    Raises ValueError before the model is changed and before a process group is used: as `parts_of` does; for an
+    axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a prepared input
+    unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
     """
     given = one_mesh(mesh, device_mesh)
     if given is None:
@@ -70,10 +76,14 @@ def parallelize(
 def _laid_out_on(
     model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, *, in_stage: bool = False, weights_wait: bool = False
 ) -> nn.Module:
-    """See `parallelize`. in_stage: whether it holds stages alone. weights_wait: whether backward may leave the gradients of weights for later."""
+    """See `parallelize`.
+
+    in_stage: whether the model holds the stages of one rank only.
+    weights_wait: whether backward may leave the gradients of weights for later, as zero-bubble schedules do.
+    """
     if _is_laid_out(model, mesh, plan):
         return model
-    parts = parts_of(model, plan)  # a mistake in the plan is one on any mesh
+    parts = parts_of(model, plan)  # checked on every mesh, also where the mesh lacks the axes
     pipeline = pipeline_plan(plan)
     check_axes(mesh, pipeline=pipeline is not None)
     check_prepared(model, parts, mesh)
@@ -106,7 +116,7 @@ def _laid_out_on(
     for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)
-    if not weights_wait:  # such gradients are of products whose weights are the parameters themselves
+    if not weights_wait:  # weights may wait only where a product's operand is the parameter, not its local tensor
         hook_rows(
             model, mesh, by_block=in_stage or at_rest != layouts or any(p.plan.recompute != "none" for p in recomputing)
         )
@@ -116,23 +126,25 @@ def _laid_out_on(
 
 
 def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
-    """The stages of this rank, each laid out on the mesh of its stage."""
+    """Cut the model, and lay this rank's stages out on the mesh of their ranks."""
     schedule = pipeline.make_schedule(mesh.axis_size(PIPELINE_AXIS))
-    where = cut(model, pipeline, schedule)
+    model_cut = cut(model, pipeline, schedule)
     at = mesh.coordinate(this_rank())
     assert at is not None, "a model is laid out by the ranks of its mesh"
     parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
-    stages = Stages(model, where, schedule.stages[at[PIPELINE_AXIS]])
+    stages = Stages(model, model_cut, schedule.stages[at[PIPELINE_AXIS]])
     stage_mesh = stage_mesh_of(mesh, at[PIPELINE_AXIS])
     _laid_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
-    stages.take_calls(model)
+    stages.route_calls(model)
     object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
     setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
     return model
 
 
 def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
-    """Last, since from then on a block's forward is another function."""
+    """Make the blocks recompute in backward, by the plan of each part. Done last, because this replaces the blocks'
+    forward.
+    """
     for part in parts:
         if part.plan.recompute != "none":
             recompute(model.get_submodule(part.name), part.plan)
@@ -141,12 +153,15 @@ def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: P
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """What runs the stages of a model that was cut; None of one that was not."""
+    """The pipeline of a model cut into stages; None for any other model."""
     return getattr(model, PIPELINE_ATTRIBUTE, None)
 
 
 def laid_out_by(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
-    """The mesh that a parallel model, or its stage on this rank, lies on, and its plan; None of one that is not parallel."""
+    """The mesh and the plan of a parallel model; None for a model not laid out.
+
+    For a model cut into stages, the mesh is the one of this rank's stages.
+    """
     laid_out, pipeline = getattr(model, _ATTRIBUTE, None), pipeline_of(model)
     if not isinstance(laid_out, _LaidOut):
         return None
@@ -154,7 +169,9 @@ def laid_out_by(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:
-    """Raises ValueError for a model that has none."""
+    """The plan of `model.parallel_plan()`. Raises ValueError for a model without this method, and where the method
+    returns something else.
+    """
     own = getattr(model, "parallel_plan", None)
     if not callable(own):
         raise ValueError(f"a {type(model).__name__} has no parallel_plan() of its own; give parallelize a plan=")
@@ -165,22 +182,27 @@ def own_plan(model: nn.Module) -> ParallelPlan:
 
 
 def _is_laid_out(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> bool:
-    """Whether the model is laid out so already. Raises ValueError where it is otherwise, or a part of it is."""
+    """Whether the model is laid out by this plan on this mesh already.
+
+    Raises ValueError where the model, or a part of it, is laid out in another way.
+    """
     before = getattr(model, _ATTRIBUTE, None)
     if before == _LaidOut(mesh, plan):
         return True
-    again = (
-        "To lay it out anew, save_pretrained() it and read it by from_pretrained(folder, mesh, plan), or parallelize a new "
-        "model and bring each parameter over by reshard()"
+    remedy = (
+        "To lay the model out anew, save it by save_pretrained(model, folder) and read it by "
+        "from_pretrained(folder, mesh, plan), or parallelize a new model and bring each parameter to the new model's "
+        "layout by reshard()"
     )
     if isinstance(before, _LaidOut):
         what = "by another plan" if before.mesh == mesh else f"on {before.mesh}, and now on {mesh}"
-        raise ValueError(f"this {type(model).__name__} was laid out before, {what}. {again}")
+        raise ValueError(f"this {type(model).__name__} was laid out before, {what}. {remedy}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} of this {type(model).__name__} is a DTensor already, on {parameter.device_mesh}: parallelize takes a "
-                f"model of plain parameters. Models within a model are laid out at once, by ParallelPlan.merge(); "
-                f"fully_shard() and what else makes DTensors comes after parallelize. {again}"
+                f"{name} of this {type(model).__name__} is a DTensor already, on {parameter.device_mesh}: parallelize "
+                f"takes a model of plain parameters. Models within a model are laid out at once, by "
+                f"ParallelPlan.merge(); fully_shard(), and anything else that makes DTensors, comes after parallelize. "
+                f"{remedy}"
             )
     return False

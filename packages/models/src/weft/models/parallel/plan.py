@@ -1,4 +1,4 @@
-"""A parallel plan: how a module tree is laid out, as a value of wildcard names and styles."""
+"""A parallel plan: how a model is laid out on a mesh, as styles for wildcard module names and a few options."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """How a model is laid out on a mesh.
+    """How a model is laid out on a mesh; `parallelize` carries the plan out.
 
-    tensor: module names with wildcards, as in "layers.*.mlp.up_proj", and the style of each, along the axis "tp"; or several
-        styles, of which one says how parameters lie and others prepare inputs and outputs. "" is the model itself.
-    sequence: between the parallel layers the activations are sharded on the tokens (dim 1) over "tp": the all-reduces
-        become reduce-scatter and all-gather pairs at the same places; nothing else need be said.
-    context: tokens that are sharded over "cp" attend to those of all ranks: "all_gather" gathers their keys and values,
-        "ulysses" (Jacobs et al. 2023) brings queries, keys and values from tokens to heads, and the output back; None takes
-        no tokens that are sharded so.
-    pipeline: how the model is cut along the axis "pp", and the order in which microbatches go through its stages.
-    loss_parallel: the logits stay sharded on the vocabulary, for a loss that takes them so.
-    recompute: what backward computes again in place of keeping it, block by block: "full", each block; "selective", all but
-        its products by weights and what was communicated. The bits are the same.
-    blocks: names of the blocks, with wildcards; of modules that lie within one another the outermost.
-    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on parameters, and so what an optimizer keeps for them, lie on shards
-        over the axes of data, and are gathered by every forward pass, or once for all microbatches of `forward_backward`; with 2
-        gradients are never added up whole, so that every backward pass communicates; with 3 a block's parameters are gathered before
-        it computes, dropped after, and gathered again in backward; those of a pipeline's stage once a step, dropped when all
-        microbatches are back.
-    zero_over: the axes of data to shard over; all that the mesh has, as "dp" and "cp", where None.
-    regather: with zero=3, False keeps what forward gathered for backward.
-    parts: the plans of models within the model, by the names of their modules; see `merge`.
-    Raises ValueError for what is no style or option, and for parts beside anything else.
+    tensor: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), the style along the axis "tp", or
+        several styles: one for the parameters, more to prepare inputs and outputs. "" names the model itself.
+    sequence: shard the activations between tensor-parallel layers along the tokens (dim 1) over "tp". Each
+        all-reduce becomes a reduce-scatter and an all-gather at the same place.
+    context: how tokens sharded over "cp" attend to the tokens of all ranks. "all_gather" gathers keys and values.
+        "ulysses" (Jacobs et al. 2023) exchanges shards of tokens for shards of heads, for queries, keys and values,
+        and back for the output. With None, tokens sharded over "cp" are refused.
+    pipeline: how the model is cut along the axis "pp", and in which order microbatches go through the stages.
+    loss_parallel: leave the logits sharded on the vocabulary, for a loss that takes sharded logits.
+    recompute: the activations that backward computes again, block by block, and forward need not keep. "full": the
+        whole block; "selective": all but products by weights and the results of communication. The numbers are the
+        same to the bit.
+    blocks: the names of the blocks, wildcards allowed; of nested modules that match, the outermost.
+    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on, parameters, and with them the optimizer's states,
+        are stored sharded over the data axes and gathered by every forward pass, or once for all microbatches of
+        `forward_backward`. With 2, gradients are never added up in full size, so every backward pass communicates.
+        With 3, a block's parameters are gathered before the block computes, freed after, and gathered again in
+        backward; a pipeline stage's parameters are gathered once a step and freed when all microbatches are done.
+    zero_over: the data axes to shard over; None for all data axes of the mesh, such as "dp" and "cp".
+    regather: with zero=3, False keeps the gathered parameters from forward to backward.
+    parts: the plans of models within the model, by module name; see `merge`.
+    Raises ValueError for a value that is no style or option, and for parts beside any other field.
     """
 
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
@@ -55,11 +56,13 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         if self.context is not None and self.context not in get_args(Context):
             raise ValueError(
-                f"ParallelPlan: context is {self.context!r}; it must be None or one of {', '.join(map(repr, get_args(Context)))}"
+                f"ParallelPlan: context is {self.context!r}; it must be None or one of "
+                f"{', '.join(map(repr, get_args(Context)))}"
             )
         if self.recompute not in get_args(Recompute):
             raise ValueError(
-                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of {', '.join(map(repr, get_args(Recompute)))}"
+                f"ParallelPlan: recompute is {self.recompute!r}; it must be one of "
+                f"{', '.join(map(repr, get_args(Recompute)))}"
             )
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"ParallelPlan: zero is {self.zero!r}; it must be 0, 1, 2 or 3")
@@ -77,26 +80,29 @@ class ParallelPlan:
             default = each.default if each.default_factory is not dict else {}
             if each.name != "parts" and getattr(self, each.name) != default:
                 raise ValueError(
-                    f"a plan of parts was given {each.name}={getattr(self, each.name)!r} beside them; give it to the parts "
-                    f"that it is for, {', '.join(map(repr, self.parts))}: the model's own is the part ''"
+                    f"a plan of parts was given {each.name}={getattr(self, each.name)!r} beside the parts; give it to "
+                    f"the parts to which it applies, of {', '.join(map(repr, self.parts))} "
+                    f"(the part '' is the model itself)"
                 )
 
     @classmethod
     def merge(cls, plans: Mapping[str, ParallelPlan]) -> ParallelPlan:
-        """The plan of a model that contains models, each of which keeps its own plan: `merge({"vision": a, "text": b})`.
+        """The plan of a model that contains models, each with a plan of its own: `merge({"vision": a, "text": b})`.
 
-        plans: by the name of the module that holds the model, or a pattern of such names; "" is the model itself. The names
-            in a plan count from that module, and its options (sequence, loss_parallel, …) hold within it, whatever those of
-            the others are. What two of them say of one module must be the same.
-        Raises ValueError for no plans, or what is none; `parallelize`, which knows the model, for a name that it has not, and for
-        two plans that contradict each other, naming both.
+        plans: by the name, or a pattern of names, of the module that holds each model; "" is the outer model
+            itself. Names in a plan are relative to its module. The options of a plan (sequence, loss_parallel, …)
+            hold within its module only. Where two plans name the same module, they must agree.
+        Raises ValueError for no plans, and for a value that is no plan. `parallelize`, which knows the model,
+        raises ValueError for a name that the model lacks, and for two plans that contradict each other, naming
+        both.
         """
         if not plans:
             raise ValueError('ParallelPlan.merge was given no plans; give them by module: {"vision": …, "text": …}')
         for prefix, plan in plans.items():
             if not isinstance(prefix, str) or not isinstance(plan, cls):
                 raise ValueError(
-                    f"ParallelPlan.merge was given {prefix!r}: {plan!r}; give the ParallelPlan of each module by its name"
+                    f"ParallelPlan.merge was given {prefix!r}: {plan!r}; give the ParallelPlan of each module by the "
+                    f"module's name"
                 )
         return cls(parts=dict(plans))
 
@@ -104,8 +110,8 @@ class ParallelPlan:
         if self.parts:
             return "\n\n".join(f"[{prefix}]\n{plan}" for prefix, plan in self.parts.items())
         lines = [f"{pattern}: {_shown(style)}" for pattern, style in self.tensor.items()]
-        others = [each.name for each in fields(self) if each.name not in ("tensor", "parts")]
-        return "\n".join([*lines, *(f"{name}: {_words(getattr(self, name))}" for name in others)])
+        options = [each.name for each in fields(self) if each.name not in ("tensor", "parts")]
+        return "\n".join([*lines, *(f"{name}: {_words(getattr(self, name))}" for name in options)])
 
 
 def _words(option: object) -> str:
@@ -113,13 +119,13 @@ def _words(option: object) -> str:
 
 
 def pipeline_plan(plan: ParallelPlan) -> PipelinePlan | None:
-    """How the whole model is cut: of a merged plan, what that of the model itself says."""
+    """How the whole model is cut into stages; for a merged plan, as the part "" says."""
     own = plan.parts.get("")
     return pipeline_plan(own) if own is not None else plan.pipeline
 
 
 def without_pipeline(plan: ParallelPlan) -> ParallelPlan:
-    """The plan of a stage."""
+    """The plan by which each stage is laid out: without pipeline, in the parts, too."""
     if plan.parts:
         return replace(plan, parts={name: without_pipeline(part) for name, part in plan.parts.items()})
     return replace(plan, pipeline=None)

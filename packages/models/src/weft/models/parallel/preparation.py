@@ -1,4 +1,4 @@
-"""`PrepareInput` and `PrepareOutput`, as hooks of a parallel model's modules."""
+"""The hooks of `PrepareInput` and `PrepareOutput`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from .resolve import Part
 from .styles import Placed, PrepareInput, PrepareOutput
 
 Axes = tuple[str, ...]
-Words = tuple[str, ...]
+Words = tuple[str, ...]  # the text of a placement for each axis
 
 
 def check_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> None:
-    """Raises ValueError for an axis that no mesh of a plan has, and for an input that a module's forward does not take."""
+    """Check the plan's PrepareInput and PrepareOutput styles against the mesh and the model.
+
+    Raises ValueError for an axis unknown to the mesh and to plans, and for an input unknown to forward.
+    """
     for part in parts:
         for name, inputs in part.inputs.items():
             for where, placed in inputs.layouts.items():
@@ -37,7 +40,9 @@ def check_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> No
 
 
 def hook_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> None:
-    """Puts the hooks of prepared inputs before those that are there, and of prepared outputs after them."""
+    """Register the hooks: prepared inputs before all registered pre-hooks, prepared outputs after all registered
+    hooks.
+    """
     for part in parts:
         for name, inputs in part.inputs.items():
             _hook_inputs(model.get_submodule(name), name, inputs, mesh)
@@ -46,31 +51,31 @@ def hook_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> Non
 
 
 def _hook_inputs(module: nn.Module, name: str, style: PrepareInput, mesh: ProcessMesh) -> None:
-    wanted = {_parameter(module, name, where): _here(placed, mesh) for where, placed in style.layouts.items()}
+    wanted = {_parameter(module, name, where): _on_mesh(placed, mesh) for where, placed in style.layouts.items()}
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        brought, named = list(args), dict(kwargs)
+        positional, named = list(args), dict(kwargs)
         for (position, parameter), (axes, words) in wanted.items():
             if parameter in named:
-                named[parameter] = _bring(named[parameter], axes, words, mesh)
-            elif position is not None and position < len(brought):
-                brought[position] = _bring(brought[position], axes, words, mesh)
-        return tuple(brought), named
+                named[parameter] = _prepared(named[parameter], axes, words, mesh)
+            elif position is not None and position < len(positional):
+                positional[position] = _prepared(positional[position], axes, words, mesh)
+        return tuple(positional), named
 
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
 def _hook_outputs(module: nn.Module, name: str, style: PrepareOutput, mesh: ProcessMesh) -> None:
-    wanted = {where: _here(placed, mesh) for where, placed in style.by_output.items()}
+    wanted = {where: _on_mesh(placed, mesh) for where, placed in style.by_output.items()}
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if None in wanted:
-            return _bring(output, *wanted[None], mesh)
+            return _prepared(output, *wanted[None], mesh)
         changed: Any = list(output) if isinstance(output, tuple | list) else copy.copy(output)
         if not isinstance(changed, list | MutableMapping):
             raise ValueError(
                 f"{name!r} returned a {type(output).__name__}, and its plan prepares several outputs; write "
-                f'PrepareOutput({{"tp": …}}) for one'
+                f'PrepareOutput({{"tp": …}}) for a single output'
             )
         outputs: Any = changed
         for where, (axes, words) in wanted.items():
@@ -78,7 +83,7 @@ def _hook_outputs(module: nn.Module, name: str, style: PrepareOutput, mesh: Proc
                 found = outputs[where]
             except (KeyError, IndexError, TypeError):
                 raise ValueError(f"{name!r} returned no output {where!r}, which its plan prepares") from None
-            outputs[where] = _bring(found, axes, words, mesh)
+            outputs[where] = _prepared(found, axes, words, mesh)
         if isinstance(output, tuple):
             return output._make(changed) if hasattr(output, "_make") else tuple(changed)
         return changed
@@ -87,7 +92,11 @@ def _hook_outputs(module: nn.Module, name: str, style: PrepareOutput, mesh: Proc
 
 
 def _parameter(module: nn.Module, name: str, where: str | int) -> tuple[int | None, str]:
-    """Position and name of a parameter of the module's forward; no position where it is given by name alone."""
+    """Position and name of the parameter of forward named by `where`; the position is None for keyword-only
+    parameters.
+
+    Raises ValueError where forward lacks the parameter.
+    """
     signature = inspect.signature(module.forward)
     parameters = list(signature.parameters.values())
     kinds = {each.kind for each in parameters}
@@ -106,27 +115,30 @@ def _parameter(module: nn.Module, name: str, where: str | int) -> tuple[int | No
     )
 
 
-def _here(placed: Placed, mesh: ProcessMesh) -> tuple[Axes, Words]:
-    """What is said of axes that the mesh has, in words: the others have size 1."""
-    here = [axis for axis in placed if axes_of(mesh, axis)]
-    return tuple(here), tuple(str(placed[axis]) for axis in here)
+def _on_mesh(placed: Placed, mesh: ProcessMesh) -> tuple[Axes, Words]:
+    """The declared axes present in the mesh, and their placements as text. Absent axes have size 1."""
+    axes = [axis for axis in placed if axes_of(mesh, axis)]
+    return tuple(axes), tuple(str(placed[axis]) for axis in axes)
 
 
-def _bring(x: Any, axes: Axes, words: Words, mesh: ProcessMesh) -> Any:
+def _prepared(x: Any, axes: Axes, words: Words, mesh: ProcessMesh) -> Any:
+    """x resharded to the declared placements. Plain tensors declared replicated, and other values, are returned
+    unchanged.
+    """
     if not isinstance(x, Tensor) or (set(words) <= {"R"} and not isinstance(x, DTensor)):
         return x
     if not isinstance(x, DTensor):
         on, placements = torch_layout(Layout(mesh), x.device.type)
         x = DTensor.from_local(x, on, placements, run_check=False)
-    return _brought(x, axes, words)
+    return _resharded(x, axes, words)
 
 
 @in_graph
-def _brought(x: DTensor, axes: Axes, words: Words) -> DTensor:
+def _resharded(x: DTensor, axes: Axes, words: Words) -> DTensor:
     return reshard(x, placements=_placed(layout_of(x), axes, words))
 
 
-@lru_cache(maxsize=1024)  # a few layouts, asked for at every call
+@lru_cache(maxsize=1024)  # few layouts, looked up at every call
 def _placed(layout: Layout, axes: Axes, words: Words) -> Layout:
     wanted = {own: word for axis, word in zip(axes, words, strict=True) for own in axes_of(layout.mesh, axis)}
     return layout.replace(**wanted)

@@ -1,4 +1,7 @@
-"""Blocks that backward computes again, so that less is kept until then (Chen et al. 2016; Korthikanti et al. 2022, section 5)."""
+"""Recomputation: blocks run forward again in backward, and keep less until then.
+
+Chen et al. 2016; Korthikanti et al. 2022, section 5.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from .plan import ParallelPlan, Recompute
 from .resolve import nearest
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)  # batched ones are attention's weights, which are recomputed
-# Ops of whose operands autograd keeps nothing: a value that goes through these alone is not needed again.
+PRODUCTS = (aten.mm.default, aten.addmm.default)  # batched products give attention's weights, which are recomputed
+# Ops that save no operand for backward. A value read by nothing else is not needed in the repetition.
 PASSING = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -57,10 +60,11 @@ PASSING = (
 
 
 def recompute(model: nn.Module, plan: ParallelPlan) -> None:
-    """Has every block of the model computed again in backward, as the plan says: the same bits, with less that is kept.
+    """Make every block of the model run forward again in backward, by the plan. The numbers are equal to the bit.
 
-    Communication: none here. In backward "full" issues a block's forward collectives again, but for those of its last layer;
-    "selective" none. Raises ValueError as `blocks_of` does.
+    Communication: none here. In backward, "full" repeats a block's forward collectives, except in the block's last
+    layer; "selective" repeats no collective.
+    Raises ValueError as `blocks_of` does.
     """
     for block in blocks_of(model, plan).values():
         forward = block.forward
@@ -70,15 +74,16 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """`block.compile`: the graph is what is computed again, and the checkpoint is outside of it."""
+    """`block.compile` under "full": compiles the forward, and checkpoints the compiled function."""
     block.forward = partial(_recomputed, "full", torch.compile(forward, *args, **kwargs))
 
 
 def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """`block.compile`: the checkpoint is in the graph, where it marks what the compiler is to keep.
+    """`block.compile` under "selective": compiles the checkpointed forward; marks in the graph tell the compiler
+    which values to keep.
 
-    Dynamo refuses a checkpoint in which Python state changes, as that of siblings which share what they were sent; it need not
-    change again in backward, which runs the graph's nodes alone.
+    Dynamo refuses a checkpoint in which Python state changes, as where column-parallel siblings share an input.
+    Here the state need not change again in backward, which only runs nodes of the graph.
     """
     compiled = torch.compile(partial(_recomputed, "selective", forward), *args, **kwargs)
     allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
@@ -86,7 +91,10 @@ def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, *
 
 
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
-    """By name, the outermost modules that `plan.blocks` names, where the plan recomputes. Raises ValueError for a pattern that matches none."""
+    """The outermost modules matching `plan.blocks`, by name; empty where the plan does not recompute.
+
+    Raises ValueError for a pattern matching no module.
+    """
     if plan.recompute == "none":
         return {}
     names = [name for name, _ in model.named_modules() if name]
@@ -95,8 +103,8 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
-                f"recompute={plan.recompute!r} is by the block, and blocks {pattern!r} match no module of "
-                f"{type(model).__name__}; name them by ParallelPlan(blocks=(...,)); "
+                f"recompute={plan.recompute!r} works block by block, and blocks {pattern!r} match no module of "
+                f"{type(model).__name__}; name the blocks by ParallelPlan(blocks=(...,)); "
                 f"{nearest(pattern, names)}"
             )
         found |= dict.fromkeys(matching)
@@ -105,7 +113,7 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
 
 
 def _recomputed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `forward` returns, to be computed again in backward."""
+    """The output of `forward`, which backward computes again."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if kind == "full":
@@ -115,40 +123,39 @@ def _recomputed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwar
 
 
 def _traced_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For a graph: torch's own, which mark its nodes for the compiler."""
+    """The contexts of a checkpoint within a graph: torch's own, which mark the graph's nodes for the compiler."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_marked)  # type: ignore[no-untyped-call]
+    contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return contexts
 
 
-def _marked(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What a graph keeps: products, what was communicated, and what torch counts as random, its fused attention among it.
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether a graph keeps an op's output: products, received tensors, and outputs of random ops (by torch's tags).
 
-    To repeat the last, AOTAutograd hands the generator's state from forward to backward, in torch 2.13 in the place where a graph
-    of DTensors hands on its mesh.
+    torch's fused attention counts as random. To repeat a random op, AOTAutograd would hand the generator's state from
+    forward to backward, which in torch 2.13 takes the place where a graph of DTensors hands on the mesh.
     """
-    kept = op in (*PRODUCTS, *COMMUNICATING) or torch.Tag.nondeterministic_seeded in op.tags
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saves = op in (*PRODUCTS, *COMMUNICATING) or torch.Tag.nondeterministic_seeded in op.tags
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What is entered around the forward, and around its repetition."""
-    products, received = _Kept(), _Kept()
-    return _Keep(products, received), _Give(products, received)
+    """The contexts entered around the forward, and around the repetition."""
+    products, received = _SavedValues(), _SavedValues()
+    return _Save(products, received), _Restore(products, received)
 
 
-class _Value:
-    """A tensor that was made in the forward.
+class _SavedValue:
+    """A product or a received tensor, made in the forward and used again in the repetition.
 
-    storages: in which its values are, or values that are made of them by `PASSING` ops.
-    needed: by another op. One that is not was only an addend of what the block returned, or of what was communicated: in the
-        repetition no value depends on it, and NaNs that take no memory stand for it.
+    A value read by nothing but `PASSING` ops and communication was an addend of the block's output or of a sent
+    tensor. No value in the repetition depends on that tensor, and NaNs without memory of their own replace it.
     """
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
-        self.storages: set[StorageWeakRef] = set()
-        self.needed = False
+        self.storages: set[StorageWeakRef] = set()  # of the value, and of values made from the value by `PASSING` ops
+        self.needed = False  # whether any other op has read the value
 
     def fill(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, tensor._version
@@ -156,38 +163,38 @@ class _Value:
         self.needed = not tensor.is_floating_point()
 
     def close(self) -> None:
-        """The forward is over."""
+        """End of the forward: keep the tensor if needed, else NaNs without memory."""
         self.storages.clear()
         if self.tensor is None:
             return
-        self.tensor = self.tensor.detach()  # here, and not where it was made: a change in place is then seen
+        self.tensor = self.tensor.detach()  # not where the tensor was made, as changes in place would go unseen
         if not self.needed:
             shape = self.tensor.shape
             self.tensor = torch.full((), float("nan"), dtype=self.tensor.dtype, device=self.tensor.device).expand(shape)
             self.version = self.tensor._version
 
-    def given(self) -> Tensor:
+    def restored(self) -> Tensor:
         assert self.tensor is not None, "a reshard that was started was waited for in the forward"
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"recompute='selective' keeps a product of shape {tuple(self.tensor.shape)}, which was changed in place since; "
-                f"make that op out of place, or take recompute='full'"
+                f"recompute='selective' keeps a product of shape {tuple(self.tensor.shape)}, which was changed in "
+                f"place since; change a copy instead, or use recompute='full'"
             )
         return self.tensor.detach()
 
 
-class _Kept(list[_Value]):
-    """Values in the order in which they are made."""
+class _SavedValues(list[_SavedValue]):
+    """Saved values in the order of the forward."""
 
-    def add(self) -> _Value:
-        self.append(_Value())
+    def add(self) -> _SavedValue:
+        self.append(_SavedValue())
         return self[-1]
 
 
-class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps products, and what was communicated."""
+class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around the forward: saves products and received tensors."""
 
-    def __init__(self, products: _Kept, received: _Kept) -> None:
+    def __init__(self, products: _SavedValues, received: _SavedValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._received = products, received
 
@@ -206,11 +213,11 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it unwraps first: the local op then comes by here
+            return NotImplemented  # DTensor unwraps first; the local op then comes here
         out = func(*args, **(kwargs or {}))
-        given = {_storage(each) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
+        operands = {_storage(each) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
         for value in self._values():
-            if not value.needed and not given.isdisjoint(value.storages):
+            if not value.needed and not operands.isdisjoint(value.storages):
                 if func in PASSING or func.namespace in ("c10d", "_c10d_functional"):
                     value.storages |= {_storage(each) for each in tree_iter(out) if isinstance(each, Tensor)}
                 else:
@@ -220,30 +227,31 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _begin(self) -> Callable[[Tensor], None]:
+        """Called when a reshard starts to communicate. Returns the callback for the received tensor."""
         value = self._received.add()
 
         def take(received: Tensor) -> None:
             for each in self._values():
-                each.storages.discard(_storage(received))  # which is kept for itself
+                each.storages.discard(_storage(received))  # the received tensor is saved as a separate value
             value.fill(received)
 
         return take
 
-    def _values(self) -> list[_Value]:
+    def _values(self) -> list[_SavedValue]:
         return [*self._products, *self._received]
 
 
-class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives what `_Keep` has kept, in the same order."""
+class _Restore(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around the repetition: returns the values saved by `_Save`, in the same order, instead of computing anew."""
 
-    def __init__(self, products: _Kept, received: _Kept) -> None:
+    def __init__(self, products: _SavedValues, received: _SavedValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._received = products, received
 
     def __enter__(self) -> Any:
         self._next_product, received = iter(self._products), iter(self._received)
         self._communication = ExitStack()
-        self._communication.enter_context(giving(lambda: next(received).given()))
+        self._communication.enter_context(giving(lambda: next(received).restored()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
@@ -255,7 +263,7 @@ class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        return next(self._next_product).given() if func in PRODUCTS else func(*args, **(kwargs or {}))
+        return next(self._next_product).restored() if func in PRODUCTS else func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -1,4 +1,4 @@
-"""A plan beside a model: what it says of which module, and whether the two fit."""
+"""Matches a plan with a model: which styles each module gets, and whether plan and model fit."""
 
 from __future__ import annotations
 
@@ -27,52 +27,51 @@ from .styles import (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A model, or one within it, and what its own plan says of its modules.
-
-    name: of the module in the whole model. plan: without parts. styles, inputs, outputs: by the names of modules in the whole
-    model, in its order.
+    """A model, or a model within the whole model, with a plan and the styles that the plan gives. Made
+    by `parts_of`.
     """
 
-    name: str
-    plan: ParallelPlan
+    name: str  # the module's name in the whole model; "" for the whole model
+    plan: ParallelPlan  # without parts
+    # By the names of modules in the whole model, in the model's order:
     styles: dict[str, Style] = field(default_factory=dict)
     inputs: dict[str, PrepareInput] = field(default_factory=dict)
     outputs: dict[str, PrepareOutput] = field(default_factory=dict)
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """How the parameters of each module lie that the plan, or one of its parts, names, in the model's order.
+    """The style of each module named by the plan or by a part of the plan, in the model's order.
 
-    A module under several names is known by its first. Raises ValueError as `parts_of`.
+    A module with several names is listed under the first. Raises ValueError as `parts_of` does.
     """
     return styles_of(model, parts_of(model, plan))
 
 
 def styles_of(model: nn.Module, parts: list[Part]) -> dict[str, Style]:
-    """The styles of all parts together, in the model's order."""
+    """The styles of all parts by module name, in the model's order."""
     styles = {name: style for part in parts for name, style in part.styles.items()}
     return {name: styles[name] for name, _ in model.named_modules() if name in styles}
 
 
 def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
-    """What the plan says of each module, apart for each plan that was merged into it.
+    """The parts of a plan, each with styles by module; a plan not made by `merge` is a single part.
 
-    Raises ValueError for a pattern that matches no module, naming the nearest that there are; for a module that two
-    patterns give different styles; for a style that the module's kind does not have; for plans of one module that differ.
+    Raises ValueError for a pattern matching no module, naming the nearest names; for a module with different styles
+    by two patterns; for a style unfit for the module's class; for two plans of the same module.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     first: dict[nn.Module, str] = {}
     for name, module in names.items():
         first.setdefault(module, name)
     parts: list[Part] = []
-    given: dict[str, list[_Given]] = {}
+    assignments: dict[str, list[_Assignment]] = {}  # by module name
     for prefix, own in _flat(model, names, plan):
         if any(part.name == prefix for part in parts):
             raise ValueError(f"two plans are merged for the module {prefix!r}; give it one")
         within = {
             _join(prefix, name): name
             for name, module in names[prefix].named_modules(remove_duplicate=False)
-            if not isinstance(module, LowRank)  # it follows its layer
+            if not isinstance(module, LowRank)  # an adapter is laid out like the layer
         }
         part = Part(prefix, own)
         for pattern, styles in own.tensor.items():
@@ -84,10 +83,10 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
             for name in dict.fromkeys(first[names[full]] for full in found):
                 for style in as_styles(pattern, styles):
                     _check_kind(shown, style, name, names[name])
-                    _add(given.setdefault(name, []), _Given(shown, style, part), name)
+                    _add(assignments.setdefault(name, []), _Assignment(shown, style, part), name)
         parts.append(part)
     for name in names:
-        for each in given.get(name, []):
+        for each in assignments.get(name, []):
             match each.style:
                 case PrepareInput():
                     each.part.inputs[name] = each.style
@@ -99,9 +98,11 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
 
 
 def parts_with(parts: list[Part], option: str) -> list[Part]:
-    """The parts whose modules an option of a plan is of, each module in one: of a part within another, the other's alone.
+    """The parts whose plans decide `option`, at most one part for each module.
 
-    Where the other has the option's default, it is the inner part's. Raises ValueError where they contradict each other.
+    Where a part contains parts: if the outer plan sets the option to a value other than the default, the outer part
+    decides for all inner parts, and inner plans must have the same value. If not, each inner part decides.
+    Raises ValueError where outer and inner plans contradict.
     """
     default = next(each.default for each in fields(ParallelPlan) if each.name == option)
     found = []
@@ -111,8 +112,9 @@ def parts_with(parts: list[Part], option: str) -> list[Part]:
         outer = [other for other in around if getattr(other.plan, option) != default]
         if any(getattr(other.plan, option) != own for other in outer):
             raise ValueError(
-                f"the plan of {part.name!r} has {option}={own!r}, and that of {outer[0].name!r}, in which it is, "
-                f"{option}={getattr(outer[0].plan, option)!r}; give both the same, or leave it out in {outer[0].name!r}"
+                f"the plan of {part.name!r} has {option}={own!r}, and that of {outer[0].name!r}, which contains "
+                f"{part.name!r}, has {option}={getattr(outer[0].plan, option)!r}; give both the same {option}, or "
+                f"leave {option} out in {outer[0].name!r}"
             )
         holds_others = any(_is_within(other.name, part.name) for other in parts if other is not part)
         if not outer and not (own == default and holds_others):
@@ -125,16 +127,18 @@ def _is_within(name: str, outer: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Given:
-    """A style that a pattern gives a module."""
+class _Assignment:
+    """A style given to a module by a pattern of a plan."""
 
     pattern: str
     style: Style | Preparation
-    part: Part
+    part: Part  # of the plan
 
 
 def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
-    """The plans that a plan was merged of, by the names of their modules; a plan that was not is that of the model."""
+    """The plans of which a plan was merged, with the names of their modules; a plan without parts counts for the
+    whole model.
+    """
     if not plan.parts:
         yield "", plan
         return
@@ -142,38 +146,40 @@ def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) 
         found = [name for name in names if name == pattern or (name and fnmatchcase(name, pattern))]
         if not found:
             raise ValueError(
-                f"the plan of {pattern!r} was merged for a module that {type(model).__name__} has not; "
+                f"the plan of {pattern!r} was merged for a module that {type(model).__name__} does not have; "
                 f"{nearest(pattern, list(names))}"
             )
         for name in found:
             if any(name.startswith(f"{outer}.") for outer in found):
-                continue  # a wildcard is of the outermost modules that it matches
+                continue  # of nested modules matching a wildcard, the outermost counts
             within = dict(names[name].named_modules(remove_duplicate=False))
             yield from ((_join(name, below), own) for below, own in _flat(names[name], within, part))
 
 
-def _add(styles: list[_Given], new: _Given, name: str) -> None:
-    """Puts another style beside those that a module has. Raises ValueError where they contradict each other."""
-    for other in styles:
-        _check_together(other, new, name)
-        if other.style == new.style:
-            if other.part is not new.part and other.part.plan.sequence != new.part.plan.sequence:
+def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
+    """Add a style to the styles of the module `name`. Raises ValueError where styles contradict."""
+    for earlier in styles:
+        _check_together(earlier, new, name)
+        if earlier.style == new.style:
+            if earlier.part is not new.part and earlier.part.plan.sequence != new.part.plan.sequence:
                 raise ValueError(
-                    f"{name!r} is laid out by the plan of {other.part.name!r} with sequence={other.part.plan.sequence}, and "
-                    f"by that of {new.part.name!r} with sequence={new.part.plan.sequence}; name it in one of them"
+                    f"{name!r} is laid out by the plan of {earlier.part.name!r} with sequence="
+                    f"{earlier.part.plan.sequence}, and by that of {new.part.name!r} with sequence="
+                    f"{new.part.plan.sequence}; name {name!r} in one of the two plans"
                 )
             return
-        if isinstance(other.style, PrepareInput) and isinstance(new.style, PrepareInput):
-            other.style = PrepareInput({**other.style.layouts, **new.style.layouts})
+        if isinstance(earlier.style, PrepareInput) and isinstance(new.style, PrepareInput):
+            earlier.style = PrepareInput({**earlier.style.layouts, **new.style.layouts})
             return
-        if isinstance(other.style, PrepareOutput) and isinstance(new.style, PrepareOutput):
-            other.style = PrepareOutput({**other.style.layouts, **new.style.layouts})
+        if isinstance(earlier.style, PrepareOutput) and isinstance(new.style, PrepareOutput):
+            earlier.style = PrepareOutput({**earlier.style.layouts, **new.style.layouts})
             return
     styles.append(new)
 
 
-def _check_together(other: _Given, new: _Given, name: str) -> None:
-    a, b = other.style, new.style
+def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
+    """Raises ValueError where two styles of the module `name` contradict."""
+    a, b = earlier.style, new.style
     agree = True
     if isinstance(a, Style) and isinstance(b, Style):
         agree = a == b
@@ -187,17 +193,18 @@ def _check_together(other: _Given, new: _Given, name: str) -> None:
         style, prepared = (a, b) if isinstance(b, PrepareInput) else (b, a)
         assert isinstance(prepared, PrepareInput), "one of the two is"
         layout = prepared.layouts.get("input", prepared.layouts.get(0, {}))
-        agree = TENSOR_AXIS not in layout or _takes(style, str(layout[TENSOR_AXIS]))
+        agree = TENSOR_AXIS not in layout or _accepts(style, str(layout[TENSOR_AXIS]))
     if not agree:
-        if other.pattern == new.pattern and other.part is new.part:
+        if earlier.pattern == new.pattern and earlier.part is new.part:
             raise ValueError(f"plan pattern {new.pattern!r} gives {name!r} styles that contradict: {a} and {b}")
         raise ValueError(
-            f"plan patterns {other.pattern!r} and {new.pattern!r} give {name!r} two styles: {a} and {b}{_whose(other, new)}"
+            f"plan patterns {earlier.pattern!r} and {new.pattern!r} give {name!r} two styles: {a} and {b}"
+            f"{_whose(earlier, new)}"
         )
 
 
-def _takes(style: Style | Preparation, placement: str) -> bool:
-    """Whether a layer of that style can take an input that lies so on the tensor axis."""
+def _accepts(style: Style | Preparation, placement: str) -> bool:
+    """Whether a layer of this style can take an input with this placement on the tensor axis."""
     match style:
         case ColwiseParallel() | VocabParallel():
             return placement == "R"
@@ -206,14 +213,15 @@ def _takes(style: Style | Preparation, placement: str) -> bool:
     return True
 
 
-def _whose(other: _Given, new: _Given) -> str:
-    if other.part is new.part:
+def _whose(earlier: _Assignment, new: _Assignment) -> str:
+    """The end of an error's message: the plans of which the styles are, where there are two plans."""
+    if earlier.part is new.part:
         return ""
-    return f"; the first is of the plan merged for {other.part.name!r}, the second of that for {new.part.name!r}"
+    return f"; the first is of the plan merged for {earlier.part.name!r}, the second of that for {new.part.name!r}"
 
 
 def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.Module) -> None:
-    """Raises ValueError for a style that a module of this kind cannot have."""
+    """Raises ValueError for a style unfit for the module's class."""
     if isinstance(style, Preparation):
         return
     kind = nn.Embedding if isinstance(style, VocabParallel | PositionParallel) else nn.Linear
@@ -225,6 +233,7 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
 
 
 def nearest(name: str, names: list[str]) -> str:
+    """The end of an error's message: the names nearest to `name`."""
     known = [each for each in names if each]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
     return f"the nearest names are {', '.join(near or known[:3])}"

@@ -1,7 +1,7 @@
-"""Modules computed on local tensors, where a mesh divides nothing in them but the rows of a batch.
+"""Modules computing on local tensors, on a mesh that divides nothing but the rows of a batch.
 
-There a module is one op on DTensors: what it is given and its parameters are unwrapped once, and its output is wrapped, where
-else each of its ops would do so. FSDP2 computes so, too.
+A whole module is then a single op on DTensors: inputs and parameters are unwrapped once and the output is wrapped
+once, where otherwise each op in the module would unwrap and wrap. FSDP2 does the same.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from .axes import is_of_data
 
 
 def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
-    """Has a laid out model compute on local tensors, on the ranks of a mesh that has axes of data alone.
+    """Make a laid-out model compute on local tensors, on the ranks of a mesh with data axes only.
 
-    by_block: its blocks, the `rowwise` modules of a ModuleList, and not all of it at once. So it is in any case where the gradients
-    are more than a bucket: those of a module come together, and the blocks' are to travel while backward goes on.
-    A module computes as before where it is compiled, where it drops elements, where it reads other rows, where one within it has a
-    hook, another forward or a class that is not `rowwise`, and where what it is given lies otherwise. Communication: none.
+    Each block, a `rowwise` module in a ModuleList, is a unit of computation. The whole model is the unit if the
+    model is `rowwise`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
+    available all at once, and the buckets of a larger model are to be reduced while backward continues.
+    A unit still computes on DTensors when it is compiled, drops elements or reads other rows; when a module within
+    it has a hook, a replaced forward, or a class that is not `rowwise`; and when its inputs have another layout.
+    Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
     if this_rank() not in mesh or not all(map(is_of_data, axes)):
@@ -54,37 +56,33 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
 
 
 def is_rowwise(module: nn.Module) -> bool:
-    """Whether a module computes each row of a batch by itself, whatever the other rows are."""
+    """Whether a module computes each row of a batch independently of the other rows."""
     return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
 
 
 class _Unit:
-    """A module, its forward, what is within it, and its last call."""
+    """A module that may compute on local tensors."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.module, self.forward = module, forward
-        self.within: _Within | None = None
-        self.last: Callable[[], _Call | None] = lambda: None
+        self.module, self.forward = module, forward  # forward: the module's own
+        self.contents: _Contents | None = None  # as last inspected
+        self.last: Callable[[], _Call | None] = lambda: None  # a weak reference to the last call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
-        """Without what was found within the module, whose parameters may have no memory between calls."""
+        """A copy without `contents`, since the module's parameters may have no memory between calls."""
         memo[id(self)] = copied = _Unit(copy.deepcopy(self.module, memo), self.forward)
         copied.forward = copy.deepcopy(self.forward, memo)
         return copied
 
 
-class _Within:
-    """The modules within a unit, and its parameters, as they were when they were looked at: to look takes as long as several ops.
-
-    users: of each parameter, the modules that have it, and its name there. locals: their local tensors. is_whole: whether each
-    lies whole on the mesh, and no module does more than its class says.
-    """
+class _Contents:
+    """The modules and parameters within a unit, kept from call to call: an inspection takes as long as several ops."""
 
     def __init__(self, unit: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
-        self.mesh, whole = mesh, (Replicate(),) * ndim
-        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}
+        self.mesh, replicated = mesh, (Replicate(),) * ndim
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # parameter -> modules that hold it, names there
         modules = [unit]
-        for module in modules:  # which grows
+        for module in modules:  # the list grows meanwhile
             modules += filter(None, module._modules.values())
         for module in modules:
             for name, parameter in module._parameters.items():
@@ -95,26 +93,27 @@ class _Within:
         self._drops = [module for module in self._modules if isinstance(module, Dropout)]
         self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._tables: list[list[dict[str, Any]]] = [[m._modules for m in modules], [m._parameters for m in modules]]
-        self._held = [*map(_values, self._tables)]
-        self.locals = [*map(memory_of, self.users)]
-        plain = [each for each in self._held[1] if each is not None and not isinstance(each, DTensor)]
-        alike = all(_lies(parameter, mesh, whole) for parameter in self.users)
+        self._entries = [*map(_values, self._tables)]
+        self.locals = [*map(memory_of, self.users)]  # the parameters' local tensors
+        plain = [each for each in self._entries[1] if each is not None and not isinstance(each, DTensor)]
+        alike = all(_has_layout(parameter, mesh, replicated) for parameter in self.users)
         known = all(type(module) is nn.ModuleList or is_rowwise(module) for module in self._modules)
-        self.is_whole = known and alike and not plain and self._is_bare()
+        # Whether the unit may compute on local tensors: all parameters are replicated, and no module has been altered.
+        self.is_eligible = known and alike and not plain and self._is_bare()
 
     def _is_bare(self) -> bool:
-        """Whether no module has a hook or another forward, is compiled, or drops elements."""
+        """Whether no module has a hook or a replaced forward, is compiled, or drops elements."""
         if any(self._hooks) or any(module.drops for module in self._drops):
             return False
         return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
 
-    def is_so_still(self, mesh: DeviceMesh) -> bool:
-        """Whether another look would find the same. Every call asks, so it is done in few steps."""
-        if not self.is_whole or mesh is not self.mesh:
+    def is_current(self, mesh: DeviceMesh) -> bool:
+        """Whether the unit is eligible and another inspection would find the same. Quick, since every call asks."""
+        if not self.is_eligible or mesh is not self.mesh:
             return False
         now = [*map(_values, self._tables)]
         if not all(
-            len(one) == len(other) and all(map(is_, one, other)) for one, other in zip(now, self._held, strict=True)
+            len(new) == len(old) and all(map(is_, new, old)) for new, old in zip(now, self._entries, strict=True)
         ):
             return False
         same = all(map(is_, map(type, self._modules), self._classes))
@@ -125,62 +124,66 @@ def _values(tables: list[dict[str, Any]]) -> list[Any]:
     return [*chain.from_iterable(map(dict.values, tables))]
 
 
-def _lies(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
+def _has_layout(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     on = tensor.device_mesh
     return (on is mesh or on == mesh) and tensor.placements == placements
 
 
 class _Call:
-    """A call of a unit, and what is unwrapped for it.
-
-    mesh, placements: of the input. places: of the other tensors that it is given, a position in args or a name in kwargs.
-    users: as of `_Within`. operands: the input, the other tensors, the parameters; locals: the local ones of the parameters.
-    lone: whether no other call of the unit waits for its backward.
-    """
+    """One call of a unit, and the tensors to unwrap for the call."""
 
     def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
         self.unit, self.args, self.kwargs = unit, args, kwargs
         self.mesh, self.placements, self.kind = x.device_mesh, x.placements, kind_of(x)
-        self.places: list[int | str] = []
-        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}
-        self.operands: list[Tensor] = [x]
-        self.locals: list[Tensor] = []
+        self.places: list[int | str] = []  # of tensor arguments besides x: positions in args, names in kwargs
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # as in `_Contents`
+        self.operands: list[Tensor] = [x]  # x, the tensors at `places`, the parameters
+        self.locals: list[Tensor] = []  # the parameters' local tensors
+        # lone: no second call of the unit awaits backward. is_over: backward has reached the call's beginning.
         self.lone, self.is_over = True, False
 
-    def is_of_rows(self) -> bool:
-        """Whether local tensors would do, of which it takes note."""
-        if not self._take_others():
+    def prepare(self) -> bool:
+        """Find the operands. Returns whether the call may run on local tensors."""
+        if not self._add_arguments():
             return False
-        within = self.unit.within
-        if within is None or not within.is_so_still(self.mesh):
-            within = self.unit.within = _Within(self.unit.module, self.mesh, len(self.placements))
-        self.users, self.locals = within.users, within.locals
+        contents = self.unit.contents
+        if contents is None or not contents.is_current(self.mesh):
+            contents = self.unit.contents = _Contents(self.unit.module, self.mesh, len(self.placements))
+        self.users, self.locals = contents.users, contents.locals
         self.operands += self.users
-        return within.is_whole
+        return contents.is_eligible
 
-    def _take_others(self) -> bool:
+    def _add_arguments(self) -> bool:
+        """Add tensor arguments besides x to the operands. Returns whether all arguments allow local tensors."""
         B_T = self.operands[0].shape[:2]
-        given: list[tuple[int | str, Any]] = [*enumerate(self.args[1:], 1), *self.kwargs.items()]
-        for place, each in given:
+        arguments: list[tuple[int | str, Any]] = [*enumerate(self.args[1:], 1), *self.kwargs.items()]
+        for place, each in arguments:
             if isinstance(each, Tensor):
-                # A plain tensor of the batch [B, T] is of all its rows, of which each rank would take its own.
-                alike = _lies(each, self.mesh, self.placements) if isinstance(each, DTensor) else each.shape[:2] != B_T
+                # A plain tensor [B, T] holds all rows of the batch; each rank would need only the rank's rows.
+                alike = (
+                    _has_layout(each, self.mesh, self.placements)
+                    if isinstance(each, DTensor)
+                    else each.shape[:2] != B_T
+                )
                 if each.requires_grad or not alike:
                     return False
                 self.places.append(place)
                 self.operands.append(each)
-            elif each is not None and not isinstance(each, int):  # a cache
+            elif each is not None and not isinstance(each, int):  # a cache, for example
                 return False
         return True
 
     def unwrapped(self) -> tuple[Tensor, ...]:
-        """The operands' local tensors, without their graph."""
-        given = self.operands[: 1 + len(self.places)]
-        locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in given]
+        """The operands' local tensors, detached."""
+        arguments = self.operands[: 1 + len(self.places)]
+        locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in arguments]
         return tuple([each.detach() for each in (*locals_, *self.locals)])
 
     def run(self, x: Tensor, *locals_: Tensor) -> Tensor:
-        """The forward on local tensors in the places of the operands, which backward does not keep alive."""
+        """Run the unit's forward on local tensors: x and the remaining operands.
+
+        Drops the references to the operands, which backward must not keep alive.
+        """
         args, kwargs = [x, *self.args[1:]], dict(self.kwargs)
         self.args, self.kwargs = (), {}
         self.operands.clear()
@@ -197,15 +200,18 @@ class _Call:
             self._place(self.users)
 
     def _place(self, tensors: Iterable[Any]) -> None:
-        """Puts a tensor in the places of each parameter."""
+        """Put an entry of `tensors` in place of each parameter, in all modules holding the parameter."""
         for tensor, users in zip(tensors, self.users.values(), strict=True):
             for module, name in users:
                 module._parameters[name] = tensor
 
     def gradients(self, parts: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Tensor | None]:
-        """Those of the operands: each rank has the input's own rows, and an addend of a parameter's, where it had rows of its own.
+        """The operands' gradients as DTensors, given the local gradients.
 
-        nodes: autograd's of each operand; none where the gradients are differentiated. What a GradientSync takes at once is left out.
+        The input's gradient has the input's layout. A parameter's gradient is Partial over the axes sharding the
+        rows. A gradient that a GradientSync takes at once is None in the result.
+        parts: the local gradient of each operand.
+        nodes: the autograd node of each operand; empty where the gradients are differentiated.
         """
         first, *_ = parts
         found: list[Tensor | None] = [None] * len(parts)
@@ -227,23 +233,25 @@ class _Call:
 
 
 def _is_added_up(node: Any) -> bool:
-    """Whether the backward pass that runs adds to a leaf's `.grad`: not where it is for other leaves, or for autograd.grad.
+    """Whether the running backward pass adds to the `.grad` of the leaf with this node.
 
-    torch.autograd.graph asks so for its hooks of several tensors.
+    False in a backward pass for other leaves, and in autograd.grad. torch.autograd.graph asks the same for hooks of
+    several tensors.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad, of this leaf
+    except RuntimeError:  # raised in autograd.grad for this leaf
         return False
 
 
 def _layout_of_addends(rows: Layout) -> Layout:
-    """How a parameter's gradient lies where the rows lie so."""
+    """The layout of a parameter's gradient, given the layout of the rows: Partial over the axes sharding the rows."""
     axes = zip(rows.mesh.axis_names, rows.mesh.shape, strict=True)
     return Layout(rows.mesh, {axis: Partial() for axis, size in axes if size > 1 and rows[axis] == Shard(0)})
 
 
 def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
+    """The new forward of a unit: on local tensors if the call allows, else the module's own forward."""
     x = args[0] if args else None
     if (
         isinstance(x, DTensor)
@@ -251,19 +259,19 @@ def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
         and all(each.is_replicate() or each.is_shard(0) for each in x.placements)
     ):
         call = _Call(unit, args, kwargs, x)
-        if call.is_of_rows():
+        if call.prepare():
             return _computed(call, x)
     return unit.forward(*args, **kwargs)
 
 
 def _computed(call: _Call, x: DTensor) -> DTensor:
-    """What the unit gives, from local tensors."""
+    """The unit's output as a DTensor, computed on local tensors."""
     if not torch.is_grad_enabled():
         return _wrapped(call.run(*call.unwrapped()), x)
     previous, call.unit.last = call.unit.last(), weakref.ref(call)
     if previous is not None and not previous.is_over:
         previous.lone = call.lone = False
-    output: DTensor = recorded(_Leave, x, call.run(*recorded(_Enter, call, *call.operands)))
+    output: DTensor = recorded(_Wrap, x, call.run(*recorded(_Unwrap, call, *call.operands)))
     return output
 
 
@@ -271,8 +279,8 @@ def _wrapped(output: Tensor, x: DTensor) -> DTensor:
     return wrap(output, layout_of(x), (x.shape[0], *output.shape[1:]))
 
 
-class _Enter(torch.autograd.Function):
-    """A call's operands as local tensors."""
+class _Unwrap(torch.autograd.Function):
+    """A call's operands as local tensors; backward gives the operands' gradients as DTensors."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -293,8 +301,8 @@ class _Enter(torch.autograd.Function):
         return None, *refusing(gradients, *parts)
 
 
-class _Leave(torch.autograd.Function):
-    """What a call gave, as a DTensor of the rows of its input."""
+class _Wrap(torch.autograd.Function):
+    """A call's local output as a DTensor with the rows of the input; backward gives the local part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, output: Tensor) -> DTensor:
@@ -309,8 +317,8 @@ class _Leave(torch.autograd.Function):
             cut = sliced_layout(arrived, ctx.layout, ctx.shape, grad.dtype)
             if cut is None and arrived != ctx.layout:
                 raise LayoutError(
-                    f"the gradient of rows that lie ({ctx.layout}) is ({arrived}); reshard what was computed of them before it is "
-                    f"used"
+                    f"the gradient of rows laid out as ({ctx.layout}) came as ({arrived}); reshard the result computed "
+                    f"from these rows before it is used"
                 )
             part = sliced(grad, cut).to_local()
         return None, refusing([part], grad)[0] if torch.is_grad_enabled() else part

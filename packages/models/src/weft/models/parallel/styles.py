@@ -1,4 +1,4 @@
-"""What a plan says of a module: how its parameters lie, and how what it takes and gives does."""
+"""Styles, which a plan gives to modules: the layout of a module's parameters, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,43 +14,49 @@ TOKENS_DIM = 1  # activations are [B, T, ...]
 
 @dataclass(frozen=True, slots=True)
 class ColwiseParallel:
-    """A linear layer cut along its output: weight S(0), bias S(0); its input is whole, its output sharded.
+    """A linear layer split along the outputs: weight S(0), bias S(0), input replicated, output sharded.
 
-    Column-parallel siblings that are given one tensor bring it to their layout once.
+    Column-parallel siblings called with the same tensor reshard this tensor once.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RowwiseParallel:
-    """A linear layer cut along its input: weight S(1), bias whole; its output is Partial, and reduced at once."""
+    """A linear layer split along the inputs: weight S(1), bias replicated. The output is Partial and is reduced at
+    once.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class VocabParallel:
-    """An embedding cut along the vocabulary: table S(0); its output is Partial, and reduced at once."""
+    """An embedding split along the vocabulary: table S(0). The output is Partial and is reduced at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PositionParallel:
-    """An embedding of positions, [T] or [B, T], whole; with `sequence` its input is cut along the tokens, as what it is added to.
+    """An embedding of positions [T] or [B, T] whose table is replicated.
 
-    Each rank then looks up the positions of its own tokens, and the table's gradient is Partial.
+    With `sequence`, the positions are sharded along the tokens, like the activations to which the embedding is
+    added. Each rank then looks up the positions of its own tokens only, and the table's gradient is Partial.
     """
 
 
-Placed = Mapping[str, Any]  # by the name of an axis: a placement of ours, of torch's, or its text
-Where = str | int | None
+Placed = Mapping[str, Any]  # mesh axis -> placement: Weft's, torch's, or text
+Where = str | int | None  # an output's key or position; None for the only output
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrepareInput:
-    """Inputs of a module of any kind, brought to declared placements before its forward.
+    """Reshard a module's inputs to declared placements before forward; for modules of any kind.
 
-    layouts: by the name of forward's parameter, or its position, the placement on each axis that is named:
-        `PrepareInput({"x": {"tp": "R"}, "mask": {"tp": Shard(0)}})`. On other axes an input stays as it lies; a plain
-        tensor counts as replicated; what is no tensor, or is not given, is left alone.
-    Communication: the reshard of each input, and in backward that of its gradient to the layout that it came in.
-    Raises ValueError for anything else than placements by axes by inputs.
+    layouts: for each input, by the name or position of forward's parameter, the placement on each axis, as in
+        `PrepareInput({"x": {"tp": "R"}, "mask": {"tp": Shard(0)}})`. On axes not named, an input keeps the
+        placement. A plain tensor counts as replicated. Arguments other than tensors, and arguments not passed, are
+        left alone.
+    Communication: the reshard of each input; in backward, the reshard of the gradient to the layout in which the
+    input came.
+    Raises ValueError if `layouts` does not map inputs to placements by axis.
+                )
     """
 
     layouts: Mapping[str | int, Placed]
@@ -69,13 +75,14 @@ class PrepareInput:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrepareOutput:
-    """Outputs of a module of any kind, brought to declared placements after its forward.
+    """Reshard a module's outputs to declared placements after forward; for modules of any kind.
 
-    layouts: of one output the placement on each axis that is named, `PrepareOutput({"tp": "R"})`; of several, which are a
-        tuple or a mapping, those by position or key: `PrepareOutput({0: {"tp": "R"}, "hidden": {"tp": "S(1)"}})`. On other
-        axes an output stays as it lies. Beside a style whose output is reduced it says what it is reduced to.
-    Communication: the reshard of each output, and in backward that of its gradient.
-    Raises ValueError for anything else than placements by axes, or those by outputs.
+    layouts: for a module with one output, the placement on each axis: `PrepareOutput({"tp": "R"})`. For a module
+        returning a tuple or a mapping, these placements by position or key: `PrepareOutput({0: {"tp": "R"},
+        "hidden": {"tp": "S(1)"}})`. On axes not named, an output keeps the placement. Beside a style whose output
+        is Partial, the output is reduced to this placement.
+    Communication: the reshard of each output; in backward, the reshard of the gradient.
+    Raises ValueError if `layouts` maps neither axes to placements nor outputs to placements by axis.
     """
 
     layouts: Mapping[Any, Any]
@@ -85,7 +92,9 @@ class PrepareOutput:
             raise ValueError(f'PrepareOutput takes placements by axis, as in {{"tp": "R"}}, got {self.layouts!r}')
         several = [where for where, each in self.layouts.items() if isinstance(each, Mapping)]
         if several and len(several) < len(self.layouts):
-            raise ValueError(f"PrepareOutput has placements of one output and of several, {self.layouts!r}; give one")
+            raise ValueError(
+                f"PrepareOutput has placements of one output and of several, {self.layouts!r}; give either, not both"
+            )
         if several:
             checked: Any = {where: _placed(f"PrepareOutput of {where!r}", each) for where, each in self.layouts.items()}
         else:
@@ -94,7 +103,9 @@ class PrepareOutput:
 
     @property
     def by_output(self) -> dict[Where, Placed]:
-        """The placements of each output that has some: by position or key, by None where there is one output alone."""
+        """The placements of each prepared output, by position or key; under the key None for a module
+        with one output.
+        """
         several = any(isinstance(each, Mapping) for each in self.layouts.values())
         return dict(self.layouts) if several else {None: self.layouts}
 
@@ -108,19 +119,24 @@ Preparation = PrepareInput | PrepareOutput
 
 
 def as_styles(pattern: str, given: object) -> tuple[Style | Preparation, ...]:
-    """What a pattern of a plan is given, a style or several. Raises ValueError for what is none."""
+    """The styles of a pattern in a plan, as a tuple. given: a style or a sequence of styles.
+
+    Raises ValueError for any value but a style.
+    """
     styles = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for style in styles:
         if not isinstance(style, Style | Preparation):
             made = f"; write {style.__name__}()" if isinstance(style, type) and issubclass(style, Style) else ""
             raise ValueError(
-                f"plan pattern {pattern!r} is given {style!r}, which is no style: ColwiseParallel(), RowwiseParallel(), "
-                f"VocabParallel(), PositionParallel(), PrepareInput(…), PrepareOutput(…), or several of them{made}"
+                f"plan pattern {pattern!r} is given {style!r}, which is no style; use ColwiseParallel(), "
+                f"RowwiseParallel(), VocabParallel(), PositionParallel(), PrepareInput(…), PrepareOutput(…), "
+                f"or a sequence of styles{made}"
             )
     return styles
 
 
 def _placed(what: str, given: object) -> dict[str, Placement]:
+    """Check placements by axis and parse each placement. what: the style and the input or output, for errors."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f'{what} is {given!r}; give placements by axis, as in {{"tp": "S(1)"}}')
     for axis in given:

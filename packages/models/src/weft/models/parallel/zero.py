@@ -1,4 +1,6 @@
-"""Sharded optimizers (ZeRO, Rajbhandari et al. 2020) as layouts: parameters lie on shards over the data axes and compute whole."""
+"""ZeRO (Rajbhandari et al. 2020) as layouts: parameters are stored sharded over the data axes and
+gathered to compute.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,19 @@ from .styles import PIPELINE_AXIS, TENSOR_AXIS
 
 
 def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
-    """Raises ValueError for a sharded optimizer over an axis that the mesh has not, or that shards the model already."""
+    """Check that the mesh has the axes over which `plan.zero` shards.
+
+    Raises ValueError if zero is on and the mesh has no data axis, or if zero_over names an axis that is missing
+    from the mesh or shards the model itself (tensor or pipeline).
+    """
     if not plan.zero:
         return
     has = f"{mesh} has {', '.join(mesh.axis_names)}"
     if plan.zero_over is None:
         if not _data_axes(mesh):
             raise ValueError(
-                f"zero={plan.zero} shards over the axes of data, dp and cp, and {has}; lay the model out on a mesh with one of "
-                f"them, or leave zero at 0"
+                f"zero={plan.zero} shards over the axes of data, dp and cp, and {has}; lay the model out on a mesh "
+                f"with an axis of data, or leave zero at 0"
             )
         return
     for axis in plan.zero_over:
@@ -34,7 +40,11 @@ def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
 
 
 def shard_layouts(parts: Sequence[Part], layouts: Mapping[str, Layout], model: nn.Module) -> dict[str, Layout]:
-    """How every parameter lies at rest, by name: as `layouts` has it, cut over the data axes where its plan has `zero`."""
+    """The layout in which each parameter is stored, by name.
+
+    layouts: the layout in which each parameter computes, by name. Where a parameter's plan has `zero`, the stored
+        layout is this one, further sharded over the data axes of size above 1 (only over `zero_over`, if given).
+    """
     at_rest = {}
     for name, layout in layouts.items():
         plan = plan_of(parts, name)
@@ -47,19 +57,21 @@ def shard_layouts(parts: Sequence[Part], layouts: Mapping[str, Layout], model: n
 
 
 def plan_of(parts: Sequence[Part], name: str) -> ParallelPlan:
-    """The plan of the innermost part that a parameter is in."""
-    holding = [part for part in parts if not part.name or name.startswith(f"{part.name}.")]
-    return max(holding, key=lambda part: len(part.name)).plan if holding else ParallelPlan()
+    """The plan of the innermost part that contains the parameter `name`; a default plan outside of all parts."""
+    containing = [part for part in parts if not part.name or name.startswith(f"{part.name}.")]
+    return max(containing, key=lambda part: len(part.name)).plan if containing else ParallelPlan()
 
 
 def hook_zero(
     model: nn.Module, parts: Sequence[Part], layouts: Mapping[str, Layout], at_rest: Mapping[str, Layout]
 ) -> None:
-    """Has the modules of a laid out model gather their parameters when they are called: by the block, others one by one.
+    """Make the modules of a laid-out model gather sharded parameters when called.
 
-    layouts, at_rest: by the names of parameters, how they compute and how they lie.
-    Communication: none here. In forward an all-gather for each block and dtype, where its parameters are not whole; with zero=3
-    again in backward.
+    A call of a block gathers all parameters within the block; a module outside the blocks gathers its own.
+    layouts: the layout in which each parameter computes, by name.
+    at_rest: the layout in which each parameter is stored, by name.
+    Communication: none here. Forward issues one all-gather per block and dtype, unless the parameters are gathered
+    already. With zero=3, backward issues the all-gathers again (not with regather=False).
     """
     names = {module: name for name, module in model.named_modules()}
     units: dict[nn.Module, dict[tuple[nn.Module, str], Place]] = {}
@@ -82,7 +94,11 @@ def hook_zero(
 
 
 def _modules_with_units(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Every module, at each of its places, and the module whose call gathers its parameters: its block, else itself."""
+    """Pair every module, once per place in the tree, with the module whose call gathers its parameters.
+
+    The latter is the enclosing block, a child of the outermost nn.ModuleList; outside of blocks it is the module
+    itself.
+    """
     found: list[tuple[nn.Module, nn.Module]] = []
 
     def visit(module: nn.Module, block: nn.Module | None) -> None:
@@ -96,6 +112,7 @@ def _modules_with_units(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _data_axes(mesh: ProcessMesh) -> tuple[str, ...]:
+    """The axes of the mesh that shard data: all but the tensor axis, its parts, and the pipeline axis."""
     return tuple(
         axis
         for axis in mesh.axis_names

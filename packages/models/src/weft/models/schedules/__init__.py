@@ -1,1 +1,1 @@
-"""Pipeline schedules as values: what each rank does, in order, on an axis of time. No torch, no processes."""
+"""Pipeline schedules as values: each rank's actions, in order and in time. No torch, no processes."""

@@ -1,4 +1,4 @@
-"""The schedules by name, and the share of time that each leaves idle."""
+"""The names of pipeline schedules, and the share of time that each leaves idle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 
 def bubble_formula(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[int, int]:
-    """The share of a rank's time that is idle as (idle, all) in slots, where F and the halves of a backward take one each.
+    """The idle share of a rank's time as (idle, all), in slots: a forward, and each half of a backward, takes a slot.
 
-    GPipe and 1F1B: (p-1)/(m+p-1); interleaved: (p-1)/(v m+p-1); zero_bubble: (p-1)/(3m+p-1). For as many microbatches as
-    ranks, or more.
+    With p ranks, m microbatches and v chunks: GPipe and 1F1B (p-1)/(m+p-1); interleaved (p-1)/(v m+p-1);
+    zero_bubble (p-1)/(3m+p-1). Valid where m is p or more.
     """
     idle = ranks - 1
     match name:

@@ -1,4 +1,4 @@
-"""The orders that are known: GPipe, 1F1B, interleaved 1F1B and zero-bubble."""
+"""The known schedules: GPipe, 1F1B, interleaved 1F1B and zero-bubble."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from .schedule import Action, Schedule
 
 @lru_cache(maxsize=256)
 def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name for `ranks` ranks, each with `chunks` stages: stage s is on rank s % ranks.
+    """The schedule `name` for `ranks` ranks, each with `chunks` stages: stage s is on rank s % ranks.
 
-    gpipe: all forwards, then all backwards (Huang et al. 2019). 1f1b: as soon as there is one, a backward after each forward,
-        so that a rank holds no more activations than there are stages from it on (Narayanan et al. 2019, PipeDream-Flush).
-    interleaved: 1F1B over several stages a rank (Narayanan et al. 2021). zero_bubble: the gradients of weights, which nobody
-        waits for, fill what would be idle; as much memory as 1F1B (Qi et al. 2023, ZB-H1).
-    Any may have fewer microbatches than ranks. Raises ValueError for a name that there is not, a number below 1, and where the
-    conditions of a schedule are not met, naming them.
+    gpipe: all forwards, then all backwards (Huang et al. 2019).
+    1f1b: a backward after each forward, as soon as there is one, so a rank holds no more activations than there are
+        stages from its own to the last (Narayanan et al. 2019, PipeDream-Flush).
+    interleaved: 1F1B over several stages on each rank (Narayanan et al. 2021).
+    zero_bubble: gradients of weights, for which nothing waits, fill idle time; as much memory as 1F1B (Qi et al.
+        2023, ZB-H1).
+    There may be fewer microbatches than ranks. Raises ValueError for an unknown name, a number below 1, and numbers
+    that the schedule cannot take, naming the condition.
     """
     if name not in NAMES:
         raise ValueError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
@@ -34,8 +36,9 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
         rounds = max(1, microbatches // ranks)
         if microbatches % rounds:
             raise ValueError(
-                f"schedule 'interleaved' takes microbatches in rounds of as many, {ranks} or more in each, and {microbatches} "
-                f"cannot be divided into {rounds} rounds over {ranks} ranks; numbers near that work: {_near(microbatches, ranks)}"
+                f"schedule 'interleaved' takes microbatches in rounds of equal size, {ranks} or more, and "
+                f"{microbatches} cannot be divided into {rounds} rounds over {ranks} ranks; the nearest numbers that "
+                f"can: {_near(microbatches, ranks)}"
             )
     elif chunks > 1:
         raise ValueError(
@@ -53,6 +56,7 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
 
 
 def _near(microbatches: int, ranks: int) -> str:
+    """The three numbers of microbatches nearest to `microbatches` that divide into rounds."""
     near = [n for n in range(1, microbatches + 2 * ranks) if n % max(1, n // ranks) == 0]
     return ", ".join(map(str, sorted(sorted(near, key=lambda n: abs(n - microbatches))[:3])))
 
@@ -80,7 +84,7 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Itera
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], warmup: int) -> Iterator[Action]:
-    """`warmup` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """`warmup` forwards, then a forward and a backward in turns, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     yield from forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -90,9 +94,11 @@ def _alternating(forwards: list[Action], backwards: list[Action], warmup: int) -
 
 
 def _zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """ZB-H1: 1F1B whose gradients of weights come later by as many microbatches as there are ranks before this one.
+    """ZB-H1: 1F1B in which gradients of weights come later, by as many microbatches as there are ranks before this
+    rank.
 
-    So many activations 1F1B leaves unused on this rank; the first waits longest for its first backward, and has the most.
+    1F1B leaves the memory of this many activations unused on this rank: the first rank waits longest for its first
+    backward, and holds the most activations.
     """
     forwards = iter([Action("F", rank, microbatch) for microbatch in range(microbatches)])
     weights = iter([Action("W", rank, microbatch) for microbatch in range(microbatches)])

@@ -1,4 +1,4 @@
-"""What a plan says of a pipeline: where the model is cut, and in which order microbatches go through it."""
+"""A plan's choices for a pipeline: where the model is cut, and the order of microbatches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Split = str | tuple[int, ...] | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """How a model is cut along the axis "pp", and how its stages are run.
+    """How a model is cut along the axis "pp", and how its stages run.
 
-    split: "layers", the model's list of layers in parts as even as can be, the longer ones first; the name of that list where
-        there are several, as in "decoder.layers"; how many layers each stage has, (3, 4, 4, 3); or the names of the layers at
-        which the second stage and those after it begin, ("layers.3", "layers.7"). What is outside the list goes by data flow
-        to the stages that use it.
-    schedule: see `make_schedule`. microbatches: the parts, along the rows, that a batch is taken in.
-    chunks: stages on a rank; 2 where the schedule is "interleaved" and None is given, else 1.
-    Raises ValueError for what none of these can be.
+    split: "layers" cuts the model's only list of layers into parts as even as possible, longer parts first. A
+        list's name, as "decoder.layers", does the same where there are several lists. Numbers, as (3, 4, 4, 3), are
+        the layers of each stage. Names, as ("layers.3", "layers.7"), are the layers at which the second and later
+        stages begin. Modules outside the list go to the stages that use them, by data flow.
+    schedule: see `make_schedule`.
+    microbatches: the number of parts, along the rows, into which a batch is cut.
+    chunks: stages on a rank; None for 2 under "interleaved" and else 1.
+    Raises ValueError for a value of another form.
     """
 
     split: Split = "layers"
@@ -35,8 +36,8 @@ class PipelinePlan:
         kinds = set(map(type, self.split)) if isinstance(self.split, tuple) else {type(self.split)}
         if not self.split or not isinstance(self.split, str | tuple) or kinds not in ({str}, {int}):
             raise ValueError(
-                f'PipelinePlan: split is {self.split!r}; give "layers", the name of a list of layers, the layers of each stage '
-                f"as (3, 4, 4, 3), or the names of those at which stages begin"
+                f'PipelinePlan: split is {self.split!r}; give "layers", the name of a list of layers, the number of '
+                f"layers of each stage as (3, 4, 4, 3), or the names of the layers at which stages begin"
             )
         if self.schedule not in NAMES:
             raise ValueError(
@@ -48,6 +49,6 @@ class PipelinePlan:
                 raise ValueError(f"PipelinePlan: {name} is {value}; it must be 1 or more")
 
     def make_schedule(self, ranks: int, microbatches: int | None = None) -> Schedule:
-        """The schedule on so many ranks. Raises ValueError where its conditions are not met, naming them."""
+        """The schedule for this number of ranks. Raises ValueError as the function `make_schedule`."""
         chunks = self.chunks or (2 if self.schedule == "interleaved" else 1)
         return make_schedule(self.schedule, ranks=ranks, microbatches=microbatches or self.microbatches, chunks=chunks)

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: what each rank does, in order; on an axis of time; and the picture of it."""
+"""A pipeline schedule as a value: each rank's actions in order, their times, and a picture."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ from .bubble import NAMES, bubble_formula
 Kind = Literal["F", "B", "I", "W"]
 Sends = Literal["buffered", "blocking"]
 IDLE = "·"
-SLOTS: dict[Kind, int] = {
-    "F": 1,
-    "B": 2,
-    "I": 1,
-    "W": 1,
-}  # where a forward and the two halves of a backward take as long
+# The time of each action, if a forward and the two halves of a backward take equally long.
+SLOTS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Action(NamedTuple):
-    """What a rank does at once: `kind` of a microbatch on a stage.
+    """One unit of a rank's work: the forward or backward of a microbatch on a stage."""
 
-    kind: F forward; B the whole backward; or its halves, I the gradient of the stage's input, and W those of its weights.
-    stage: counted over the whole pipeline in the order of data, from 0.
-    """
-
-    kind: Kind
-    stage: int
+    kind: Kind  # F: forward. B: backward. Or the halves of a backward: I, the input gradient; W, the weight gradients.
+    stage: int  # from 0, over the whole pipeline, in the order of data
     microbatch: int
 
     def __str__(self) -> str:
@@ -38,17 +30,16 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The actions of each rank of a pipeline, in the order in which it takes them.
+    """The actions of each rank of a pipeline, in order. Made by `make_schedule`.
 
-    stages: of each rank, in the order of data; a stage is the part of the model between two cuts. actions: of each rank.
-    Raises ValueError where a stage is on no rank or on two, where a rank acts on a stage of another, or where a microbatch has
-    not one forward and one whole backward on each stage, in that order.
+    Raises ValueError where a stage is on no rank or on two, where a rank acts on a stage of another rank, or where
+    a microbatch does not have exactly one forward, and then one whole backward, on each stage.
     """
 
     name: str
     microbatches: int
-    stages: tuple[tuple[int, ...], ...]
-    actions: tuple[tuple[Action, ...], ...]
+    stages: tuple[tuple[int, ...], ...]  # of each rank, in the order of data; a stage is the model between two cuts
+    actions: tuple[tuple[Action, ...], ...]  # of each rank, in order
 
     def __post_init__(self) -> None:
         held = sorted(stage for own in self.stages for stage in own)
@@ -61,8 +52,8 @@ class Schedule:
             for action in actions:
                 if action.stage not in own or not 0 <= action.microbatch < self.microbatches:
                     raise ValueError(
-                        f"schedule {self.name!r}: rank {rank} has {action}, but holds the stages {', '.join(map(str, own))} "
-                        f"and there are {self.microbatches} microbatches"
+                        f"schedule {self.name!r}: rank {rank} has {action}, but holds the stages "
+                        f"{', '.join(map(str, own))} and there are {self.microbatches} microbatches"
                     )
                 key = (action.stage, action.microbatch)
                 taken[key] = taken.get(key, "") + action.kind
@@ -71,8 +62,8 @@ class Schedule:
                     kinds = taken.get((stage, microbatch), "")
                     if kinds not in ("FB", "FIW"):
                         raise ValueError(
-                            f"schedule {self.name!r}: rank {rank} takes microbatch {microbatch} on stage {stage} by the actions "
-                            f"{kinds or 'none'}; they must be F, B or F, I, W"
+                            f"schedule {self.name!r}: rank {rank} takes microbatch {microbatch} on stage {stage} by "
+                            f"the actions {kinds or 'none'}; they must be F, B or F, I, W"
                         )
 
     @property
@@ -81,7 +72,7 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Stages on a rank."""
+        """The number of stages on each rank."""
         return len(self.stages[0])
 
     @property
@@ -93,11 +84,14 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are found apart from those of inputs."""
+        """Whether weight gradients are computed in actions of their own, apart from input gradients."""
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
     def in_flight(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once, of a microbatch on a stage each: from its F to its B, or its W."""
+        """The most activations that each rank holds at once, counting a microbatch once for each stage.
+
+        An activation is held from its F to its B, or to its W.
+        """
         most = []
         for actions in self.actions:
             held = peak = 0
@@ -112,7 +106,7 @@ class Schedule:
 
 
 def needs(action: Action, num_stages: int) -> Iterable[Action]:
-    """The actions without which this one cannot begin; a B stands for either way in which a backward is taken."""
+    """The actions that must end before this action begins. A backward is named B, also where it is taken as I and W."""
     kind, stage, microbatch = action
     if kind == "F" and stage:
         yield Action("F", stage - 1, microbatch)
@@ -125,28 +119,28 @@ def needs(action: Action, num_stages: int) -> Iterable[Action]:
 
 
 def done(action: Action) -> Action:
-    """The action as others wait for it: the gradient of an input is that of a B."""
+    """The action as `needs` names it: I becomes B, since an input gradient is all that a B makes for other stages."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
 class DeadlockError(RuntimeError):
-    """Ranks of a schedule wait for each other; the message says which, and for what."""
+    """Ranks of a schedule wait for each other; the message says before which actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each action of a schedule begins and ends. spans: of each rank, (action, begin, end) in its order."""
+    """When each action of a schedule begins and ends. Made by `run_through`."""
 
     schedule: Schedule
-    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]  # of each rank, (action, begin, end) in order
 
     @property
     def length(self) -> float:
-        """Time from the first action of any rank to the last."""
+        """The time from the beginning of the first action of any rank to the end of the last."""
         return max(span[-1][2] for span in self.spans if span)
 
     def idle(self, rank: int) -> float:
-        """Time in which a rank does nothing, before its first action and after its last included."""
+        """The time in which a rank does nothing, including the time before its first action and after its last."""
         return self.length - sum(end - begin for _, begin, end in self.spans[rank])
 
 
@@ -155,11 +149,12 @@ def run_through(
     duration: Callable[[Action], float] = lambda action: SLOTS[action.kind],
     sends: Sends = "buffered",
 ) -> Timeline:
-    """Every action at the first moment at which its rank is free and what it needs is there.
+    """The times of all actions, each beginning as soon as its rank is free and its inputs are there.
 
-    duration: of an action; the slots where none is given. sends: "buffered", a rank goes on at once; "blocking", it goes on
-        when what it sent is received, where a stage receives one message ahead in each direction: the next one is received
-        when the action that takes the one before has begun.
+    duration: of an action; slots by default.
+    sends: "buffered": a rank goes on as soon as it has sent. "blocking": a rank goes on when its message is
+        received. A stage receives one message ahead in each direction: a message is received when the action that
+        uses the previous message begins.
     Raises DeadlockError where no rank can go on.
     """
     ends: dict[Action, float] = {}
@@ -167,16 +162,16 @@ def run_through(
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.actions]
     free = [0.0] * schedule.ranks
     before = _before(schedule)
-    room: list[Action | None] = [None] * schedule.ranks  # what has to begin before a rank's last message is received
-    left = [list(reversed(actions)) for actions in schedule.actions]
-    while any(left):
-        went = False
-        for rank, own in enumerate(left):
-            awaited = room[rank]
+    blocked_by: list[Action | None] = [None] * schedule.ranks  # must begin before the rank's last message is received
+    remaining = [list(reversed(actions)) for actions in schedule.actions]
+    while any(remaining):
+        progressed = False
+        for rank, own in enumerate(remaining):
+            awaited = blocked_by[rank]
             if not own or (awaited is not None and awaited not in begins):
                 continue
             if awaited is not None:
-                free[rank], room[rank] = max(free[rank], begins[awaited]), None
+                free[rank], blocked_by[rank] = max(free[rank], begins[awaited]), None
             needed = list(needs(own[-1], schedule.num_stages))
             if any(each not in ends for each in needed):
                 continue
@@ -186,16 +181,16 @@ def run_through(
             ends[done(action)] = free[rank] = begin + duration(action)
             spans[rank].append((action, begin, free[rank]))
             if sends == "blocking":
-                room[rank] = before.get(_receiver(action, schedule))
-            went = True
-        if not went:
-            stuck = ", ".join(f"rank {rank} before {own[-1]}" for rank, own in enumerate(left) if own)
+                blocked_by[rank] = before.get(_receiver(action, schedule))
+            progressed = True
+        if not progressed:
+            stuck = ", ".join(f"rank {rank} before {own[-1]}" for rank, own in enumerate(remaining) if own)
             raise DeadlockError(f"schedule {schedule.name!r} with {sends} sends: {stuck} wait for each other")
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
 def _before(schedule: Schedule) -> dict[Action | None, Action]:
-    """The action that takes the message before that of each action, on the same stage and in the same direction."""
+    """For each action, the action on the same stage that uses the previous message from the same direction."""
     found: dict[Action | None, Action] = {}
     last: dict[tuple[int, str], Action] = {}
     for action in (done(action) for actions in schedule.actions for action in actions if action.kind != "W"):
@@ -207,7 +202,7 @@ def _before(schedule: Schedule) -> dict[Action | None, Action]:
 
 
 def _receiver(action: Action, schedule: Schedule) -> Action | None:
-    """The action of another rank that is sent what this one made."""
+    """The action, on another rank, that uses the output of this action; None if there is none."""
     stage = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[action.kind]
     if not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) == schedule.rank_of(action.stage):
         return None
@@ -215,9 +210,10 @@ def _receiver(action: Action, schedule: Schedule) -> Action | None:
 
 
 def picture(schedule: Schedule) -> str:
-    """Ranks of "pp" down, time across: F, B (the gradient of the input) and W (those of the weights) of each microbatch, and idle.
+    """A picture of the schedule: ranks of "pp" down, time across; then the idle share, as counted and by the formula.
 
-    Several stages on a rank are told apart by a letter: F0a, F0b. Below it the bubble, counted, beside its formula.
+    Each cell is a slot: F, B (the input gradient) or W (the weight gradients) with the number of the microbatch, or
+    idle. Several stages on a rank are told apart by a letter, as in F0a, F0b.
     """
     timeline = run_through(schedule)
     length = int(timeline.length)
@@ -236,7 +232,7 @@ def picture(schedule: Schedule) -> str:
 
 
 def bubble_text(timeline: Timeline) -> str:
-    """The idle slots of a rank, counted, and what the formula gives."""
+    """The idle slots of a rank, as counted, and the idle share by the formula."""
     schedule = timeline.schedule
     idle = sorted({int(timeline.idle(rank)) for rank in range(schedule.ranks)})
     counted = f"{idle[0]}" if len(idle) == 1 else f"{idle[0]} to {idle[-1]}"
@@ -250,9 +246,10 @@ def bubble_text(timeline: Timeline) -> str:
 
 
 def check_order(schedule: Schedule) -> None:
-    """Asserts that two stages exchange microbatches in one order: what a stage sends first is taken first.
+    """Check that neighboring stages take microbatches in the same order, in each direction.
 
-    Messages between two ranks then need no names. Raises ValueError where they would pass one another.
+    A stage then uses messages in the order in which they are sent, and messages between two ranks need no names.
+    Raises ValueError where a message would pass another.
     """
     for kinds in (("F",), ("B", "I")):
         sequences = {

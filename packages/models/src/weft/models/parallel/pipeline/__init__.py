@@ -1,1 +1,1 @@
-"""A model cut into stages, and what runs them."""
+"""Pipeline parallelism: a model cut into stages, and the code that runs the stages."""

@@ -1,4 +1,6 @@
-"""Messages between stages: the tensors of a microbatch, from each rank of a stage to the one in its place in the next."""
+"""Messages between pipeline stages: the tensors of a microbatch, from each rank of a stage to its peer in the next
+stage.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ from .forms import Sent, form_of, read, written
 
 
 class Channel:
-    """One direction between two neighboring stages, as one of its two ranks has it.
+    """One direction between two neighboring stages, as seen by one of its two ranks.
 
-    Its group is its own: nothing on another channel waits for it. Sends are started, and return at once. One message is
-    received ahead. The form of messages is told once for microbatches of a kind, by the first of them, and not on the channel.
-    Both ranks are in the same place of the meshes of their stages, so a shard meets the same shard.
-    forms: by kind those that are known beforehand.
+    Each channel has a process group of its own, so channels never wait for each other. Sends return at once. The
+    receiver posts the next receive ahead of time. The form of a message (structure, shapes, dtypes, layouts) is
+    told through the world's store, once for each kind of microbatch, with the first message of the kind. Both ranks
+    have the same coordinates in their stages' meshes, so shards correspond.
+    mesh: the mesh of the stages of this rank.
+    forms: the forms of messages that are known beforehand, by kind.
     """
 
     def __init__(
@@ -41,19 +45,21 @@ class Channel:
     ) -> None:
         members = (min(ranks), max(ranks))
         self._group = group_for(f"pipeline {name}", members, (PIPELINE_AXIS,))
-        self._other = 1 - members.index(here)  # its place in the group
+        self._peer = 1 - members.index(here)  # the rank in the group of the channel's other end
         self._name, self._mesh, self._device = name, mesh, device
         made = of_this_world()
-        number = made[self._group] = made.get(self._group, 0) + 1  # of the models whose stages these ranks have
-        self._told = f"pipeline {number}: {name}, ranks {members}"
-        self._forms: dict[Any, Any] = dict(forms)  # messages with a `Sent` in place of each tensor
-        self._looks: dict[Any, Any] = {}  # of what was sent last in that form: seen sooner than its form
+        number = made[self._group] = made.get(self._group, 0) + 1  # counts models with stages on these two ranks
+        self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
+        self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `Sent` in place of each tensor
+        self._looks: dict[Any, Any] = {}  # by kind: the last message's structure and `_look`s, quicker than a form
         self._expected: dict[Any, _Expected] = {}
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # sends under way, with their buffers
+        self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None  # the receive posted ahead: buffers and works
 
     def send(self, message: Any, kind: Any) -> None:
-        """Starts to send a tree of tensors and small values. kind: of microbatches whose messages have one form."""
+        """Start to send a message, a tree of tensors and small values. kind: equal for microbatches whose messages
+        have one form.
+        """
         leaves, structure = tree_flatten(message)
         looks = structure, [_look(leaf) for leaf in leaves]
         if kind not in self._looks or self._looks[kind] != looks:
@@ -67,10 +73,10 @@ class Channel:
                     self._start((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
 
     def receive(self, kind: Any, more: bool) -> Any:
-        """The next message. more: whether another will follow, which is then received ahead."""
+        """The next message. more: whether another message follows; its receive is then posted now."""
         if kind not in self._expected:
             if kind not in self._forms:
-                self._forms[kind] = read(world().hear(f"{self._told}, {kind}"))
+                self._forms[kind] = read(world().hear(f"{self._key}, {kind}"))
             self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
         expected = self._expected[kind]
         parts, works = self._ahead or self._receives(expected)
@@ -80,54 +86,57 @@ class Channel:
         return expected.made(parts)
 
     def finish(self) -> None:
-        """Waits until all that was sent has been received."""
+        """Wait until the peer has received all messages sent."""
         while self._sent:
             wait_for(self._sent.popleft()[0])
 
     def _check(self, message: Any, kind: Any) -> None:
-        """Tells the first message's form, and raises RuntimeError for another, and for one that JSON has not."""
+        """Tell the form of the first message of a kind; compare the form of later messages.
+
+        Raises RuntimeError for a form that differs, and for a form that JSON cannot express.
+        """
         form = form_of(message)
         known = self._forms.get(kind)
         if known is None:
             try:
                 told = written(form)
             except TypeError as error:
-                raise RuntimeError(f"pipeline {self._name}: of what goes from stage to stage, {error}") from None
-            world().tell(f"{self._told}, {kind}", told)
+                raise RuntimeError(f"pipeline {self._name}: a message between stages has a bad form: {error}") from None
+            world().tell(f"{self._key}, {kind}", told)
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
-                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; what "
-                f"goes from stage to stage must have one form"
+                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; messages "
+                f"between stages must have one form for microbatches of one kind"
             )
 
     def _start(self, part: Tensor) -> None:
         if part.numel():
-            work = dist.isend(part, group=self._group, group_dst=self._other)
+            work = dist.isend(part, group=self._group, group_dst=self._peer)
             assert work is not None, "this rank is in the group"
             self._sent.append((work, part))
 
     def _receives(self, expected: _Expected) -> tuple[list[Tensor], list[dist.Work]]:
         parts = expected.empty()
-        works = [dist.irecv(part, group=self._group, group_src=self._other) for part in parts if part.numel()]
+        works = [dist.irecv(part, group=self._group, group_src=self._peer) for part in parts if part.numel()]
         return parts, [work for work in works if work is not None]
 
 
 class _Expected:
-    """Messages of one form, as their receiver makes them: what they have in common is found once."""
+    """Builds the received messages of one form; what these messages have in common is found once."""
 
     def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
         self._leaves, self._structure = tree_flatten(form)
         self._sent = [leaf for leaf in self._leaves if isinstance(leaf, Sent)]
         self._mesh, self._device = mesh, device
-        self._kinds: dict[int, Any] = {}  # of the DTensors among the tensors
+        self._kinds: dict[int, Any] = {}  # the `kind_of` each DTensor of the message, by position
 
     def empty(self) -> list[Tensor]:
-        """Room for this rank's parts of the tensors."""
+        """Buffers for this rank's parts of the message's tensors."""
         return [torch.empty(sent.local, dtype=sent.dtype, device=self._device) for sent in self._sent]
 
     def made(self, parts: Sequence[Tensor]) -> Any:
-        """The message."""
+        """The message, given the received parts."""
         tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
         leaves = [next(tensors) if isinstance(leaf, Sent) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._structure)
@@ -141,13 +150,13 @@ class _Expected:
 
 
 class Handover:
-    """A channel between two stages of one rank."""
+    """A channel between two stages on the same rank."""
 
     def __init__(self) -> None:
         self._kept: deque[Any] = deque()
 
     def send(self, message: Any, kind: Any) -> None:
-        """Keeps the message."""
+        """Keep the message, with its tensors detached."""
         self._kept.append(
             tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
         )
@@ -157,11 +166,11 @@ class Handover:
         return self._kept.popleft()
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
 
 
 def _look(leaf: Any) -> Any:
-    """Equal for leaves of one form."""
+    """A value that is equal for leaves of the same form."""
     if isinstance(leaf, DTensor):
         return kind_of(leaf), leaf.requires_grad
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

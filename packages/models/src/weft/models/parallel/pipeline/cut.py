@@ -1,4 +1,4 @@
-"""Where a model is cut: which layers, and which of what is around them, each stage has."""
+"""Where a model is cut: the layers, and the modules and parameters around them, that each stage has."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from .flow import END, follow, units_of
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model in stages, as every rank knows it.
+    """A model cut into stages; an equal value on every rank. Made by `cut`."""
 
-    layers: the names of those in the list, in order. ranges: of them, [start, stop), for each stage. units: modules beside the
-    list, and the stages that use what they give. parameters: by their first names, the stages that have them.
-    """
-
-    layers: tuple[str, ...]
-    ranges: tuple[tuple[int, int], ...]
-    units: dict[str, frozenset[int]]
-    parameters: dict[str, frozenset[int]]
+    layers: tuple[str, ...]  # the names of the listed layers, in order
+    ranges: tuple[tuple[int, int], ...]  # the layers of each stage, [start, stop)
+    units: dict[str, frozenset[int]]  # modules outside the list, and the stages that use their outputs
+    parameters: dict[str, frozenset[int]]  # parameters by their first names, and the stages that hold them
 
     def shared(self, rank_of: Callable[[int], int]) -> dict[str, tuple[int, ...]]:
-        """The parameters that ranks of several coordinates on "pp" have, and those coordinates, ascending."""
+        """The parameters that several ranks along "pp" hold, with the ranks' coordinates on "pp", ascending.
+
+        rank_of: the coordinate on "pp" that holds a stage.
+        """
         ranks = {name: tuple(sorted(set(map(rank_of, stages)))) for name, stages in self.parameters.items()}
         return {name: each for name, each in ranks.items() if len(each) > 1}
 
 
 def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
-    """Where the plan cuts the model. Nothing is changed, and no data is computed with.
+    """Cut a model as the plan says. The model is not changed, and no data is computed.
 
-    Raises ValueError for a model without a list of layers, for more stages than layers, for counts that do not add up to them,
-    for a point that there is not, and as `follow` does.
+    Raises ValueError for a model without a list of layers, for more stages than layers, for layer counts that do
+    not add up, for a split point that is no layer, and as `follow` does.
     """
     layers, ranges = ranges_of(model, plan, schedule)
     flow = follow(model, layers)
@@ -62,13 +61,13 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
 def ranges_of(
     model: nn.Module, plan: PipelinePlan, schedule: Schedule
 ) -> tuple[list[str], tuple[tuple[int, int], ...]]:
-    """The names of the listed layers, and of them, [start, stop), those of each stage. Raises ValueError as `cut`."""
+    """The names of the listed layers, and each stage's layers as [start, stop). Raises ValueError as `cut` does."""
     layers, points = _layers_of(model, plan.split)
     return layers, _ranges(model, plan.split, layers, points, schedule)
 
 
 def _layers_of(model: nn.Module, split: Split) -> tuple[list[str], list[str]]:
-    """The names of the listed layers, and of those at which a stage after the first begins where the split says them."""
+    """The names of the listed layers; and the first layers of the second and later stages, if `split` names them."""
     lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if isinstance(split, tuple) and isinstance(split[0], str):
         points = [str(each) for each in split]
@@ -111,12 +110,16 @@ def _layers_of(model: nn.Module, split: Split) -> tuple[list[str], list[str]]:
 def _ranges(
     model: nn.Module, split: Split, layers: list[str], points: list[str], schedule: Schedule
 ) -> tuple[tuple[int, int], ...]:
+    """Each stage's layers as [start, stop).
+
+    points: the first layer of each stage after the first, if `split` names these layers; else empty.
+    """
     stages, count = schedule.num_stages, len(layers)
     where = f"{schedule.ranks} ranks" + (f" with {schedule.chunks} each" if schedule.chunks > 1 else "")
     if stages > count:
         raise ValueError(
-            f"{type(model).__name__} has {count} layers, {layers[0]} to {layers[-1]}, and they cannot be cut into {stages} "
-            f"stages, on {where}: each has a layer or more; lower pp or chunks"
+            f"{type(model).__name__} has {count} layers, {layers[0]} to {layers[-1]}, and they cannot be cut into "
+            f"{stages} stages, on {where}: each stage needs a layer or more; lower pp or chunks"
         )
     if points:
         starts = [layers.index(point) for point in points]
@@ -127,8 +130,8 @@ def _ranges(
         counts = [int(each) for each in split]
         if sum(counts) != count or min(counts) < 1:
             raise ValueError(
-                f"split gives the stages {', '.join(map(str, counts))} layers, {sum(counts)} in all; {type(model).__name__} has "
-                f"{count}, and each stage has one or more"
+                f"split gives the stages {', '.join(map(str, counts))} layers, {sum(counts)} in all; "
+                f"{type(model).__name__} has {count}, and each stage needs one or more"
             )
         bounds = [0, *accumulate(counts)]
     else:

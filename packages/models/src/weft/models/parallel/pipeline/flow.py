@@ -1,4 +1,7 @@
-"""Which parts of a model its layers read: found by running its own forward on shapes, and following what came of what."""
+"""Which modules and parameters each layer of a model reads.
+
+Found by running the model's own forward on shapes, and following the autograd graph.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,24 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-TOKENS = (2, 2)  # rows and tokens of the batch of shapes
-END = -1  # what reads the last layer's output: the rest of the model
+TOKENS = (2, 2)  # [B, T] of the tokens on whose shape the forward runs
+END = -1  # as a reader: the rest of the model, after the last layer
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What reads what, by data.
+    """The data flow between a model's list of layers and the modules around the list. Made by `follow`."""
 
-    layers: the names of the listed layers, in the order in which they are called. units: the modules outside of the list, as
-    large as can be, that were called, and the layers that read what they give, END included; of a unit whose outputs lead to
-    nothing that could be followed, as whole numbers do, there is no entry. parameters: those of modules around the list.
-    """
-
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # the names of the listed layers, in the order of their calls
+    # Each unit, a largest module outside the list, and the layers reading the unit's outputs, END included. There is no
+    # entry if autograd follows none of the outputs; integers, for example, cannot be followed.
     units: dict[str, set[int]] = field(default_factory=dict)
+    # Each parameter of a module around the list, and the layers that read the parameter, END included.
     parameters: dict[str, set[int]] = field(default_factory=dict)
 
 
 def units_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The largest modules that neither hold a listed layer nor are in one."""
+    """The names of the largest modules that neither contain nor are contained in a listed layer."""
     around = {name.rpartition(".")[0] for name in layers}
     for name in list(around):
         while name:
@@ -46,15 +47,16 @@ def units_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
-    """Runs the model's forward on the shapes of a few tokens, in eval mode; nothing is computed, and nothing changed.
+    """Find what each listed layer reads, by running the model's forward in eval mode on the shapes of a few tokens.
 
-    Raises ValueError where the layers are not called once each, in their order, each reading the output of the one before and
-    of no other: such a model cannot be cut there.
+    Nothing is computed, and the model is unchanged. The model can be cut between layers called once each, in order,
+    each reading the output of the previous layer and of no other layer.
+    Raises ValueError for any other model.
     """
     found = Flow(tuple(layers))
     called: list[int] = []
-    leaves: dict[int, int] = {}  # of the tensors that a layer gave, by identity
-    kept: list[Any] = []
+    leaves: dict[int, int] = {}  # id of a tensor returned by a layer -> the layer
+    alive: list[Any] = []  # keeps these tensors alive, and their ids unique
 
     def enter(index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -65,15 +67,15 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
 
     def leave(index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            def fresh(x: Any) -> Any:
+            def as_leaf(x: Any) -> Any:
                 if not isinstance(x, Tensor) or not x.is_floating_point():
                     return x
                 cut = x.detach().requires_grad_()
                 leaves[id(cut)] = index
-                kept.append(cut)
+                alive.append(cut)
                 return cut
 
-            return tree_map(fresh, output)
+            return tree_map(as_leaf, output)
 
         return hook
 
@@ -91,8 +93,8 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
             elif leaf is not None and id(leaf) in leaves and leaves[id(leaf)] != before:
                 who = "the end of the model" if reader == END else layers[reader]
                 raise ValueError(
-                    f"{type(model).__name__} cannot be cut between its layers: {who} reads what {layers[leaves[id(leaf)]]} "
-                    f"gives, and not the layer before it alone"
+                    f"{type(model).__name__} cannot be cut between its layers: {who} reads the output of "
+                    f"{layers[leaves[id(leaf)]]}, and may read only that of the layer before it"
                 )
             elif leaf is not None and id(leaf) in names:
                 found.parameters.setdefault(names[id(leaf)], set()).add(reader)
@@ -109,7 +111,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
     handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in units_of(model, layers)]
     try:
         with torch.device("meta"), _evaluating(model), torch.enable_grad():
-            state = {name: _shape_of(value) for name, value in _state(model)}
+            state = {name: _without_data(value) for name, value in _state(model)}
             names = {id(value): name for name, value in state.items()}
             output = functional_call(model, state, (torch.zeros(TOKENS, dtype=torch.int64),))
             _read(END, tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple()), len(layers) - 1)
@@ -119,25 +121,26 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
     if called != list(range(len(layers))):
         order = ", ".join(layers[i] for i in called[:8]) or "none of them"
         raise ValueError(
-            f"{type(model).__name__} cannot be cut by these layers: its forward calls {order}, and not each of "
+            f"{type(model).__name__} cannot be cut by these layers: its forward calls {order}, and must call each of "
             f"{layers[0]} to {layers[-1]} once, in this order"
         )
     return found
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's parameters and buffers, by name."""
     yield from model.named_parameters(remove_duplicate=True)
     yield from model.named_buffers(remove_duplicate=True)
 
 
-def _shape_of(value: Tensor) -> Tensor:
-    """The same without data; differentiable where it can be, so that what comes of it can be followed."""
+def _without_data(value: Tensor) -> Tensor:
+    """A meta tensor like `value`; requires grad if floating-point, for autograd to follow the tensor's uses."""
     shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return shape.requires_grad_(value.is_floating_point())
 
 
 class _Marked(torch.autograd.Function):
-    """The identity, which says in the history of what comes of it which unit it is the output of."""
+    """The identity. Its node in the autograd graph has an attribute `unit`: the name of the unit whose output x is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: str) -> Tensor:
@@ -150,29 +153,31 @@ class _Marked(torch.autograd.Function):
 
 
 def _marked(x: Any, unit: str) -> Any:
+    """x, if autograd follows x, marked as an output of the unit."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return _Marked.apply(x if x.requires_grad else x.detach().requires_grad_(), unit)  # type: ignore[no-untyped-call]
 
 
 def _history(tensors: Sequence[Any]) -> Iterator[Any]:
-    """The autograd nodes that the tensors came of."""
-    left: list[Any] = []
+    """The nodes of the autograd graph from which the tensors come."""
+    pending: list[Any] = []
     for x in tensors:
         if isinstance(x, Tensor) and x.requires_grad:
-            left.append(x.grad_fn if x.grad_fn is not None else torch.autograd.graph.get_gradient_edge(x).node)
-    seen = set(left)
-    while left:
-        node = left.pop()
+            pending.append(x.grad_fn if x.grad_fn is not None else torch.autograd.graph.get_gradient_edge(x).node)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
         yield node
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                left.append(other)
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                pending.append(source)
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in eval mode."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

@@ -1,6 +1,7 @@
-"""The form of a message between stages: what its receiver has to know of it, told as JSON.
+"""The form of a message between stages, as JSON for the receiver: structure, shapes, dtypes and layouts.
 
-The store that tells it may be reached by others, and what comes of a pickle is a program.
+JSON and not pickle: forms are told through a store to which strangers may be able to write, and a pickle can run
+any program.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from weft.reshard import layout_of
 
-_PLAIN = (bool, int, float, str, type(None))  # which JSON has
+_PLAIN = (bool, int, float, str, type(None))  # types known to JSON
 _SEQUENCES: Mapping[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "list": list}
 _MAPPINGS: Mapping[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "OrderedDict": OrderedDict}
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A tensor of a message. local: the shape of the part that is sent. placements: in words, of a DTensor; None of a plain tensor."""
+    """The description of a tensor in the form of a message."""
 
-    local: tuple[int, ...]
+    local: tuple[int, ...]  # the shape of a rank's part, as sent to the peer
     dtype: torch.dtype
     requires_grad: bool
-    shape: tuple[int, ...]
-    placements: str | None
+    shape: tuple[int, ...]  # the global shape
+    placements: str | None  # a DTensor's layout as text; None for a plain tensor
 
 
 def form_of(message: Any) -> Any:
@@ -48,12 +49,15 @@ def _described(leaf: Any) -> Any:
 
 
 def written(form: Any) -> bytes:
-    """The form as JSON. Raises TypeError for a value that `read` does not make: it looks up and calls nothing by name."""
+    """A form as JSON. Raises TypeError for a value of a type unknown to `read`."""
     return json.dumps(_as_json(form)).encode()
 
 
 def read(told: bytes) -> Any:
-    """The form that `written` has written. Raises ValueError for anything else."""
+    """The form written by `written`. Nothing is called by a name in the text; only dtypes are looked up by name.
+
+    Raises ValueError for other text.
+    """
     try:
         return _of_json(json.loads(told))
     except (AttributeError, TypeError, ValueError) as error:
@@ -71,7 +75,8 @@ def _as_json(form: Any) -> Any:
         dtype = str(form.dtype).removeprefix("torch.")
         return {"Sent": [form.local, dtype, form.requires_grad, form.shape, form.placements]}
     raise TypeError(
-        f"a {type(form).__name__} cannot be told to the next stage; use tensors, numbers, text and None, in tuples, lists and dicts"
+        f"a {type(form).__name__} cannot be told to the next stage; use tensors, numbers, text and None, "
+        f"in tuples, lists and dicts"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs a schedule on a cut model: the actions of this rank in their order, and the messages between stages."""
+"""Runs a pipeline schedule on a cut model: this rank's actions in order, and the messages between stages."""
 
 from __future__ import annotations
 
@@ -31,30 +31,33 @@ from .channels import Channel, Handover
 from .stages import Stages
 
 Within = Callable[[], AbstractContextManager[Any]]
-_WORDS = 32  # bytes that the name of a dtype takes
+_WORDS = 32  # bytes in which the name of a dtype is broadcast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """What the model and its loss are called with. targets: of the criterion. kind: equal where all shapes are."""
+    """One microbatch: the arguments of the model, and the targets of the loss."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    targets: Any = None
+    args: tuple[Any, ...]  # of the model
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of the model
+    targets: Any = None  # of the criterion
 
     @property
     def kind(self) -> Any:
+        """Equal for microbatches whose tensors have the same shapes, with the same grad mode."""
         return tuple(tuple(each.shape) for each in tensors_of((self.args, self.kwargs))), torch.is_grad_enabled()
 
 
-LossOf = Callable[[Any, Microbatch], Tensor]
+LossOf = Callable[[Any, Microbatch], Tensor]  # (the model's output, the microbatch) -> a scalar
 
 
 class Pipeline:
-    """A cut model on this rank: its stages, its schedule, and its neighbors. mesh: with the axis "pp".
+    """A cut model on this rank: its stages, its schedule, and its channels to neighboring stages.
 
-    parameters: those of all stages, without data. ran: the actions of the last step, in order. in_flight: the most microbatches
-    on a stage that were held at once. forms: of the messages into a stage, "F" or "B", where they are known beforehand.
+    `parallelize` makes one for each cut model; `pipeline_of` finds it.
+    plan, schedule: how the model is cut, and the order of actions.
+    mesh: the whole mesh, with the axis "pp".
+    parameters: the parameters of all stages by name, as meta tensors.
     """
 
     def __init__(
@@ -71,22 +74,26 @@ class Pipeline:
         assert coordinate is not None, "a model is laid out on ranks of the mesh"
         self._at = coordinate
         self.shared = stages.cut.shared(schedule.rank_of)
-        self.ran: list[Action] = []
-        self.in_flight = 0
-        self._channels: dict[tuple[str, int], Channel | Handover] = {}
-        self._earlier: dict[str, Tensor] = {}  # gradients of shared parameters, of steps before this one
+        self.ran: list[Action] = []  # the actions of the last step, in order
+        self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step
+        self._channels: dict[tuple[str, int], Channel | Handover] = {}  # by "F" or "B", and the stage entered
+        self._earlier: dict[str, Tensor] = {}  # the gradients that shared parameters had before this step
+        # Forms of messages that are known beforehand: by direction and the stage entered, then by kind.
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        raise TypeError("a model that is cut into stages is not copied; parallelize a new one")
+        raise TypeError("a model that is cut into stages cannot be copied; parallelize a new model")
 
     @property
     def stage_mesh(self) -> ProcessMesh:
-        """Of the stages of this rank, without the axis "pp"."""
+        """The mesh of this rank's stages: the whole mesh without the axis "pp"."""
         return stage_mesh_of(self.mesh, self._at[PIPELINE_AXIS])
 
     def is_counted_here(self, name: str) -> bool:
-        """Whether the first ranks, along "pp", that have a parameter are those of this one."""
+        """Whether this rank counts the parameter `name` where each parameter must count once over "pp", as in a norm.
+
+        Of the ranks along "pp" that hold the parameter, the first counts it.
+        """
         return name not in self.shared or self.shared[name][0] == self._at[PIPELINE_AXIS]
 
     def find_gradients(
@@ -98,12 +105,14 @@ class Pipeline:
         computing: Within = nullcontext,
         ended: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
-        """Takes each microbatch forward and backward.
+        """Run each microbatch forward and backward, in the order of the schedule.
 
-        loss_of: of the model's output, a scalar, asked for on the ranks of the last stage. accumulating: in it backward passes only add up. computing: what the model is
-        called in. ended: called after each action.
-        Communication: of activations, and of their gradients, to the rank in the same place of the next stage. What parameters on
-        shards are gathered to stays until all microbatches are back, so that it is gathered once.
+        loss_of: the loss of a microbatch, called on the ranks of the last stage only.
+        accumulating: a context in which backward passes only add up gradients; entered once around all actions.
+        computing: a context entered around each call of the model.
+        ended: called after each action, with its phase.
+        Communication: sends activations, and their gradients, to the rank at the same place in the neighboring
+        stage. Sharded parameters are gathered once and stay gathered until all microbatches are done.
         """
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
@@ -120,7 +129,9 @@ class Pipeline:
         run.finish()
 
     def forward(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[Any]:
-        """Takes each microbatch forward alone; what the model gave, on the ranks of the last stage, else none."""
+        """Run each microbatch forward only. Returns the model's outputs on the ranks of the last stage, elsewhere
+        no outputs.
+        """
         run = _Run(self, model, microbatches, None)
         with keeping_gathered(model):
             for stage in self.stages.own:
@@ -130,10 +141,11 @@ class Pipeline:
         return run.outputs
 
     def add_shared(self, model: nn.Module) -> None:
-        """Adds up this step's gradients of parameters that several stages have: equal to the bit on all of them.
+        """Sum this step's gradients of parameters that several stages hold; the sum is equal to the bit on all
+        these stages.
 
-        They are added to what was there before the step. Communication: for each such parameter an all-reduce between the ranks, one
-        of each of these stages, that have this shard.
+        The sum is added to the parameter's gradient from before the step.
+        Communication: for each shared parameter, an all-reduce among the ranks, one per stage, holding this shard.
         """
         for name, parameter in self._shared_here(model):
             coordinates = self.shared[name]
@@ -146,18 +158,21 @@ class Pipeline:
                 local.add_(_local(earlier))
 
     def _set_aside(self, model: nn.Module) -> None:
-        """Takes gradients of earlier steps off shared parameters: they are sums over the stages already, and no addends."""
+        """Set aside the gradients that shared parameters have from earlier steps.
+
+        They are sums over the stages already, and must not be summed over the stages again.
+        """
         self._earlier.clear()
         for name, parameter in self._shared_here(model):
             grad = parameter.grad
             if grad is None or isinstance(grad, Waiting):
                 continue
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-                continue  # an addend, of a pass that no wait() has followed
+                continue  # a partial sum, from a backward pass after which wait() was not called
             self._earlier[name], parameter.grad = grad, None
 
     def _shared_here(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that stages of other ranks have too, and that learn."""
+        """The trainable parameters of this rank that stages on other ranks hold too, with their names."""
         for name, coordinates in self.shared.items():
             if self._at[PIPELINE_AXIS] in coordinates:
                 parameter = model.get_parameter(name)
@@ -165,11 +180,12 @@ class Pipeline:
                     yield name, parameter
 
     def whole_parameter(self, model: nn.Module, name: str, read: Callable[[nn.Module, str], Tensor]) -> Tensor:
-        """A parameter of any stage, whole, on every rank. Every rank calls it, for all parameters in one order.
+        """A parameter of any stage in full, on every rank. Every rank calls this, for all parameters in the same
+        order.
 
-        read: gives the parameter, or a copy to take in its place, on the ranks of a stage that has it.
-        Communication: that of `read`; on the ranks of a stage that has it the reshard to Replicate; two broadcasts over "pp",
-        of its dtype and of its numbers.
+        read: returns the parameter, or a copy to use instead; called on the ranks of a stage that holds the parameter.
+        Communication: as `read` does; on the ranks of a stage that holds the parameter, the reshard to Replicate;
+        two broadcasts over "pp", of the dtype's name and of the values.
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
         whole: Tensor | None = None
@@ -179,7 +195,7 @@ class Pipeline:
             whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
         group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
         source = self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first})
-        words = ("" if whole is None else str(whole.dtype)).ljust(_WORDS).encode()  # other stages may have other dtypes
+        words = ("" if whole is None else str(whole.dtype)).ljust(_WORDS).encode()  # dtypes may differ between stages
         told = torch.tensor(list(words), dtype=torch.uint8, device=device)
         dist.broadcast(told, source, group=group)
         if whole is None:
@@ -189,25 +205,32 @@ class Pipeline:
         return whole
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
-        """The sum over "pp", on every rank, of numbers of any dtypes: each rank gets it in that of its own.
+        """The sum of a number over "pp", on every rank, in the dtype of this rank's number. Dtypes may differ
+        between ranks.
 
-        Communication: an all-reduce of a number of float64, as no stage knows the dtype of a loss that another one computes.
+        Communication: an all-reduce of a float64, since no rank knows the dtype of a loss that another stage computes.
         """
         group, total = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))), number.double()
         wait_for(dist.all_reduce(total, group=group, async_op=True))
         return total.to(number.dtype)
 
     def finish_sends(self) -> None:
-        """Waits until all that was sent to other stages has been received."""
+        """Wait until all messages sent to other stages have been received."""
         for channel in self._channels.values():
             channel.finish()
 
     def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
+        """The process group of the ranks at these coordinates on "pp", and at this rank's coordinates on all other
+        axes.
+        """
         ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
         return group_for(f"pipeline {purpose}", tuple(sorted(ranks)), (PIPELINE_AXIS,))
 
     def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
-        """What brings activations ("F") into a stage, or their gradients ("B"). Made when first asked for, all in one order."""
+        """The channel that brings activations (way "F") into a stage, or gradients of activations (way "B").
+
+        The first call makes all channels, in the same order on all ranks.
+        """
         if not self._channels:
             here = self._at[PIPELINE_AXIS]
             stage_mesh = self.stage_mesh
@@ -226,18 +249,15 @@ class Pipeline:
 
 
 class _Held(NamedTuple):
-    """What is held of a microbatch on a stage until backward, beside what autograd keeps.
+    """What a stage holds of a microbatch from forward to backward, besides autograd's saved tensors."""
 
-    given: where the gradients of what the stage gave go; the values are the next stage's. ones: gradients of the loss, on the last.
-    """
-
-    received: list[Tensor]
-    given: list[GradientEdge]
-    ones: list[Tensor] | None
+    received: list[Tensor]  # the received activations that require grad; backward sends their gradients back
+    outputs: list[GradientEdge]  # where the gradients of the stage's outputs enter; the values went to the next stage
+    first_gradients: list[Tensor] | None  # of the loss, on the last stage
 
 
 class _Run:
-    """One step: what is held of it, and how each action is taken."""
+    """One step of a pipeline: carries out actions, and holds microbatches between forward and backward."""
 
     def __init__(
         self,
@@ -253,9 +273,9 @@ class _Run:
         self._last = pipeline.schedule.num_stages - 1
         self._recording: Within = weights_may_wait if pipeline.schedule.splits_backward else nullcontext
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._taken: dict[tuple[str, int], int] = {}
-        self._held: dict[tuple[int, int], _Held] = {}
-        self._later: dict[tuple[int, int], Later] = {}  # what adds up gradients of weights, between I and W
+        self._num_received: dict[tuple[str, int], int] = {}  # by direction and stage
+        self._held: dict[tuple[int, int], _Held] = {}  # by stage and microbatch
+        self._later: dict[tuple[int, int], Later] = {}  # by stage and microbatch: gradients of weights to compute in W
         self.most_held = 0
         self.ran: list[Action] = []
         self.outputs: list[Any] = []
@@ -276,18 +296,18 @@ class _Run:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
         received = self._receive("F", action) if stage else None
         with self._computing(), self._recording():
-            given = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
+            output = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
         if stage < self._last:
-            self._pipeline.channel("F", stage + 1, self._device).send(given, self._kinds[action.microbatch])
+            self._pipeline.channel("F", stage + 1, self._device).send(output, self._kinds[action.microbatch])
         elif self._loss_of is None:
-            self.outputs.append(given)
+            self.outputs.append(output)
         else:
-            given = self._loss_of(given, microbatch)
+            output = self._loss_of(output, microbatch)
         if self._loss_of is not None:
             self._held[stage, action.microbatch] = _Held(
                 differentiable(received),
-                [get_gradient_edge(x) for x in differentiable(given)],
-                [first_gradient(x) for x in differentiable(given)] if stage == self._last else None,
+                [get_gradient_edge(x) for x in differentiable(output)],
+                [first_gradient(x) for x in differentiable(output)] if stage == self._last else None,
             )
 
     def _backward(self, action: Action) -> None:
@@ -296,11 +316,11 @@ class _Run:
             for add in self._later.pop(key):
                 add()
         else:
-            received, given, ones = self._held[key]
-            arrived = self._receive("B", action) if ones is None else ones
+            received, outputs, first_gradients = self._held[key]
+            gradients = self._receive("B", action) if first_gradients is None else first_gradients
             waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
             with waiting as later:
-                go_back(given, arrived)
+                go_back(outputs, gradients)
             self._send_back(action, [x.grad for x in received])
             if action.kind == "I":
                 self._later[key] = later
@@ -313,20 +333,20 @@ class _Run:
             channel.send(gradients, self._kinds[action.microbatch])
 
     def _receive(self, way: str, action: Action) -> Any:
-        taken = self._taken[way, action.stage] = self._taken.get((way, action.stage), 0) + 1
-        kind, more = self._kinds[action.microbatch], taken < len(self._microbatches)
+        number = self._num_received[way, action.stage] = self._num_received.get((way, action.stage), 0) + 1
+        kind, more = self._kinds[action.microbatch], number < len(self._microbatches)
         return self._pipeline.channel(way, action.stage, self._device).receive(kind, more)
 
 
 def go_back(given: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
-    """Backward from what a stage gave, but for what has no gradient; where nothing has one there is none."""
+    """Run backward from a stage's outputs with their gradients; an output whose gradient is None is left out."""
     pairs = [(x, gradient) for x, gradient in zip(given, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])  # type: ignore[arg-type]
 
 
 def differentiable(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that autograd follows."""
+    """The tensors of a tree that require grad."""
     return [x for x in tensors_of(tree) if x.requires_grad]
 
 
@@ -335,7 +355,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:
-    """The mesh of the stages at that coordinate on "pp"; of one process where there is no other axis."""
+    """The mesh of the stages at a coordinate on "pp": the mesh without "pp"; one process where "pp" is
+    the only axis.
+    """
     if mesh.ndim == 1:
         return ProcessMesh([mesh.rank_at(**{PIPELINE_AXIS: coordinate})], ["dp"])
     return mesh.get_mesh_with_dim(PIPELINE_AXIS, coordinate)

@@ -1,4 +1,4 @@
-"""A model that holds some of its stages: its own forward is run, and what is of other stages is passed by."""
+"""The stages of a cut model on one rank. The model's own forward runs, limited to one stage at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.reshard.running.trees import tensors_of
 
 from .cut import Cut
 
-KINDS = 64  # of arguments for which a module's shapes are kept: more than a step has
+KINDS = 64  # kinds of arguments for which a module's output shapes are cached: more than occur in a step
 
 
-class _Left(Exception):  # it is no error: a forward ends so after the last layer of a stage
-    """The forward of a stage is over. value: what its last layer gave."""
+class _StageEnd(Exception):
+    """Raised to leave the model's forward after the last layer of a stage; not an error. value: the layer's output."""
 
     def __init__(self, value: Any) -> None:
         super().__init__("a stage's forward is over")
@@ -28,29 +28,36 @@ class _Left(Exception):  # it is no error: a forward ends so after the last laye
 
 
 class Stages:
-    """What a rank holds of a model that was cut, and which of its stages runs now.
+    """The stages of a cut model that a rank holds, and the stage that runs now. Made by `parallelize`.
 
-    A layer before the stage that runs gives what was received, one that comes after is never called, since the forward is left
-    after the stage's last. A module beside the layers that the stage does not use gives a shape without data, and runs nothing.
+    `forward` runs the model's own forward for one stage. A layer before the stage returns the received activations.
+    The forward is left after the stage's last layer, so later layers are never called. A module outside the list of
+    layers, if unused by the stage, computes only the shapes of outputs, without data.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, own: Sequence[int]) -> None:
         self.cut, self.own = cut, tuple(own)
         self._running: int | None = None
         self._received: Any = None
-        self._around: list[tuple[nn.Module, str, Tensor]] = []  # of the forward's own, which other stages have
-        self._device: torch.device | None = None  # where their shapes are
+        # Parameters of modules around the layers that other stages hold: module, name, and shape as a meta tensor.
+        self._shapes_around: list[tuple[nn.Module, str, Tensor]] = []
+        self._device: torch.device | None = None  # of the tensors put in their places
         partly = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
         self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in partly}
-        self._remove_others(model)
+        self._remove_foreign(model)
 
-    def take_calls(self, model: nn.Module) -> None:
-        """Has the stage that runs decide what a layer or a unit does; last, so that what else answers a call is within."""
+    def route_calls(self, model: nn.Module) -> None:
+        """Route the calls of layers and units through this object, which acts by the stage that runs.
+
+        Called last, so that hooks, gathers and compiled code registered before run inside of the routed calls.
+        """
         for i, name in enumerate(self.cut.layers):
-            _take_calls(model.get_submodule(name), lambda layer, args, kwargs, i=i: self._layer(i, layer, args, kwargs))
+            _route_calls(
+                model.get_submodule(name), lambda layer, args, kwargs, i=i: self._layer(i, layer, args, kwargs)
+            )
         for unit, stages in self.cut.units.items():
             shapes = self._absent.get(unit)
-            _take_calls(
+            _route_calls(
                 model.get_submodule(unit),
                 lambda unit, args, kwargs, stages=stages, shapes=shapes: self._unit(stages, shapes, unit, args, kwargs),
             )
@@ -58,28 +65,32 @@ class Stages:
     def forward(
         self, model: nn.Module, stage: int, received: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The forward of one stage: what its last layer gives, or, of the last stage, what the model does.
+        """Run the forward of one stage: returns its last layer's output; for the last stage, the model's output.
 
-        received: what the last layer of the stage before gave; None for the first. args, kwargs: of the whole model.
+        received: the output of the previous stage's last layer; None for the first stage.
+        args, kwargs: the arguments of the whole model.
         """
         assert self._running is None, "one stage runs at a time"
         self._running, self._received = stage, received
         self._place_shapes((args, kwargs))
         try:
             return model(*args, **kwargs)
-        except _Left as left:
-            return left.value
+        except _StageEnd as end:
+            return end.value
         finally:
             self._running = self._received = None
 
-    def _place_shapes(self, given: Any) -> None:
-        """Puts shapes in the places of parameters that other stages have, on the device of what the model is given."""
-        if not self._around:
+    def _place_shapes(self, arguments: Any) -> None:
+        """Put tensors without data in the places of other stages' parameters.
+
+        arguments: of the model; the tensors are put on the device of these arguments.
+        """
+        if not self._shapes_around:
             return
-        device = _device_of(given)
+        device = _device_of(arguments)
         if device != self._device:
             self._device = device
-            for module, leaf, shape in self._around:
+            for module, leaf, shape in self._shapes_around:
                 object.__setattr__(module, leaf, _fake(shape, device))
 
     def _layer(self, index: int, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -88,12 +99,13 @@ class Stages:
             return self._received
         if index == start and any(isinstance(x, FakeTensor) for x in tensors_of((args, kwargs))):
             raise RuntimeError(
-                f"{self.cut.layers[index]} reads a value of which stage {self._running} has the shape alone: it was made by a "
-                f"module that earlier stages have, in a way that could not be followed on shapes"
+                f"{self.cut.layers[index]} reads a value of which stage {self._running} has the shape alone: a module "
+                f"of earlier stages computes the value, in a way that autograd does not follow on shapes; pass the "
+                f"value on from layer to layer"
             )
         output = layer(*args, **kwargs)
         if index == stop - 1 and stop < len(self.cut.layers):
-            raise _Left(output)
+            raise _StageEnd(output)
         return output
 
     def _unit(self, stages: frozenset[int], shapes: Any, unit: Any, args: Any, kwargs: Any) -> Any:
@@ -103,13 +115,14 @@ class Stages:
     def _range(self) -> tuple[int, int]:
         if self._running is None:
             raise RuntimeError(
-                f"the model is cut into {len(self.cut.ranges)} stages, of which this rank holds {', '.join(map(str, self.own))}: "
-                f"it cannot be called alone; use forward_backward(model, criterion, tokens, targets)"
+                f"the model is cut into {len(self.cut.ranges)} stages, of which this rank holds "
+                f"{', '.join(map(str, self.own))}: the model cannot be called alone; use "
+                f"forward_backward(model, criterion, tokens, targets)"
             )
         return self.cut.ranges[self._running]
 
-    def _remove_others(self, model: nn.Module) -> None:
-        """Takes the parameters of other stages off the model, and the buffers of modules that are theirs."""
+    def _remove_foreign(self, model: nn.Module) -> None:
+        """Remove the parameters not used by this rank's stages, and the buffers of modules not used by these stages."""
         own = set(self.own)
         first = {parameter: name for name, parameter in model.named_parameters()}
         inside = {name: {stage} for stage, (a, b) in enumerate(self.cut.ranges) for name in self.cut.layers[a:b]}
@@ -119,9 +132,9 @@ class Stages:
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if self.cut.parameters[first[parameter]] & own:
                     continue
-                if within is None:  # read by the forward of a module around the layers
+                if within is None:  # the forward of a module around the layers reads this parameter's shape
                     del module._parameters[leaf]
-                    self._around.append((module, leaf, parameter.detach().to("meta")))
+                    self._shapes_around.append((module, leaf, parameter.detach().to("meta")))
                 else:
                     module.register_parameter(leaf, None)
             if within is not None and not inside[within] & own:
@@ -129,16 +142,22 @@ class Stages:
                     module._buffers[leaf] = None
 
 
-def _take_calls(module: nn.Module, called: Any) -> None:
-    """Has `called(run, args, kwargs)` answer the calls of a module; its hooks, and what it was compiled to, are in `run`."""
+def _route_calls(module: nn.Module, called: Any) -> None:
+    """Make `called(run, args, kwargs)` answer the module's calls.
+
+    run: the original call, with the module's hooks and compiled code.
+    """
     kind: Any = type(module)
-    module.__class__ = _taken(kind)
+    module.__class__ = _routed(kind)
     object.__setattr__(module, "_called", called)
 
 
 @lru_cache(maxsize=1024)
-def _taken(kind: Any) -> Any:
-    """The same class, whose calls are answered elsewhere. As torch's fully_shard does, so that names and kinds stay."""
+def _routed(kind: Any) -> Any:
+    """A subclass of `kind`, of the same name, whose instances answer calls by their attribute `_called`.
+
+    torch's fully_shard swaps classes likewise: the names of modules, and isinstance(), work as before.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._called(super(made, self).__call__, args, kwargs)
@@ -149,7 +168,9 @@ def _taken(kind: Any) -> Any:
 
 @cache
 def _shapes() -> FakeTensorMode:
-    """Made when it is first used, as it loads Dynamo and Triton."""
+    """The mode in which tensors without data are computed. Made at first use, since making the mode loads Dynamo
+    and Triton.
+    """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -158,47 +179,51 @@ def _device_of(given: Any) -> torch.device:
 
 
 def _fake(x: Tensor, device: torch.device) -> Tensor:
-    """The shape of a tensor on a device, without data; of all of it where it is sharded."""
-    with torch.inference_mode(False), _shapes():  # it may be kept, for training too
+    """A tensor of x's shape without data on `device`; for a DTensor, of its global shape."""
+    with torch.inference_mode(False), _shapes():  # the tensor may be cached and used again in training
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
 class _Absent:
-    """What calls a module of other stages on shapes alone: a copy of it without data, on the device of what it is given.
+    """A module of other stages, called on shapes alone: a copy without data, on the device of the arguments.
 
-    It is called once for shapes that it is given again: on shapes an op takes the host ten times as long as on small tensors.
+    Outputs are cached by the shapes of the arguments: on shapes, an op takes the host ten times as long as on small
+    tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _replaced(module, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")).eval()
-        self._on: dict[torch.device, nn.Module] = {}
-        self._given: dict[Any, Any] = {}
+        self._on: dict[torch.device, nn.Module] = {}  # the copy for each device
+        self._outputs: dict[Any, Any] = {}  # by the `_kind` of arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kind = _kind((args, kwargs))
         if kind is None:
             return self._call(args, kwargs)
-        if kind not in self._given:
-            if len(self._given) == KINDS:  # as of numbers that differ from step to step
-                self._given.clear()
-            self._given[kind] = self._call(args, kwargs)
-        return self._given[kind]
+        if kind not in self._outputs:
+            if len(self._outputs) == KINDS:  # for example, a number among the arguments changes at every step
+                self._outputs.clear()
+            self._outputs[kind] = self._call(args, kwargs)
+        return self._outputs[kind]
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         device = _device_of((args, kwargs))
         if device not in self._on:
             self._on[device] = _replaced(self._module, lambda x: _fake(x, device))
         with torch.inference_mode(False), torch.no_grad():
-            given = tree_map(lambda x: _fake(x, device) if isinstance(x, DTensor) else x, (args, kwargs))
-            return self._on[device](*given[0], **given[1])
+            shapes = tree_map(lambda x: _fake(x, device) if isinstance(x, DTensor) else x, (args, kwargs))
+            return self._on[device](*shapes[0], **shapes[1])
 
 
-def _kind(given: Any) -> Any:
-    """Equal for arguments from which a module makes the same shapes; None where they are not tensors and plain values alone."""
-    args, kwargs = given
+def _kind(arguments: Any) -> Any:
+    """A key that is equal for arguments (args, kwargs) from which a module makes the same shapes.
+
+    None where the arguments hold anything but tensors and plain values.
+    """
+    args, kwargs = arguments
     if not kwargs and all(isinstance(x, Tensor) for x in args):
         return tuple([(x.shape, x.dtype, x.device) for x in args])
-    leaves, structure = tree_flatten(given)
+    leaves, structure = tree_flatten(arguments)
     if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in leaves):
         return None
     kinds = ((tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
@@ -206,7 +231,7 @@ def _kind(given: Any) -> Any:
 
 
 def _replaced(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of the module with what `make` gives in the places of its tensors."""
+    """A deep copy of the module in which `make(tensor)` replaces each parameter and buffer."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         made = make(tensor)
