@@ -78,7 +78,7 @@ def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
         trainer.first_step()
     except TrainingError as stopped:
         error = str(stopped)
-    return float(trainer._taken[0].found.loss), [line for line in said if line.startswith("check")], error
+    return float(trainer._unread[0].found.loss), [line for line in said if line.startswith("check")], error
 
 
 def their_loss(folder: Path, name: str) -> float:

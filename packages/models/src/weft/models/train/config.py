@@ -73,14 +73,9 @@ class PlanConfig:
     )
     """Microbatches that a batch is split into, by rows."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
-    """Where a pipeline cuts the model: layers, into stages of nearly equal size; the number of layers of each stage,
-    as in 1,2,1; or
-    the layers that begin the second and later stages, as in layers.1,layers.3.
-    """
+    """Pipeline stages: layers (cut evenly), layers per stage (1,2,1), or where stages begin (layers.1,layers.3)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward recomputes to save memory. selective: all but matrix products and communicated tensors; full:
-    each block.
-    """
+    """What backward recomputes. selective: all but matrix products and communicated tensors; full: every block."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
 
@@ -117,15 +112,13 @@ class DataConfig:
     """
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
-    """A folder made by `weft data prepare`, a UTF-8 text file, or a folder of text files. The tokens of a text are
-    its bytes.
-    """
+    """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens."""
     mixture: Annotated[tuple[str, ...], shown("FOLDER=WEIGHT ...", "data.path alone")] = ()
     """Several such folders or files to draw sequences from, each with its weight, as in books=0.7 code=0.3."""
     pack: bool = True
     """In prepared data, let tokens attend only within their own document."""
     verify: bool = True
-    """At the start, read the prepared data (each process its share of the shards) and compare it with its checksums."""
+    """At the start, each process compares its share of the prepared data with the checksums."""
     batch_size: int = 8
     """Sequences per step, over all processes."""
     sequence_length: int = 128
@@ -136,25 +129,21 @@ class DataConfig:
         check_at_least("data", self, 1, "batch_size", "sequence_length")
         if (tokens := self.batch_size * self.sequence_length) > LARGEST:
             raise ValueError(
-                f"data.batch_size {self.batch_size} x data.sequence_length {self.sequence_length} is {tokens:,} tokens a step; "
-                f"take {LARGEST:,} or fewer"
+                f"data.batch_size {self.batch_size} x data.sequence_length {self.sequence_length} is {tokens:,} tokens "
+                f"a step; take {LARGEST:,} or fewer"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and the learning rate of each step."""
+    """An optimizer that updates each element by itself, and the learning rate of each step."""
 
     name: Annotated[str, shown("NAME", "adamw")] = "adamw"
-    """An elementwise optimizer of torch.optim: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop,
-    asgd or sgd.
-    """
+    """Optimizer of torch.optim: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd or sgd."""
     lr: float = 4e-3
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Learning rate after the warmup; wsd is constant, then linear over the last decay_steps. rprop uses the rate of
-    step 1 only.
-    """
+    """Rate after the warmup; wsd: constant, then linear over the last decay_steps. rprop uses step 1's rate only."""
     warmup_steps: int = 20
     """Steps of linear warmup to the peak learning rate."""
     decay_steps: Annotated[int | None, shown("INT", "a fifth of the steps")] = None
@@ -203,25 +192,18 @@ class TrainConfig:
     """How many of the newest checkpoints to keep; 0: all."""
     keep_every: int = 0
     """Also keep the checkpoints of steps that are multiples of this number; 0: none."""
-    from_: Annotated[Path | None, shown("FOLDER", "initial weights by the seed", name="from")] = None
-    """Begin a new run with the config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last
-    checkpoint.
-    """
-    model_class: Annotated[str | None, shown("MODULE:CLASS", "a model of Weft", name="model")] = None
-    """Train a model of your own: a class of an importable module, whose __init__ takes a config, annotated with a
-    ModelConfig.
-    """
+    from_: Annotated[Path | None, shown("FOLDER", "weights drawn from the seed", name="from")] = None
+    """Start from config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last checkpoint."""
+    model_class: Annotated[str | None, shown("MODULE:CLASS", "the recipe's", name="model")] = None
+    """Train your own model: a class of an importable module; __init__ takes a config, annotated with a ModelConfig."""
     resume: Annotated[str | None, shown("PATH", "start a new run")] = None
-    """Resume from the checkpoint at PATH. Without PATH: from the newest checkpoint in --output, or from step 0 if
-    there is none.
-    """
+    """Resume from checkpoint PATH; without PATH from the newest in --output, or from step 0 if there is none."""
     timeout: float = 600.0
     """Seconds to wait for a process that does not answer, before the run ends."""
     eval_every: int = 0
     """Steps between losses on the held-out text; 0: only before the first step and after the last."""
     log_every: int = 10
-    """Steps between readings of the loss, each of which waits for the device. Without a terminal, each prints a line.
-    """
+    """Steps between readings of the loss, which wait for the device and, without a terminal, print a line."""
     seed: int = 0
     """Seed of the initial weights, the order of the data, dropout and the sample."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -254,8 +236,8 @@ class TrainConfig:
         check_above_zero("train", self, "timeout")
         if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
             raise ValueError(
-                f"steps is {self.steps}, but steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are profiled; "
-                f"take at least as many steps, or leave out --profile"
+                f"steps is {self.steps}, but steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are "
+                f"profiled; take at least as many steps, or leave out --profile"
             )
         if self.model.initializer_range == 0 and (self.from_, self.model_class, self.resume) == (None, None, None):
             raise ValueError("model.initializer_range is 0, but weights that all start at 0 get no gradient; raise it")
@@ -399,8 +381,8 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         stages = pipeline.make_schedule(pp).num_stages
         if stages > config.model.num_layers:
             raise ValueError(
-                f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower mesh.pp"
-                + (", or take another schedule" if stages > pp else "")
+                f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower "
+                "mesh.pp" + (", or take another schedule" if stages > pp else "")
             )
         counts = [each for each in pipeline.split if isinstance(each, int)]  # empty unless split lists numbers
         if counts and (len(counts) != stages or sum(counts) != config.model.num_layers):

@@ -1,4 +1,7 @@
-"""The processes of a run, and what each of them does."""
+"""Start the processes of a run, or join those of a launcher, and train in each.
+
+`weft train` calls `launch` after its checks. Imports torch only inside the training processes.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,19 @@ from .processes import ProcessFailed, end_with_parent, run_together
 if TYPE_CHECKING:
     from .config import MeshConfig, Run
 
-SIGNALED = 128  # with a signal's number, the exit status of a process that it ended, as a shell gives it
-STOPPED = 3  # exit status of a process that has said why it stops
-CPU_PROCESSES = 4
+SIGNALED = 128  # a process ended by signal N exits with 128 + N, as a shell reports it
+STOPPED = 3  # exit status of a process that stopped and has printed the reason
+CPU_PROCESSES = 4  # processes on a machine without GPUs
 LOOPBACK = "lo"
-ECHO_SECONDS = 1.0
-STOP_SECONDS = 30.0  # for the processes to save, once the run is told to end
+ECHO_SECONDS = 1.0  # delay of errors that only follow another rank's, so that the cause is printed first
+STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
 
 def gpu_count() -> int:
-    """GPUs that this process may use, asked of the driver: torch takes seconds to import, and this a millisecond."""
+    """Number of GPUs that this process may use.
+
+    Asks the CUDA driver, which takes a millisecond; importing torch takes seconds.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -42,39 +48,42 @@ def gpu_count() -> int:
 
 
 def launched_processes() -> int | None:
-    """The size of the world where a launcher such as torchrun has started this process; None otherwise.
+    """The number of processes that a launcher such as torchrun has started; None if there is no launcher.
 
-    Raises ValueError where WORLD_SIZE is no number.
+    Raises ValueError if WORLD_SIZE is not a number.
     """
     return world_size(os.environ)
 
 
 def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
-    """The number of processes that a mesh is made for where no launcher has started any.
+    """The number of processes to start for a mesh, without a launcher.
 
-    gpus: of this machine, which has a process for each of them, and 4 without. The sizes of a mesh that are not given fill these
-    processes; where the given sizes do not divide their number, the mesh is made for the product of the given sizes.
+    gpus: GPUs of this machine. It gets a process for each, or 4 without GPUs, and sizes that the mesh does not give
+    fill them.
+    If the product of the given sizes does not divide that number, it is itself the number of processes.
     """
     given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
     return given if machine % given else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
-    """Runs `run` on dp x cp x tp processes of this machine, or as one of those that a launcher has started.
+    """Train on pp x dp x cp x tp processes of this machine, or as one of the processes that a launcher started.
 
-    Returns the exit status: 0, or 1 where the run stopped. SIGTERM ends it with 143, when the step under way is saved, and Ctrl-C
-    by KeyboardInterrupt; a second one at once. When one process fails the others are ended, and its error is printed first,
-    with its rank. All end with this one, and this one with the launcher that started it.
+    Returns the exit status: 0, 1 after an error, 128 + N if a process of the run received signal N.
+    SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt, after the step in progress is saved; a second signal
+    ends
+    the run at once.
+    When a process fails, its error is printed with its rank and the other processes are ended.
+    Every process ends when this one does, and this one when its launcher does.
     """
     if run.config.profile is not None:
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "6"
-        )  # above all that torch's profiler logs; read as torch is imported
+        # Read when torch is imported; 6 is above every level that torch's profiler logs at.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes
     if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        # gloo listens where the name of this host leads to, and others may reach that.
+        # gloo listens on the address of this host's name, which other machines may reach; loopback is private.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -85,7 +94,7 @@ def launch(run: Run, *, gpus: int) -> int:
                 *(_work, run, processes, str(Path(folder) / "store"), gpus),
                 processes=processes,
                 folder=Path(folder),
-                # Imported once, not once a process: torch, and its compiler, which optimizers load as they are made.
+                # Imported once, in the process that the others are forked from. Optimizers import torch's compiler.
                 preload=["weft.models.train.loop", "torch._dynamo"],
                 patience=STOP_SECONDS,
             )
@@ -99,16 +108,18 @@ def launch(run: Run, *, gpus: int) -> int:
 
 
 def _exit(signum: int, frame: object) -> None:
-    """Ends this process as by `sys.exit`, so that it ends the others and leaves no folder."""
+    """Signal handler: exit as by `sys.exit`, so that the other processes are ended and temporary folders removed."""
     sys.exit(SIGNALED + signum)
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
+    """The body of a process that `launch` started."""
     begin_printing()
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 
 def _join_world(run: Run, gpus: int) -> int:
+    """Train as one of the processes that a launcher started."""
     if has_launcher(os.environ):
         end_with_parent()
     from .meeting import meet
@@ -118,6 +129,10 @@ def _join_world(run: Run, gpus: int) -> int:
 
 
 def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
+    """Initialize the process group and train; exit with STOPPED after an error that has been printed.
+
+    world: the arguments of `init_process_group` that say where the ranks meet.
+    """
     import torch
     import torch.distributed as dist
 
@@ -134,7 +149,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     except TrainingError as error:
         if dist.get_rank() == 0:
             print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
-        dist.barrier()  # said before any process ends
+        dist.barrier()  # no process ends before rank 0 has printed the error
         sys.exit(STOPPED)
     except Unanswered as error:
         if error.is_told:
@@ -142,9 +157,10 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         else:
             time.sleep(ECHO_SECONDS)
         sys.stdout.flush()
-        os._exit(STOPPED)  # without a word to the others, which would wait for an answer
+        os._exit(STOPPED)  # without cleanup, which would wait for ranks that do not answer
     except RuntimeError as error:
-        if "onnection" in str(error):  # an echo of another rank's end, which is to be heard first
+        # a connection lost because another rank ended; that rank prints its error first
+        if "onnection" in str(error):
             time.sleep(ECHO_SECONDS)
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Optimizers of torch by name, and gradient clipping. `Trainer` and the memory prediction of `weft explain` use them."""
+"""Optimizers of torch by name, and gradient clipping. Called by `Trainer`, the training step and `weft explain`."""
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
             )
         named = re.fullmatch(rf"{CHECKPOINT}-([0-9]+)", checkpoint.resolve().name)
         if "config" in saved and named is not None and int(named[1]) != step:
-            raise ValueError(f"step is {step}, and the folder is named {named[0]}")
+            raise ValueError(f"step is {step}, but the folder is named {named[0]}")
         if "config" in saved and not {"step", "data"} <= saved.keys():
-            raise ValueError("it has the config of a run, and no step or no data of it")
+            raise ValueError("the config of a run is there, but its step or its data is missing")
         if METRICS in saved:
             logged = as_type(_Logged, saved[METRICS], METRICS)
             if min(logged.lines, logged.bytes) < 0:
@@ -138,15 +138,15 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
     for name in changed:
         if _within(name, FIXED):
             raise ValueError(
-                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, and this run has {now.get(name)}; give it as it "
-                f"was, or start a new run"
+                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, but this run has {now.get(name)}; "
+                f"give the saved value, or start a new run"
             )
     data = _data_of(run)
     for name, value in saved["data"].items():
         if value != data[name]:
             raise ValueError(
-                f"the checkpoint was saved by a run on data of {name} {value!s:.200}, and {run.corpus.name} has {data[name]}; give the "
-                f"same data, or start a new run"
+                f"the checkpoint was saved by a run on data with {name} {value!s:.200}, but {run.corpus.name} has "
+                f"{data[name]}; give the same data, or start a new run"
             )
     return [f"{name} is {now.get(name)}, and was {before.get(name)!s:.200}" for name in changed]
 
