@@ -1,6 +1,4 @@
-"""Initial weights of a run: drawn from the seed, or loaded from a folder. `Trainer` calls it when it builds the
-model.
-"""
+"""Initial weights of a run: drawn from the seed, or loaded from a folder. Called by `Trainer`."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ from ..parallel import ParallelPlan
 
 
 def filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """Allocate the model on `device` and draw its weights from `seed`; return the model. Communication: none."""
+    """Allocate the model on `device`, draw the weights from `seed`, and return the model. Communication: none."""
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
 
 
 def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
-    """Allocate a model already laid out on `mesh` by `plan`, and load its weights from `folder`; return the model.
+    """Allocate a model already laid out on `mesh` by `plan`, load the weights from `folder`, and return the model.
 
     folder: a Hugging Face folder or a Weft checkpoint.
     The parameters keep their dtype. Communication and ValueError: as `from_pretrained` or `load_checkpoint`.
@@ -43,10 +41,10 @@ def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMe
 
 
 def loaded_alone(model: nn.Module, folder: Path, device: torch.device) -> nn.Module:
-    """Allocate an unsharded model on `device` and load its weights from `folder`; return the model.
+    """Allocate an unsharded model on `device`, load the weights from `folder`, and return the model.
 
     folder: a Hugging Face folder or a Weft checkpoint.
-    Communication: none, so a single rank may call this. `Trainer` does on rank 0, to compute the loss of one process.
+    Communication: none. `Trainer` calls it on rank 0 alone, to compute the loss of a single process.
     Raises ValueError as `from_pretrained`, DamagedCheckpoint as `FolderReader`.
     """
     model = model.to_empty(device=device)

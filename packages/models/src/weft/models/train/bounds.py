@@ -1,6 +1,6 @@
-"""Range checks for the fields of a configuration. The classes of config.py call them from `__post_init__`.
+"""Range checks for the fields of a configuration. Called from `__post_init__` of the classes in config.py.
 
-In every function `where` is the option group that an error names ("data", "mesh", ...).
+In every function `where` is the option group named in errors ("data", "mesh", ...).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-LARGEST = 2**31 - 1  # bound of the integers of a run (steps, sizes, seeds, ...) unless a check names another
+LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
 
 def check_at_least(where: str, config: object, least: int, *names: str) -> None:

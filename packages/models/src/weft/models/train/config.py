@@ -1,7 +1,4 @@
-"""The configuration of a training run: frozen dataclasses, checked when they are made.
-
-tyro makes the command's options from the fields; a field's docstring is the help of its option.
-"""
+"""The configuration of a training run: frozen dataclasses, checked on creation. Their field docstrings are the help."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ from .bounds import LARGEST, check_above_zero, check_at_least, check_at_most, ch
 MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
-PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 1 and 2 include one-time work such as compilation
+PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
 OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd")
-# optimizers of torch that are refused, and why their update is not elementwise
+# refused optimizers of torch, and why their update is not elementwise
 NOT_ELEMENTWISE = {
     "adafactor": "keeps the means of rows and columns, and scales by the norm of the whole parameter",
     "lbfgs": "multiplies vectors of all parameters, and computes the loss several times a step",
@@ -36,9 +33,8 @@ NOT_ELEMENTWISE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh's axes. Axes without a size fill the processes: one per GPU, 4 on a CPU, or as many as a
-    launcher started.
-    If the sizes given, --mesh.dp among them, cannot make up that number, their product is started instead.
+    """Sizes of the mesh's axes; missing sizes fill the processes: one per GPU, 4 on a CPU, or a launcher's.
+    If the given sizes include --mesh.dp and cannot make up that number, their product is started instead.
     """
 
     pp: int = 1
@@ -60,7 +56,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """How the run is parallelized; which weights are sharded and how is up to the model."""
+    """How the run is parallelized. The layouts of single layers come from the model."""
 
     sequence: bool = False
     """Sequence parallelism: shard activations on the tokens between tensor-parallel layers."""
@@ -68,9 +64,7 @@ class PlanConfig:
     """Attention under context parallelism: gather keys and values over cp, or exchange tokens for heads."""
     schedule: Annotated[Schedule | None, shown("NAME", "1f1b where mesh.pp is above 1")] = None
     """Order of the microbatches in a pipeline: gpipe, 1f1b, interleaved or zero_bubble."""
-    microbatches: Annotated[int | None, shown("INT", "1; in a pipeline as many as divide a rank's rows, up to 8")] = (
-        None
-    )
+    microbatches: Annotated[int | None, shown("INT", "1; in a pipeline, up to 8 that divide a rank's rows")] = None
     """Microbatches that a batch is split into, by rows."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
     """Pipeline stages: layers (cut evenly), layers per stage (1,2,1), or where stages begin (layers.1,layers.3)."""
@@ -80,11 +74,9 @@ class PlanConfig:
     """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
-        """The `PipelinePlan` of these options; None without a pipeline.
+        """The `PipelinePlan` of these options; None without a pipeline, and before `settled_plan`.
 
-        pp: the size of the axis "pp". Above 1, `settled_plan` must have filled in the options; before that the result
-        is None too.
-        Raises ValueError as `PipelinePlan`.
+        pp: the size of the axis "pp". Raises ValueError as `PipelinePlan`.
         """
         if pp == 1 or self.microbatches is None or self.schedule is None:
             return None
@@ -107,9 +99,7 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Training data. One sequence in 20, at most 128, is held out and never trained on: whole documents where
-    possible.
-    """
+    """Training data. One sequence in 20, at most 128, is held out of training: whole documents where possible."""
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
     """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens."""
@@ -136,7 +126,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """An optimizer that updates each element by itself, and the learning rate of each step."""
+    """An elementwise optimizer, and the learning rate of each step."""
 
     name: Annotated[str, shown("NAME", "adamw")] = "adamw"
     """Optimizer of torch.optim: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd or sgd."""
@@ -180,7 +170,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One training run: all options of `weft train`."""
+    """A training run: all options of `weft train`."""
 
     steps: int = 200
     """Updates of the weights."""
@@ -230,7 +220,7 @@ class TrainConfig:
             *("train", self, LARGEST),
             *("steps", "log_every", "save_every", "keep", "keep_every", "eval_every", "timeout"),
         )
-        check_at_most("train", self, 2**63 - 1, "seed")  # as torch.manual_seed
+        check_at_most("train", self, 2**63 - 1, "seed")  # the bound of torch.manual_seed
         check_at_least("train", self, 1, "steps", "log_every")
         check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every")
         check_above_zero("train", self, "timeout")
@@ -264,14 +254,14 @@ class Run:
     tp: int
     folder: Path
     resume: Path | None = None  # the checkpoint to resume from
-    origin: Path | None = None  # the folder with a new run's initial weights; None: they are drawn from the seed
+    origin: Path | None = None  # the folder of a new run's initial weights; None: drawn from the seed
     # the config before the command's options; None: the recipe's
     base: TrainConfig | None = None
     notes: tuple[str, ...] = ()  # lines to print before the run starts
 
     @property
     def title(self) -> str:
-        """The run's name for people: its recipe, or the folder or class of its model."""
+        """The run's name for people: the recipe, or the folder or class of the model."""
         return title_of(self.recipe, self.config)
 
     @property
@@ -303,11 +293,9 @@ def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
 
 
 def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:
-    """Choose (dp, cp, tp) for a number of processes, given mesh.pp.
+    """Choose (dp, cp, tp) for a number of processes, given mesh.pp. Given sizes stay; the others use all processes.
 
-    Sizes that `mesh` gives stay; missing ones are chosen to use all processes.
-    exact: whether every process must be used, as under a launcher. Otherwise fewer may be, if both dp and tp are
-    given.
+    exact: use every process, as under a launcher; otherwise dp and tp, if both given, may use fewer.
     Raises ValueError for a mesh that does not fit the processes.
     """
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
@@ -340,11 +328,10 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
 
 
 def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
-    """Fill in the options of `plan` that follow from the mesh: context, schedule, microbatches and split.
+    """Fill in the options of `plan` implied by the mesh: context, schedule, microbatches and split.
 
-    Raises ValueError for heads that the mesh cannot split, for options of a pipeline without mesh.pp above 1, for
-    microbatches
-    that do not divide the batch, and for stages that do not fit the model.
+    Raises ValueError for heads, microbatches or stages that do not divide, and for pipeline options without mesh.pp
+    above 1.
     """
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
@@ -397,7 +384,7 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
 
 def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
     """Raise ValueError for a split whose layer names do not cut the model into the schedule's number of stages."""
-    import torch  # imported here because it takes seconds
+    import torch  # imported here because torch takes seconds
 
     from ..parallel.pipeline.cut import ranges_of
     from .outside import make_model_of
@@ -408,5 +395,5 @@ def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
 
 
 def general_name(parameter: str) -> str:
-    """A parameter's name with its layer's number replaced by a star: "layers.*.mlp.up_proj.weight"."""
+    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight"."""
     return re.sub(r"\.\d+\.", ".*.", parameter)

@@ -1,4 +1,4 @@
-"""The output of `weft explain`: what a training step would do, computed on shapes, without weights or processes."""
+"""The output of `weft explain`: a training step, computed on shapes without weights or processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> None:
-    """Print the layouts, schedule, collectives, memory and operations of one rank in a training step.
+    """Print the layouts, schedule, collectives, memory and operations of `rank` in a training step.
 
-    recipe: the title of the run. config: with its plan settled. axes: the mesh's axes with their sizes.
-    The cost is that of one rank, whatever the size of the mesh. Communication: none.
+    recipe: the title of the run. config: with a settled plan. axes: the mesh's axes with their sizes.
+    The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
     report, outline = Report(speaks=True), Outline.of(config, axes)
@@ -43,7 +43,7 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
 
 
 def _batch(outline: Outline) -> str:
-    """The line about the batch: its size, its microbatches, and its operations."""
+    """The line about the batch: size, microbatches, operations."""
     (rows, T), count = outline.batch, outline.microbatches
     _, multiplying = parameters_of(outline.config.model, outline.config.model_class)
     tokens, a_token = rows * T, flops_per_token(outline.config.model, T, multiplying=multiplying)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def write_anew(path: Path, content: bytes) -> None:
-    """Write a hidden temporary file beside `path`, then rename it to `path`, replacing a file or a link of that name.
+    """Write a hidden temporary file beside `path`, then rename it to `path`, replacing any file or link there.
 
     Until the rename the old file is untouched.
     Raises OSError if the file cannot be written.
     """
     aside = path.with_name(f".{path.name}")
-    aside.unlink(missing_ok=True)  # left by a process that was killed
+    aside.unlink(missing_ok=True)  # left by a killed process
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -24,7 +24,7 @@ def write_anew(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Append to a file, made if it does not exist. sync: return only when the whole file is on the disk.
+    """Append to a file, which is made if missing. sync: return only when the whole file is on the disk.
 
     Raises OSError if the file cannot be written, or is a link.
     """

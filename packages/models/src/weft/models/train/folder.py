@@ -1,6 +1,6 @@
-"""The folder of a run: make it, lock it, and find, keep or remove the checkpoints in it.
+"""The folder of a run: making and locking; finding, keeping and removing checkpoints.
 
-The command calls it before torch is imported, `Results` and `Saver` during the run.
+Used by the command before torch is imported, and by `Results` and `Saver` during the run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from .logged import METRICS, last_line
 
 CHECKPOINT = "checkpoint"  # the final model, a folder for transformers; checkpoints during the run are checkpoint-STEP
-NEW = f".{CHECKPOINT}.new"  # a complete final model that is about to replace CHECKPOINT
+NEW = f".{CHECKPOINT}.new"  # a complete final model about to replace CHECKPOINT
 CONFIG = "config.toml"  # the run's configuration, the first file written into the folder
 
 
 def check_new(folder: Path) -> None:
     """Raise ValueError if `folder` exists or cannot be made.
 
-    Whether it can be made is tried: a trial folder of the same relative path is made and removed.
+    Makes and removes a trial folder of the same relative path, as the only reliable test.
     """
     try:
         if folder.exists():
@@ -39,9 +39,7 @@ def check_new(folder: Path) -> None:
 
 
 def make_new(folder: Path) -> None:
-    """Make the folder. Raises ValueError if that fails, or if the folder exists, as when another run has just made
-    it.
-    """
+    """Make the folder. Raises ValueError if the folder exists, perhaps just made by another run, or cannot be made."""
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -49,7 +47,7 @@ def make_new(folder: Path) -> None:
 
 
 def _not_made(folder: Path, error: OSError) -> ValueError:
-    """The error for an output folder that cannot be made."""
+    """The error for failing to make the output folder."""
     if isinstance(error, FileExistsError):
         return ValueError(
             f"the output folder {folder} exists; give another with --output, remove it, or resume its run with --resume"
@@ -60,9 +58,7 @@ def _not_made(folder: Path, error: OSError) -> ValueError:
 def check_again(folder: Path) -> None:
     """Raise ValueError unless the run in `folder` can be resumed.
 
-    It cannot if the folder holds no run or is not writable, if the run is complete and kept no checkpoint, or if
-    another
-    process is running it.
+    Refused: a folder without a run, a read-only folder, a complete run without checkpoints, and a run in progress.
     """
     if not folder.is_dir() or not ((folder / CONFIG).is_file() or all(_is_hidden(path) for path in folder.iterdir())):
         raise ValueError(f"{folder} is not the folder of a run; give another with --output")
@@ -76,15 +72,15 @@ def check_again(folder: Path) -> None:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether the name is that of a temporary file or folder."""
+    """Whether the name marks a temporary file or folder."""
     return path.name.startswith(".")
 
 
 def lock(folder: Path) -> int:
-    """Lock the folder against other runs; return the open descriptor that holds the lock.
+    """Lock the folder for this run; return the open file descriptor that holds the lock.
 
     The lock ends when the descriptor is closed or the process ends.
-    Raises ValueError if another run holds it.
+    Raises ValueError if another run has the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -108,10 +104,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The newest model in the folder of a run: a checkpoint, or the final model; `folder` itself if it holds neither.
+    """The newest model in the folder of a run: a checkpoint, or the final model; `folder` if it holds neither.
 
-    The final model is the newest if the run is complete and kept no checkpoint of its last step.
-    So a command takes the folder of a run, or of a single checkpoint, as one argument.
+    The final model is the newest if the run is complete and kept no checkpoint of the last step.
+    Commands use it to accept the folder of a run or of a single checkpoint.
     """
     saved, (newest, _) = checkpoints(folder), newest_complete(folder)
     if not (folder / CHECKPOINT).is_dir():
@@ -122,9 +118,9 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint of a run, or None; and what is wrong with each newer, damaged one.
+    """The newest complete checkpoint of a run, or None; and the errors of all newer, damaged checkpoints.
 
-    A checkpoint counts as complete if its files have the sizes that its manifest states.
+    A checkpoint counts as complete if all files have the sizes stated in the manifest.
     """
     wrong = []
     for path in reversed(checkpoints(folder).values()):
@@ -141,7 +137,7 @@ def set_aside(folder: Path, after: int) -> list[Path]:
     """Rename damaged checkpoints of steps after `after`, and return their new paths.
 
     The run can then save these steps again.
-    Raises ValueError if one of the checkpoints is complete, as when another run has written it meanwhile.
+    Raises ValueError for a complete checkpoint among them, perhaps just written by another run.
     """
     newer = {step: path for step, path in checkpoints(folder).items() if step > after}
     for path in newer.values():
@@ -160,7 +156,7 @@ def _renamed(path: Path) -> Path:
 
 
 def find_to_resume(path: Path) -> Path:
-    """The checkpoint to resume from: `path` itself, or the newest complete one if `path` is the folder of a run.
+    """The checkpoint to resume from: `path` itself, or the newest complete checkpoint of the run in `path`.
 
     Raises ValueError if there is none.
     """
@@ -174,10 +170,10 @@ def find_to_resume(path: Path) -> Path:
 
 
 def keep(folder: Path, last: int, every: int) -> list[str]:
-    """Remove the checkpoints of a run, except the `last` newest and those at multiples of `every` steps.
+    """Remove the checkpoints of a run, except the `last` newest and every checkpoint at a multiple of `every` steps.
 
     last: 0 keeps all. every: 0 keeps no more than the newest.
-    Returns a line for each checkpoint that could not be removed.
+    Returns a line for each failed removal.
     """
     steps = list(checkpoints(folder))
     old = [step for step in (steps[:-last] if last else []) if not every or step % every]
@@ -185,9 +181,9 @@ def keep(folder: Path, last: int, every: int) -> list[str]:
 
 
 def remove(path: Path) -> list[str]:
-    """Remove a folder; return a line if that fails.
+    """Remove a folder; on failure return a line.
 
-    The folder is renamed before its files are removed, so that a half-removed one never has the old name.
+    The folder is renamed first: a half-removed folder never has the old name.
     """
     removed = _removed_name(path)
     try:
@@ -198,11 +194,10 @@ def remove(path: Path) -> list[str]:
 
 
 def exchange(new: Path, folder: Path) -> list[str]:
-    """Put the complete folder `new` in the place of `folder`, and remove the old one.
+    """Put the complete folder `new` in the place of `folder`, and remove the old folder.
 
-    A kill may interrupt this; `tidy` then finishes it.
-    Returns a line if the old folder could not be removed. Raises OSError if the new one could not be moved into
-    place.
+    `tidy` finishes an exchange interrupted by a kill.
+    Returns a line if the old folder could not be removed. Raises OSError if `new` could not be moved into place.
     """
     removed = _removed_name(folder)
     folder.rename(removed)
@@ -211,13 +206,13 @@ def exchange(new: Path, folder: Path) -> list[str]:
 
 
 def _removed_name(path: Path) -> Path:
-    """A free hidden name beside `path` under which it is removed. Leftovers of failed removals keep theirs."""
+    """A free hidden name beside `path`, for a folder being removed. Leftovers of failed removals keep their names."""
     names = (f".{path.name}{f'.{count}' if count else ''}.removed" for count in itertools.count())
     return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def _discard(path: Path) -> list[str]:
-    """Remove a folder, a file, or a link (not its target); return a line if that fails."""
+    """Remove a folder, a file, or a link (not the target); on failure return a line."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -230,12 +225,12 @@ def _discard(path: Path) -> list[str]:
 
 
 def _not_removed(path: Path, error: OSError) -> str:
-    """The line about something that could not be removed."""
+    """The line about a failed removal."""
     return f"{path} could not be removed: {error.strerror}; remove it by hand"
 
 
 def tidy(folder: Path) -> None:
-    """Remove temporary folders left by a run that was killed, and finish an interrupted `exchange`.
+    """Remove temporary folders left by a killed run, and finish an interrupted `exchange`.
 
     The caller holds the folder's lock.
     """

@@ -1,6 +1,6 @@
-"""Start the processes of a run, or join those of a launcher, and train in each.
+"""Start the processes of a run, or join the processes of a launcher, and train in each.
 
-`weft train` calls `launch` after its checks. Imports torch only inside the training processes.
+`weft train` calls `launch` after all checks. torch is imported only in the training processes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .processes import ProcessFailed, end_with_parent, run_together
 if TYPE_CHECKING:
     from .config import MeshConfig, Run
 
-SIGNALED = 128  # a process ended by signal N exits with 128 + N, as a shell reports it
-STOPPED = 3  # exit status of a process that stopped and has printed the reason
+SIGNALED = 128  # added to a signal's number: the exit status of a process ended by the signal, as in a shell
+STOPPED = 3  # exit status of a process that has printed why the run stopped
 CPU_PROCESSES = 4  # processes on a machine without GPUs
 LOOPBACK = "lo"
-ECHO_SECONDS = 1.0  # delay of errors that only follow another rank's, so that the cause is printed first
+ECHO_SECONDS = 1.0  # delay of errors caused by another rank's failure, whose message should come first
 STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
 
 def gpu_count() -> int:
-    """Number of GPUs that this process may use.
+    """Number of GPUs available to this process.
 
     Asks the CUDA driver, which takes a millisecond; importing torch takes seconds.
     """
@@ -48,7 +48,7 @@ def gpu_count() -> int:
 
 
 def launched_processes() -> int | None:
-    """The number of processes that a launcher such as torchrun has started; None if there is no launcher.
+    """The number of processes started by a launcher (torchrun, srun, mpirun); None without a launcher.
 
     Raises ValueError if WORLD_SIZE is not a number.
     """
@@ -58,32 +58,31 @@ def launched_processes() -> int | None:
 def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
     """The number of processes to start for a mesh, without a launcher.
 
-    gpus: GPUs of this machine. It gets a process for each, or 4 without GPUs, and sizes that the mesh does not give
-    fill them.
-    If the product of the given sizes does not divide that number, it is itself the number of processes.
+    gpus: GPUs of this machine. The default is a process per GPU, or 4 without GPUs; missing sizes of the mesh adapt
+    to this number.
+    A product of given sizes that does not divide the default is itself the number of processes.
     """
     given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
     return given if machine % given else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
-    """Train on pp x dp x cp x tp processes of this machine, or as one of the processes that a launcher started.
+    """Train on pp x dp x cp x tp processes of this machine, or as one of a launcher's processes.
 
     Returns the exit status: 0, 1 after an error, 128 + N if a process of the run received signal N.
     SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt, after the step in progress is saved; a second signal
-    ends
-    the run at once.
+    ends the run at once.
     When a process fails, its error is printed with its rank and the other processes are ended.
-    Every process ends when this one does, and this one when its launcher does.
+    Every process ends with this process, and this process with the launcher.
     """
     if run.config.profile is not None:
-        # Read when torch is imported; 6 is above every level that torch's profiler logs at.
+        # Read when torch is imported; 6 is above every log level of torch's profiler.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes
     if LOOPBACK in (name for _, name in socket.if_nameindex()):
-        # gloo listens on the address of this host's name, which other machines may reach; loopback is private.
+        # gloo listens on the address of this host's name, which may be reachable from the network; loopback is not.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -94,7 +93,7 @@ def launch(run: Run, *, gpus: int) -> int:
                 *(_work, run, processes, str(Path(folder) / "store"), gpus),
                 processes=processes,
                 folder=Path(folder),
-                # Imported once, in the process that the others are forked from. Optimizers import torch's compiler.
+                # Imported once, in the fork server. Optimizers import torch's compiler.
                 preload=["weft.models.train.loop", "torch._dynamo"],
                 patience=STOP_SECONDS,
             )
@@ -108,18 +107,18 @@ def launch(run: Run, *, gpus: int) -> int:
 
 
 def _exit(signum: int, frame: object) -> None:
-    """Signal handler: exit as by `sys.exit`, so that the other processes are ended and temporary folders removed."""
+    """Signal handler: exit by `sys.exit`, which ends the training processes and removes temporary folders."""
     sys.exit(SIGNALED + signum)
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
-    """The body of a process that `launch` started."""
+    """The body of a process started by `launch`."""
     begin_printing()
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 
 def _join_world(run: Run, gpus: int) -> int:
-    """Train as one of the processes that a launcher started."""
+    """Train as one of a launcher's processes."""
     if has_launcher(os.environ):
         end_with_parent()
     from .meeting import meet
@@ -129,9 +128,9 @@ def _join_world(run: Run, gpus: int) -> int:
 
 
 def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
-    """Initialize the process group and train; exit with STOPPED after an error that has been printed.
+    """Initialize the process group and train; exit with STOPPED after printing an error.
 
-    world: the arguments of `init_process_group` that say where the ranks meet.
+    world: the rendezvous arguments of `init_process_group`.
     """
     import torch
     import torch.distributed as dist
@@ -157,9 +156,9 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         else:
             time.sleep(ECHO_SECONDS)
         sys.stdout.flush()
-        os._exit(STOPPED)  # without cleanup, which would wait for ranks that do not answer
+        os._exit(STOPPED)  # without cleanup, which would wait for silent ranks
     except RuntimeError as error:
-        # a connection lost because another rank ended; that rank prints its error first
+        # a connection lost because another rank ended; wait for the error of that rank to be printed first
         if "onnection" in str(error):
             time.sleep(ECHO_SECONDS)
         raise

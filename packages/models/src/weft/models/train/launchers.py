@@ -1,4 +1,4 @@
-"""Environment variables of launchers: those of srun and mpirun are translated to torchrun's (RANK, WORLD_SIZE, ...).
+"""Environment variables of launchers: torchrun's (RANK, WORLD_SIZE, ...), and their equivalents of srun and mpirun.
 
 In every function `environ` is the environment, as `os.environ`.
 """
@@ -15,18 +15,17 @@ OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD
 
 
 def adopt_launcher() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a process that srun or mpirun started.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a process started by srun or mpirun.
 
-    Variables already set are kept: torchrun sets all of them, and a script may name the address or the port.
-    Raises ValueError if mpirun has started processes on several machines and MASTER_ADDR does not say where rank 0
-    is.
+    Existing values are kept: torchrun sets all five, and a script may name the address or the port.
+    Raises ValueError if mpirun has started processes on several machines and MASTER_ADDR is not set.
     """
     for name, value in world_of(os.environ).items():
         os.environ.setdefault(name, value)
 
 
 def world_size(environ: Mapping[str, str]) -> int | None:
-    """The number of processes that a launcher started; None unless RANK and WORLD_SIZE are set.
+    """The number of launched processes; None unless RANK and WORLD_SIZE are set.
 
     Raises ValueError if WORLD_SIZE is not a number.
     """
@@ -51,7 +50,7 @@ def check_world(environ: Mapping[str, str]) -> None:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """The variable as an int. Raises ValueError if it is not a number."""
+    """The variable as an int. Raises ValueError for anything else."""
     try:
         return int(environ[name])
     except ValueError:
@@ -59,17 +58,17 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def has_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process and stays until it ends.
+    """Whether a launcher started this process and stays until the process ends.
 
-    Without one, RANK was set by hand (over ssh, for example), and the process that did so may exit earlier.
+    Without a launcher, RANK was set by hand, for example over ssh, and the parent process may exit earlier.
     """
     return any(name in environ for name in OF_A_LAUNCHER)
 
 
 def world_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables, translated from those of srun, Open MPI, or MPICH and Intel MPI.
+    """torchrun's variables, translated from the variables of srun, Open MPI, or MPICH and Intel MPI.
 
-    Empty if RANK is set already, without a launcher, and for a world of one process, which `launch` handles by
+    Empty if RANK is set already, without a launcher, and for a world of a single process, which `launch` handles by
     itself.
     """
     if "RANK" in environ:
@@ -79,7 +78,7 @@ def world_of(environ: Mapping[str, str]) -> dict[str, str]:
         return {
             **_ranks(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
             "MASTER_ADDR": first_host(environ["SLURM_STEP_NODELIST"]),
-            # A port per job, below the range that Linux assigns to clients.
+            # A port per job, below Linux's range of client ports.
             "MASTER_PORT": str(15000 + int(environ["SLURM_JOB_ID"]) % 15000),
         }
     for rank, size, local_rank, local_size in (

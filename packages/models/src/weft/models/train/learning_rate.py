@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run. `Trainer.step` sets it in the optimizer."""
+"""The learning rate of each step of a run, for `Trainer.step`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def unfinished_warmup(config: OptimizerConfig, steps: int) -> list[str]:
-    """A line of warning if the run ends before its warmup does; otherwise an empty list."""
+    """A line of warning for a run shorter than the warmup; otherwise an empty list."""
     if config.warmup_steps <= steps:
         return []
     return [

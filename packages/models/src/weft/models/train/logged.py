@@ -1,4 +1,4 @@
-"""Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot it."""
+"""Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """One step's line of metrics.jsonl: the line itself, with its newline, and the values read from it."""
+    """A step's line of metrics.jsonl: the text, with the newline, and the parsed values."""
 
     text: str
     step: int
@@ -31,10 +31,9 @@ class Logged:
 def read_logged(path: Path, until: int | None = None) -> list[Logged]:
     """Read the lines of metrics.jsonl up to step `until`, or all if None.
 
-    Empty if the file does not exist, or begins after that step. Lines after step `until` are not checked: a killed
-    run may
-    leave anything there. A last line without a newline is ignored.
-    Raises ValueError, with the file and the line number, for a line that no run writes and for missing steps.
+    Empty for a missing file, and for a file whose first step comes later. Lines after step `until` are not checked: a
+    killed run may leave anything there. A last line without a newline is ignored.
+    Raises ValueError, with the file and the line number, for malformed lines and missing steps.
     """
     found: list[Logged] = []
     if until == 0 or not path.exists():
@@ -63,7 +62,7 @@ _REMEDY = "copy the file again, or resume into a new folder with --resume PATH -
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last complete line of a metrics.jsonl as a dict; None without a file, or if no run writes such a line."""
+    """The last complete line of a metrics.jsonl as a dict; None for a missing file or a malformed line."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -80,9 +79,9 @@ _LONGEST_LINES = 16384  # bytes read from the end of the file; a line has about 
 
 
 class Sum:
-    """Length and SHA-256 of the lines of metrics.jsonl so far.
+    """Running length and SHA-256 of metrics.jsonl.
 
-    A checkpoint stores them, so that `check_logged` can compare the file with them when the run is resumed.
+    Stored in every checkpoint; on resuming, `check_logged` compares the file with the stored values.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class Sum:
         self._sha256 = hashlib.sha256()
 
     def add(self, text: str) -> None:
-        """Count one more line, given with its newline."""
+        """Add one more line, with its newline."""
         self._lines += 1
         self._nbytes += len(text.encode())
         self._sha256.update(text.encode())
@@ -100,7 +99,7 @@ class Sum:
 
 
 def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the file begins with the lines that `saved`, from `Sum.as_json`, describes."""
+    """Raise ValueError unless the file begins with the lines described by `saved`, from `Sum.as_json`."""
     content = _content(path)[: saved["bytes"]] if path.exists() else b""
     if len(content) < saved["bytes"]:
         raise ValueError(
@@ -112,7 +111,7 @@ def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of the file. Raises ValueError if it cannot be read."""
+    """The bytes of the file. Raises ValueError for an unreadable file."""
     try:
         return read_plain(path, limit=_LARGEST)
     except OSError as error:
@@ -120,7 +119,7 @@ def _content(path: Path) -> bytes:
 
 
 def _read(line: bytes) -> Logged | None:
-    """The line as a `Logged`; None if a run writes no such line."""
+    """The line as a `Logged`; None for a malformed line."""
     try:
         value = parse_json(line, METRICS, _REMEDY)
         step, held_out = value["step"], value["held_out_loss"]
@@ -133,5 +132,5 @@ def _read(line: bytes) -> Logged | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a JSON value is a number that a float can hold."""
+    """Whether a JSON value is a number within the range of floats."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

@@ -1,4 +1,4 @@
-"""A training run on one process of the mesh: its steps, and the reports, metrics and checkpoints between them.
+"""The training loop of a process: steps, with reports, metrics and checkpoints in between.
 
 `launch` calls `train` in every process, once the process group is initialized.
 """
@@ -34,16 +34,16 @@ def train(run: Run, device: torch.device) -> int:
     """Train on this process's part of the mesh pp x dp x cp x tp, which covers the whole world.
 
     Rank 0 prints and writes.
-    Returns 0 when the run is complete, or the signal that ended it early, after its last step was saved.
-    Communication: that of `find_gradients` in every step, and an all-reduce of a byte for the vote on stopping; where
-    the run saves or resumes, that of `Saver`.
+    Returns 0 for a complete run, or the signal that ended the run early, after saving a checkpoint.
+    Communication: in every step that of `find_gradients`, and an all-reduce of a byte for the vote on stopping; for
+    checkpoints that of `Saver`.
     Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite, if a
-    checkpoint cannot be read or written, and if data differs from what was prepared;
+    checkpoint cannot be read or written, and if prepared data does not match the checksums;
     Unanswered if a rank does not answer within the run's timeout.
     """
     found: list[Any] = [run.folder, run.origin]
-    # Rank 0 decides. Each rank has named the output folder by its own clock if --output is not given, and has looked
-    # for the last checkpoint of --from by itself.
+    # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
+    # searched for the last checkpoint by itself.
     dist.broadcast_object_list(found, src=0)
     run = dataclasses.replace(run, folder=found[0], origin=found[1])
     if run.config.data.verify and run.corpus.is_prepared:
@@ -89,9 +89,9 @@ def find_parts(trainer: Trainer) -> list[Part]:
 
 
 def _check_data(data: Data) -> None:
-    """Compare the prepared data with its checksums, each rank its share. Communication: an all-gather of the errors.
+    """Compare the prepared data with the checksums, each rank a share. Communication: an all-gather of the errors.
 
-    Raises TrainingError, on every rank, for data that differs from what was prepared.
+    Raises TrainingError, on every rank, for data that does not match.
     """
     found: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, attempt(check_share, data, dist.get_rank(), dist.get_world_size()))
@@ -132,8 +132,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         else:
             trainer.check_finite(config.steps, saver.last_written)
             if config.model_class is None:
-                # Until this folder is written, no file holds the result. A full checkpoint besides would be three
-                # times as large.
+                # The final model is saved without the optimizer's state, which would make it three times as large.
                 results.save(trainer.model)
                 report.lines(results.notes)
             else:
@@ -156,7 +155,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
 
 
 def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
-    """Save the checkpoint of the last step, unless `save_every` just did; return its path.
+    """Save the checkpoint of the last step, unless `save_every` just did; return the path.
 
     Called for a model class of the user's own (--model), which has no Hugging Face form.
     Communication and errors: as `Saver.save` and `Results.sync`.

@@ -1,4 +1,4 @@
-"""The memory of this machine's CPU and GPUs, for the check that a run fits.
+"""The memory of this machine's CPU and GPUs, to check whether a run fits.
 
 Asks the kernel and the CUDA driver directly, because importing torch takes seconds.
 """
@@ -14,16 +14,16 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Memory of the machine, or of its smallest GPU, in bytes."""
+    """Memory of the machine or of a GPU, in bytes."""
 
-    total: int  # all that processes can have, with swap
-    available: int  # what they can have now, without swap
+    total: int  # all memory, with swap
+    available: int  # free for processes now, without swap
 
 
 def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
     """The machine's memory, within the limits of this process's control groups; None if the system does not tell.
 
-    root: the folder that contains /proc and /sys; tests give another.
+    root: the folder that contains /proc and /sys; tests pass a folder of their own.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -36,7 +36,7 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
 
 
 def gpu_memory() -> MachineMemory | None:
-    """The memory of the smallest GPU that this process may use; None without a GPU."""
+    """The memory of the smallest GPU available to this process; None without a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

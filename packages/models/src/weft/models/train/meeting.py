@@ -1,6 +1,6 @@
-"""Rendezvous of the processes that a launcher started, also when the launcher restarts them after a failure.
+"""Rendezvous of a launcher's processes, including restarts after a failure.
 
-`launch` calls `meet` before it initializes the process group.
+`launch` calls `meet` before initializing the process group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-NAME = "weft/name of the attempt"  # key of the name that rank 0 draws
+NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
 LOOK_SECONDS = 0.02  # between two looks at the store
 
 
@@ -23,14 +23,14 @@ def meet(timeout: float) -> dict[str, Any]:
 
     Taken from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     timeout: seconds to wait for each rank. Communication: the ranks meet in the store.
-    Raises RuntimeError if a rank does not come in that time.
+    Raises RuntimeError if a rank is missing after `timeout` seconds.
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     return {"store": of_this_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
 
 
 def keeper_of_store() -> str:
-    """The process that hosts the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
+    """The host process of the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
 
     Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE.
     """
@@ -38,13 +38,14 @@ def keeper_of_store() -> str:
 
 
 def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:
-    """A part of the store that no earlier attempt of this run has written to.
+    """A part of the store without keys of earlier attempts of this run.
 
-    torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). Without a
-    part of their own, restarted processes would read keys of dead ones, such as their addresses. The agent's restart
-    count cannot name the part: it starts from 0 again when the agent itself is restarted.
-    So rank 0 draws a random name and stores it under NAME. Each other rank writes a random word under that name, and
-    uses the name only once rank 0 has returned the word: nobody answers under the name of an earlier attempt.
+    torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
+    part, restarted processes would read keys of dead processes, for example addresses. The agent's restart count
+    cannot name the part: a restarted agent counts from 0 again.
+    Rank 0 therefore draws a random name and stores it under NAME. Every other rank writes a random word under this
+    name, and trusts the name only once rank 0 has returned the word. Under the name of an earlier attempt nobody
+    returns it.
     Raises RuntimeError if a rank does not come within `timeout` seconds.
     """
     if rank == 0:

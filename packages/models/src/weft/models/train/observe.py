@@ -1,6 +1,6 @@
-"""Count the collectives that a step really issues, by watching torch's dispatcher.
+"""Count the collectives really issued by a step, by watching torch's dispatcher.
 
-`Trainer.first_step` compares the count with the prediction; tests assert on it.
+`Trainer.first_step` compares the count with the prediction, and tests assert the count.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.reshard.running.issued import Collective, bytes_of_call, group_of_call
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every collective issued inside `with CollectiveCount() as count:`, then `count.issued`.
 
-    A `TorchDispatchMode`: it sees collectives issued by any code, including DTensor.
-    A collective's axes are the mesh axes for which its process group was first requested; () for a group that Weft
-    did not make.
+    As a `TorchDispatchMode`, the counter sees collectives issued by any code, including DTensor.
+    The axes of a collective are the mesh axes for which the process group was first requested; () for groups made
+    outside Weft.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then runs its local ops, and this mode sees the collectives among them
+            return NotImplemented  # DTensor then runs local ops, and this mode sees the collectives among the local ops
         output = func(*args, **(kwargs or {}))
         kind = kind_of_op(func.namespace, func.__name__)
         if kind is not None:

@@ -20,12 +20,12 @@ from .config import OptimizerConfig
 class _Kind:
     """How to make an elementwise optimizer of torch.
 
-    Elementwise: the update of a shard equals that shard of the whole tensor's update.
+    Elementwise: updating a shard gives the same values as updating the whole tensor.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     options: Callable[[OptimizerConfig], dict[str, Any]]  # keyword arguments besides lr and weight_decay
-    fused: bool = False  # whether torch has a fused kernel for it that takes `DTensor`s too
+    fused: bool = False  # whether torch has a fused kernel, for `DTensor`s too
 
 
 def _betas(config: OptimizerConfig) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _betas(config: OptimizerConfig) -> dict[str, Any]:
 
 
 class _RpropOnShards(torch.optim.Rprop):
-    """Rprop that updates the local tensors of `DTensor` parameters.
+    """Rprop on the local tensors of `DTensor` parameters.
 
     torch's Rprop assigns through a boolean mask, which `DTensor` does not implement.
     """
@@ -61,7 +61,7 @@ _KINDS = {
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make the optimizer that `config` names, over all parameters of the model; fused where torch has a fused kernel.
+    """Make the optimizer named by `config` over all parameters of the model; fused where torch has a fused kernel.
 
     Parameters of one dimension or less (norms, biases) get no weight decay.
     """
@@ -75,9 +75,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def states_per_element(config: OptimizerConfig) -> int:
-    """Count the numbers that the optimizer keeps for each element of a parameter.
+    """Count the optimizer's state values per element of a parameter.
 
-    The count is taken from a real optimizer, after one step on a model of two weights.
+    Counted on a real optimizer, after a step on a model of two weights.
     """
     with torch.device("cpu"):
         model = nn.Linear(2, 1, bias=False)
@@ -89,14 +89,13 @@ def states_per_element(config: OptimizerConfig) -> int:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before.
+    """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
 
-    max_norm: 0 leaves the gradients as they are, as in Megatron, nanoGPT and transformers.
-    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, which gets the parameters that require
+    max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
+    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, called with all parameters requiring
     gradients.
-    Under pipeline parallelism each rank passes the parameters of its own stages, and a parameter that several stages
-    share
-    counts on the first of these stages only.
+    Under pipeline parallelism each rank passes the parameters of the local stages; a parameter shared by several
+    stages counts on the first stage only.
     """
     max_norm = max_norm or math.inf
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

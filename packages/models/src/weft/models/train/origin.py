@@ -1,4 +1,4 @@
-"""The folder that a new run takes its model from (`--from`): find it, read its config and compare it with the run.
+"""The folder of `--from`, with a new run's model: find it, read its config, and compare it with the run.
 
 The command calls these functions before torch is imported; the weights are loaded later, by beginning.py.
 """
@@ -21,10 +21,10 @@ from .folder import find_checkpoint
 
 
 def find_origin(path: Path, going_on: Path | None = None) -> Path:
-    """The folder of the model that `--from PATH` names: `path` itself, or the last checkpoint of the run in `path`.
+    """The folder of the model named by `--from PATH`: `path` itself, or the last checkpoint of the run in `path`.
 
-    going_on: the checkpoint that the run resumes from, or None. It holds the model: it is returned, and `path` is not
-    read.
+    going_on: the checkpoint to resume from, or None. A checkpoint contains the model: the function returns
+    `going_on`, and does not read `path`.
     Raises ValueError for a path without a model.
     """
     if going_on is not None:
@@ -56,7 +56,7 @@ def model_of(folder: Path) -> ModelConfig:
 def find_model(folder: Path) -> ModelConfig | None:
     """The config of the model in a folder, or None for a checkpoint of a model class of the user.
 
-    Such a checkpoint has no config.json. Raises as `config_of`.
+    The latter has no config.json. Raises as `config_of`.
     """
     try:
         return config_of(folder)
@@ -69,7 +69,7 @@ def find_model(folder: Path) -> ModelConfig | None:
 def check_same_model(folder: Path, model: ModelConfig) -> None:
     """Raise ValueError if a checkpoint to resume from holds another model than the run's.
 
-    The error lists each field that differs, with both values.
+    The error lists each differing field with both values.
     folder: the checkpoint. Without a config.json, as for a model class of the user, there is nothing to compare.
     """
     saved = find_model(folder)
@@ -83,9 +83,9 @@ def check_same_model(folder: Path, model: ModelConfig) -> None:
 
 
 def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (field, the model's value, the given value) for each given value that would change the model.
+    """Yield (field, the model's value, the given value) for each given value in conflict with the model.
 
-    given: values by field name. Each is judged by itself, with the model's values for all other fields.
+    given: values by field name. Each is judged alone, beside the model's values for the remaining fields.
     """
     for name, value in given.items():
         try:
@@ -99,9 +99,9 @@ def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tup
 def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> None:
     """Raise ValueError if the data was tokenized with another tokenizer than the folder's.
 
-    option: the option that named the folder, as "--from llama", for the error.
-    A folder without a tokenizer accepts prepared data. It accepts text, whose tokens are its bytes, only if the
-    model's vocabulary has the size of the byte tokenizer's.
+    option: the option naming the folder, as "--from llama", for the error.
+    A folder without a tokenizer accepts prepared data, and text only if the model's vocabulary is as large as the
+    byte tokenizer's (tokens of a text are bytes).
     """
     if not (folder / TOKENIZER_FILE).is_file():
         if data.tokenizer.is_bytes and model.vocab_size != data.tokenizer.vocab_size:
@@ -127,7 +127,7 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
 def is_same(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers give the same tokens.
 
-    Their settings of truncation and padding, and the token that ends a document, may differ.
+    Settings of truncation and padding, and the end token of documents, may differ.
     """
     contents = [dict(each.files)[TOKENIZER_FILE] for each in (first, second)]
     if contents[0] == contents[1]:

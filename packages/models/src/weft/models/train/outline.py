@@ -1,7 +1,6 @@
-"""The facts of a run that follow from its configuration alone: mesh, plan, batch, criterion, and a step run on
-shapes.
+"""The facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a step run on shapes.
 
-`Trainer` builds on an `Outline`; `weft explain` prints one, without weights or processes.
+`Trainer` builds on an `Outline`; `weft explain` prints the facts, without weights or processes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .outside import inputs_of, make_model_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A run's configuration with its mesh and parallel plan. `Trainer` and `explain` make one with `Outline.of`."""
+    """A run's configuration, mesh and parallel plan. Made with `Outline.of` by `Trainer` and `explain`."""
 
     config: TrainConfig
     mesh: ProcessMesh
@@ -39,13 +38,13 @@ class Outline:
     def of(cls, config: TrainConfig, axes: Mapping[str, int]) -> Outline:
         """The outline of a run.
 
-        config: with its plan settled. axes: the mesh's axes with their sizes.
+        config: with a settled plan. axes: the mesh's axes with their sizes.
         """
         plan = dataclasses.replace(own_plan(_make(config)), **config.plan.options(axes.get("pp", 1)))
         return cls(config=config, mesh=ProcessMesh.grid(**axes), plan=plan)
 
     def make_model(self) -> nn.Module:
-        """The model on the meta device (no memory), before it is parallelized."""
+        """The model on the meta device (no memory), not yet parallelized."""
         return _make(self.config)
 
     @property
@@ -62,12 +61,12 @@ class Outline:
     def criterion(self) -> Criterion:
         """Cross-entropy over the number of tokens of the global batch.
 
-        So the losses of microbatches and ranks add up to the mean loss of the batch.
+        The losses of microbatches and ranks then add up to the mean loss of the batch.
         """
         return partial(cross_entropy, denominator=float(math.prod(self.batch)))
 
     def computing(self, device_type: str) -> AbstractContextManager[None]:
-        """The context to call the model in: autocast to the run's dtype, disabled if that is float32."""
+        """The context to call the model in: autocast to the run's dtype, disabled for float32."""
         lower = self.config.dtype != "float32"
         return torch.autocast(device_type, dtype=getattr(torch, self.config.dtype), enabled=lower)
 
@@ -85,12 +84,12 @@ class Outline:
         return torch.tensor(key, dtype=torch.uint64)
 
     def accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `inputs` that the model's forward has a parameter for. Tokens are passed separately."""
+        """The items of `inputs` accepted by the model's forward. Tokens are passed separately."""
         names = inputs_of(self.config.model_class)
         return {name: value for name, value in inputs.items() if name in names}
 
     def first_step(self, rank: int, device_type: str) -> Step:
-        """Record what `rank` does in step 1, by running the model on shapes.
+        """Record step 1 of `rank`, by running the model on shapes.
 
         Communication: none, and no process group is needed.
         """

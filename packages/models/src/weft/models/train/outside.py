@@ -1,6 +1,6 @@
-"""A model class of the user (`--model MODULE:CLASS`): import it, check it, make it, and count its parameters.
+"""A model class of the user (`--model MODULE:CLASS`): importing, checking, making, and counting parameters.
 
-In every function `name` is MODULE:CLASS; where it may be None, None means a model of Weft.
+In every function `name` is MODULE:CLASS; None, where allowed, means a model of Weft.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..families import make_model
 if TYPE_CHECKING:
     from torch import nn
 
-# keyword arguments that a run passes to a model's forward besides the tokens
+# keyword arguments passed to a model's forward besides the tokens
 INPUTS = ("dropout_key", "positions", "documents")
 
 
 @lru_cache(maxsize=8)
 def find_class(name: str) -> type[nn.Module]:
-    """Import the model class that `name` names.
+    """Import the model class.
 
     Raises ValueError for a name of another form, for a missing module or class, and for a class without
     `initial_value` or `parallel_plan`.
@@ -37,12 +37,12 @@ def find_class(name: str) -> type[nn.Module]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, and an import inside it fails
+            raise  # the module exists, and an import inside the module fails
         raise ValueError(
             f"--model {name}: there is no module {error.name!r}; start in its folder, or put that folder on PYTHONPATH"
         ) from None
     found = getattr(module, class_name, None)
-    from torch import nn  # imported here because it takes seconds
+    from torch import nn  # imported here because torch takes seconds
 
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         classes = [key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, nn.Module)]
@@ -61,7 +61,7 @@ def find_class(name: str) -> type[nn.Module]:
 def config_class_of(name: str) -> type[ModelConfig]:
     """The class of the model's config, from the annotation of the first argument of __init__.
 
-    If the annotation is a type variable, as in a class derived from `Decoder`, the argument given for it counts:
+    The annotation may be a type variable, as in a class derived from `Decoder`. Then its value in the class counts,
     NetConfig for `class Net(Decoder[NetConfig])`.
     Raises ValueError if the annotation is not a dataclass derived from ModelConfig.
     """
@@ -85,12 +85,12 @@ def config_class_of(name: str) -> type[ModelConfig]:
 
 
 def make_model_of(config: ModelConfig, name: str | None) -> nn.Module:
-    """Make the model of a config, of Weft or the user's class, with its parameters not initialized."""
+    """Make the model of a config, of Weft or the user's class, with uninitialized parameters."""
     return make_model(config) if name is None else find_class(name)(config)
 
 
 def inputs_of(name: str | None) -> tuple[str, ...]:
-    """The names in INPUTS that the model's forward has parameters for; all of them for a model of Weft."""
+    """The names in INPUTS accepted by the model's forward; all names for a model of Weft."""
     if name is None:
         return INPUTS
     parameters = inspect.signature(find_class(name).forward).parameters.values()
@@ -100,7 +100,7 @@ def inputs_of(name: str | None) -> tuple[str, ...]:
 
 
 def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) -> None:
-    """Raise ValueError if the user's model class lacks what the run needs of it.
+    """Raise ValueError if the user's model class lacks an attribute or a parameter needed by the run.
 
     ordered: whether the token order is changed, as under context parallelism by all_gather; forward then needs
     positions.
@@ -125,10 +125,10 @@ def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) ->
 
 
 def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
-    """Count (the parameters, the parameters that multiply).
+    """Count (all parameters, parameters in matrix products).
 
-    Embedding tables that are only looked up do not multiply.
-    For a class of the user, the parameters of the model itself are counted, on the meta device: its config may
+    The second excludes embedding tables used for look-ups only.
+    For a class of the user, the parameters of the model itself are counted, on the meta device: the config may
     inherit the count of another model.
     """
     if name is None:
@@ -160,7 +160,7 @@ def _hint_of(found: type) -> Any:
 
 
 def _filled_in(found: type, variable: TypeVar) -> Any:
-    """The argument that the nearest generic base class has for a type variable; without one, the variable."""
+    """The value of a type variable in the nearest generic base class; the variable itself if none sets it."""
     for each in found.__mro__:
         for base in getattr(each, "__orig_bases__", ()):
             origin = get_origin(base)

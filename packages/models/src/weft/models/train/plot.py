@@ -1,4 +1,4 @@
-"""Plots of a run's loss and speed from its metrics.jsonl: on the terminal, and as a picture file."""
+"""Plots of a run's loss and speed from metrics.jsonl: on the terminal, and as a picture file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from .files import write_anew
 from .logged import read_logged
 
-HEIGHT = 10  # lines of a plot on a terminal, without its axis
-AXIS = 24  # columns left of the plot, for the axis and its labels
+HEIGHT = 10  # lines of a plot on a terminal, without the axis
+AXIS = 24  # columns left of the plot, for axis and labels
 NARROW = 50  # columns of a plot if two stand side by side
-NARROWEST = AXIS + 10  # columns of a plot at least
+NARROWEST = AXIS + 10  # fewest columns of a plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Curves:
     steps: list[int]
     losses: list[float]
     speeds: list[float]  # tokens per second
-    held_out: list[tuple[int, float]]  # (step, held-out loss), for the steps that evaluated it
+    held_out: list[tuple[int, float]]  # (step, held-out loss), for the steps with an evaluation
 
 
 def read_curves(metrics: Path) -> Curves:
@@ -37,7 +37,7 @@ def read_curves(metrics: Path) -> Curves:
 
 
 def drawn(curves: Curves, width: int) -> str:
-    """Text plots of loss and speed for a terminal of `width` columns: side by side if they fit. No colors."""
+    """Text plots of loss and speed for a terminal of `width` columns: side by side if wide enough. No colors."""
     beside = width >= 2 * NARROW
     panels = [
         _panel(title, curves.steps, values, width // 2 - 1 if beside else width)
@@ -51,7 +51,7 @@ def drawn(curves: Curves, width: int) -> str:
 
 
 def _panel(title: str, steps: list[int], values: list[float], width: int) -> str:
-    """One text plot of `values` over `steps`, `width` columns wide."""
+    """A text plot of `values` over `steps`, `width` columns wide."""
     from plotille import Figure
 
     low, high = min(values), max(values)

@@ -1,6 +1,6 @@
 """Processes of this machine that start together and end together.
 
-All end when one fails, and when the process that started them ends. `launch` runs training processes this way.
+All end when one fails, and when their parent ends. `launch` runs training processes this way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 2.0  # for processes to end by themselves after one has failed, and again after SIGTERM
+GRACE_SECONDS = 2.0  # for processes to end by themselves after a failure, and again after SIGTERM
 LOOK_SECONDS = 0.5  # between two looks whether the parent still exists
 RAISED = 1  # exit status of a process whose function raised an exception
 
@@ -29,7 +29,7 @@ RAISED = 1  # exit status of a process whose function raised an exception
 class ProcessFailed(RuntimeError):
     """A process ended with a nonzero status.
 
-    The message names its rank and how it ended, with the traceback if it raised an exception.
+    The message names the rank and the cause: the traceback of an exception, a signal, or an exit status.
     """
 
     def __init__(self, rank: int, status: int, trace: str) -> None:
@@ -53,18 +53,19 @@ def run_together(
 ) -> None:
     """Call `function(rank, *arguments)` in each of `processes` new processes, and wait until all have ended.
 
-    function: defined at the top level of a module; it and the arguments are pickled.
+    function: defined at the top level of a module. The function and the arguments are pickled.
     folder: for the pickled call and the tracebacks of failed processes.
-    preload: modules that are imported once, in the process that the others are forked from.
-    patience: seconds that the processes have to end by themselves if this one is interrupted and sends them SIGTERM.
-    The processes end with this one however it ends, even by SIGKILL: a thread in each waits for that.
-    Raises ProcessFailed for the first process that fails, after ending the others.
+    preload: modules to import once, in the fork server.
+    patience: seconds for the processes to end by themselves, after an interrupt of this process has sent them
+    SIGTERM.
+    If this process ends, even by SIGKILL, all end: a thread in each waits for the parent's end.
+    Raises ProcessFailed for the first failure, after ending all processes.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     with _interrupts_blocked():
         forkserver.ensure_running()
-    # In a file, because a pipe may fill up before there is a process to read it.
+    # In a file, because a pipe may fill up before any process reads.
     (folder / "call").write_bytes(pickle.dumps((function, arguments)))
     started: list[ForkServerProcess] = []
     grace = GRACE_SECONDS
@@ -88,11 +89,12 @@ def run_together(
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Context in which SIGINT is blocked. The fork server started in it, and its children, start with SIGINT blocked.
+    """Context in which SIGINT is blocked, for starting the fork server.
 
-    Ctrl-C is sent to every process of the terminal; this process receives it after the context.
+    The server, and all processes forked from the server, start with SIGINT blocked. Ctrl-C reaches every process of
+    the terminal; this process handles the signal after the context.
     """
-    # before the block, because Python 3.11 unblocks SIGINT as it starts the tracker
+    # before the block, because starting the tracker unblocks SIGINT in Python 3.11
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -102,7 +104,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _first_failure(started: list[ForkServerProcess]) -> int | None:
-    """The rank of the first process that ends with a nonzero status; None if all end with 0."""
+    """The rank of the first process with a nonzero exit status; None if all end with 0."""
     running = list(enumerate(started))
     while running:
         ready = wait([process.sentinel for _, process in running])
@@ -123,7 +125,7 @@ def _wait(started: list[ForkServerProcess], seconds: float) -> None:
 
 
 def _end(started: list[ForkServerProcess], grace: float) -> None:
-    """End the processes that still run: by SIGTERM, and after `grace` seconds by SIGKILL."""
+    """End the remaining processes: by SIGTERM, and after `grace` seconds by SIGKILL."""
     begun = [process for process in started if process.pid is not None]
     for process in begun:
         process.terminate()
@@ -133,11 +135,11 @@ def _end(started: list[ForkServerProcess], grace: float) -> None:
 
 
 def _call(rank: int, folder: str) -> None:
-    """The main function of each process: run the pickled call, and write its traceback to a file if it raises."""
-    # Done first, so that it also ends this process if the parent is gone already.
+    """The main function of each process: run the pickled call; after an exception, write the traceback to a file."""
+    # First of all: the parent may be gone already, and this process then ends.
     parent = multiprocessing.parent_process()
     assert parent is not None, "multiprocessing started this process"
-    # join() returns when the parent, which alone holds the other end of a pipe, is gone
+    # join() returns when the parent is gone: it waits for a pipe held open by the parent alone
     _end_after(parent.join)
     # a shell sets SIG_IGN for background jobs
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -154,7 +156,7 @@ def _call(rank: int, folder: str) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process once its parent is gone, whatever this process is doing then.
+    """End this process once the parent is gone, whatever this process is doing then.
 
     For processes of a launcher, which does not cooperate: a thread compares the parent's id.
     """
@@ -168,7 +170,7 @@ def end_with_parent() -> None:
 
 
 def _end_after(wait: Callable[[], object]) -> None:
-    """Start a thread that calls `wait`, then kills this process."""
+    """Start a thread to call `wait`, then kill this process."""
 
     def end() -> None:
         wait()

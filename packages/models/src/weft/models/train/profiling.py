@@ -1,4 +1,4 @@
-"""torch profiler traces of a few steps, one file per rank (`--profile`)."""
+"""torch profiler traces of a few steps, a file per rank (`--profile`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
     def save(found: torch.profiler.profile) -> None:
         found.export_chrome_trace(str(folder / f"rank-{rank}.json"))
 
-    # Steps 1 and 2 include one-time work. The profiler itself slows the step before the recorded ones.
+    # Steps 1 and 2 include warm-up work. The profiler itself slows down the step before the recorded ones.
     steps = schedule(wait=PROFILED_FROM - 2, warmup=1, active=PROFILED_STEPS, repeat=1)
-    # acc_events keeps the events of all cycles. There is one cycle, and without the flag torch 2.11 warns.
+    # acc_events keeps the events of all cycles. There is a single cycle, but without the flag torch 2.11 warns.
     with profile(schedule=steps, on_trace_ready=save, acc_events=True) as profiler:
         yield profiler.step

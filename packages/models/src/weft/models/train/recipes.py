@@ -15,8 +15,9 @@ from ..qwen.config import QwenConfig
 from .config import DataConfig, OptimizerConfig, TrainConfig
 from .outside import parameters_of
 
-# Near 1 / sqrt(hidden_size). At 0.02, which is meant for widths above 1000, the residual stream starts so small that
-# every norm multiplies gradients by 50: they spike, and rounding errors grow to percents of the loss within 40 steps.
+# Near 1 / sqrt(hidden_size). At 0.02, which is meant for widths above 1000, the residual stream starts very small and
+# every norm multiplies gradients by 50: gradients spike, and rounding errors grow to percents of the loss within 40
+# steps.
 _INITIALIZER_RANGE = 0.06
 
 _SIZES: dict[str, Any] = {
@@ -29,8 +30,8 @@ _SIZES: dict[str, Any] = {
 }
 _GATED: dict[str, Any] = {**_SIZES, "intermediate_size": 384, "num_kv_heads": 4}
 
-# At lr 4e-3 and beta2 0.95 the gradient's norm, otherwise below 3, jumps to 6 at single steps. So it does for Qwen 2,
-# whose keys have no norm.
+# At lr 4e-3 and beta2 0.95 the gradient's norm, otherwise below 3, jumps to 6 at single steps; also for Qwen 2, whose
+# keys have no norm.
 _LLAMA = OptimizerConfig(lr=3e-3, beta2=0.98)
 
 # Runs of about a minute. Their losses are the same on every mesh.
@@ -42,8 +43,8 @@ TINY = {
     ),
     "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED), optimizer=_LLAMA),
     "qwen3-tiny": TrainConfig(model=QwenConfig(version=3, **_GATED)),
-    # At lr 4e-3 with 20 steps of warmup, the gradient's norm jumps to 4.3 right after the warmup for one of two
-    # orders of the samples. At these values it does so in neither order.
+    # At lr 4e-3 with 20 steps of warmup, the gradient's norm jumps to 4.3 right after the warmup in a run with one of
+    # two orders of the samples. At the values below it stays low in both.
     "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES), optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40)),
 }
 
@@ -54,7 +55,7 @@ _LONGEST = 8192  # tokens per sequence; the published models saw longer ones onl
 
 
 def _published(name: str, model: ModelConfig) -> TrainConfig:
-    """The recipe of a published model: bfloat16, its peak learning rate, 3e-4 where none was published."""
+    """The recipe of a published model: bfloat16, and the published peak learning rate or 3e-4."""
     return TrainConfig(
         model=model,
         dtype="bfloat16",
@@ -66,13 +67,13 @@ def _published(name: str, model: ModelConfig) -> TrainConfig:
 RECIPES = {**TINY, **{name: _published(name, model) for name, model in PUBLISHED.items()}}
 
 # The base of runs without a recipe; `base_of` replaces the model, and for --model without --from also the optimizer.
-# The learning rate is meant for trained weights: it is that of fine-tuning Llama 2, section 3.1 of Touvron et al.
+# The learning rate is meant for trained weights: from fine-tuning Llama 2, section 3.1 of Touvron et al.
 # 2023.
 WITHOUT_RECIPE = TrainConfig(model=TINY["llama-tiny"].model, optimizer=OptimizerConfig(lr=2e-5))
 
 
 def recipe(name: str) -> TrainConfig:
-    """The recipe of that name. Raises ValueError for an unknown name, with the names of all recipes."""
+    """The recipe called `name`. Raises ValueError for an unknown name, with the names of all recipes."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

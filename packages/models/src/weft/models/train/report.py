@@ -1,4 +1,4 @@
-"""The terminal output of a training run: `Report` prints it on rank 0, in the order of the run."""
+"""The terminal output of a training run, printed by `Report` on rank 0, in the order of the run."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from .recipes import size_in_words
 from .suggestions import suggestions
 
 NAMED = 3  # skipped files whose names are printed
-# Largest relative difference of the mean loss between two meshes. float32 keeps 24 bits of every partial sum,
-# bfloat16 8;
-# the rounding errors of the tokens average out.
+# Largest relative difference of the mean loss between two meshes. float32 keeps 24 bits of every partial sum and
+# bfloat16 8, and the rounding errors of the tokens average out.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 BESIDE_BAR = 139  # columns of the text beside the progress bar; a narrower terminal gets no bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One step's metrics: a line of metrics.jsonl, and what the terminal and the trackers show."""
+    """The metrics of a step: a line of metrics.jsonl, also shown on the terminal and sent to trackers."""
 
     step: int  # from 1
-    done: float  # share of the run's steps that are done
+    done: float  # finished share of the run's steps
     loss: float
     grad_norm: float  # before clipping
     lr: float
     tokens_per_second: float  # of all processes together
-    tflops: float  # 10^12 floating-point operations per second, of one process
+    tflops: float  # 10^12 floating-point operations per second, per process
     mfu: float | None  # model FLOPs utilization: tflops over the chip's peak; None if the peak is unknown
-    memory_bytes: int  # peak of this process so far
+    memory_bytes: int  # peak of this process until now
     memory_share: float  # memory_bytes over the memory of the device
     communication_share: float  # share of the step's time in which the device stood still for communication
     data_share: float  # share of the step's time spent waiting for the batch to be read
@@ -74,16 +73,16 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A parameter as some ranks hold it: made by `find_parts` and `explain`, printed by `Report.layout`."""
+    """A parameter with its layout on some ranks: made by `find_parts` and `explain`, printed by `Report.layout`."""
 
     name: str
     shape: tuple[int, ...]
-    layout: Layout | None  # None if the parameter is unsharded, on one process
-    stage_rank: int | None = None  # coordinate on "pp" of the ranks that hold it; None without a pipeline
+    layout: Layout | None  # None if unsharded, on a single process
+    stage_rank: int | None = None  # coordinate of these ranks on "pp"; None without a pipeline
 
 
 class Report:
-    """Prints the progress of a run if `speaks`, on rank 0; prints nothing on other ranks."""
+    """Prints the progress of a run. speaks: whether to print at all; true on rank 0 only."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
@@ -103,7 +102,7 @@ class Report:
     def layout(self, parts: Sequence[Part], whose: str = "") -> None:
         """Print a line per kind of parameter: shape, layout, shard shapes, and the ranks along "pp" that hold it.
 
-        parts: in the model's order: of all stages, or of the single stage that `whose` names in the heading.
+        parts: in the model's order: of all stages, or of a single stage that `whose` names in the heading.
         """
         kinds: dict[tuple[str, ...], list[Part]] = {}
         for part in parts:
@@ -126,13 +125,13 @@ class Report:
         self.line(f"schedule of the pipeline\n{schedule}")
 
     def predicted(self, predicted: Communication, rank: int = 0) -> None:
-        """Print the predicted collectives of a step, with the bytes that `rank` receives."""
+        """Print the predicted collectives of a step, with the bytes received by `rank`."""
         self.line(f"collectives a step, predicted by running the model on shapes; bytes that rank {rank} receives")
         for line in str(predicted).splitlines():
             self.line(f"  {line}")
 
     def issued(self, predicted: Communication, issued: Communication) -> None:
-        """Print the collectives that step 1 issued, and whether they equal the prediction."""
+        """Print the collectives issued by step 1, and whether each phase is as predicted."""
         self.line("collectives of step 1, as issued")
         wide = max(len(issued.select(phase=phase).summary) for phase in PHASES)
         for phase in PHASES:
@@ -145,7 +144,7 @@ class Report:
             self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
 
     def check(self, loss: float, alone: float, processes: int, dtype: str) -> bool:
-        """Print the loss of step 1 beside `alone`, the loss on one process; return whether they agree within
+        """Print the loss of step 1 beside `alone`, the loss on one process; return whether both agree within
         rounding.
 
         The difference is relative to the loss, or absolute for a loss below 1, because the rounded values are the
@@ -163,7 +162,7 @@ class Report:
     def saved(self, count: int, *, blocked: float, writing: float) -> None:
         """Print the cost of the checkpoints.
 
-        blocked: seconds that training waited for checkpoints. writing: seconds in which they were written.
+        blocked: seconds of training spent waiting for checkpoints. writing: seconds of writing.
         """
         self.line(
             f"checkpoints  {count} written in {writing:.2f} s, while the run went on; it waited {blocked:.3f} s for "
@@ -180,7 +179,7 @@ class Report:
         room = min(self._console.width - BESIDE_BAR, 40)
         columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total} {task.percentage:3.0f}%")]
         columns += [BarColumn(bar_width=room)] if room > 0 else []
-        # the column that wraps on a narrow terminal
+        # wraps on a narrow terminal
         columns += [TextColumn("{task.description}", table_column=Column())]
         with Progress(*columns, console=self._console) as bar:
             yield _Steps(self, config, bar)
@@ -194,7 +193,7 @@ class _Steps:
         self._task = bar.add_task("", total=config.steps) if bar else None
 
     def begun(self, step: int) -> None:
-        """Advance the bar: the step is queued on the device, which may still be computing it."""
+        """Advance the bar: the step is queued on the device, and may still be running."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
@@ -214,7 +213,7 @@ class _Steps:
 def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
     """The distinct shard shapes over the ranks, as text; empty if every shard has the full shape.
 
-    Of ranks that replicate each other one is asked, because there may be thousands.
+    Only a single rank per distinct shard is asked, because there may be thousands of ranks.
     """
     repeats = [
         axis
@@ -237,7 +236,7 @@ def mesh_in_words(axes: Mapping[str, int]) -> str:
 
 
 def describe(run: Run, *, gpus: int) -> str:
-    """The first lines of a run's output: what is trained on which mesh, then the files left out of its text."""
+    """The first lines of a run's output: the model, data and mesh, then the files left out of the data."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
         f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, "
@@ -255,7 +254,7 @@ def describe(run: Run, *, gpus: int) -> str:
 
 
 def _last(run: Run) -> str:
-    """The final model of the run, as the last line of the output names it."""
+    """The final model of the run, in words for the closing lines."""
     if run.config.model_class is None:
         return "checkpoint/ for transformers"
     return f"checkpoint-{run.config.steps}/ to resume from; a model from outside has no form for transformers"
@@ -265,7 +264,7 @@ def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token
     """The closing lines of a run: losses on held-out text, the saved files, and commands to try next.
 
     losses: on the held-out text, before the first step and after the last.
-    a_token: bytes of that text per token, to print the loss in bits per byte, which is comparable between tokenizers.
+    a_token: bytes of held-out text per token, to print losses in bits per byte, comparable between tokenizers.
     """
     first, last = losses
     bits = " -> ".join(f"{loss / math.log(2) / a_token:.2f}" for loss in losses) + " bits a byte"

@@ -1,4 +1,4 @@
-"""The files of a training run except its checkpoints: configuration, plan, metrics, curves and the final model."""
+"""The files of a training run, without checkpoints: configuration, plan, metrics, curves and the final model."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class NotWritten(RuntimeError):
 class Results:
     """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, curves.svg and the final model.
 
-    Made by `train` on every rank; one rank (`writes`) writes.
-    From `begin` until the context is left or the process ends, the folder is locked against other runs.
+    Made by `train` on every rank; only the rank with `writes` writes.
+    From `begin` until the context is left or the process ends, the folder is locked for this run.
     """
 
     def __init__(self, folder: Path, *, writes: bool, tokenizer: Tokenizer | None = None) -> None:
@@ -70,16 +70,15 @@ class Results:
         step: int = 0,
         logged: Mapping[str, Any] | None = None,
     ) -> list[Path]:
-        """Make the folder of a new run, or reopen that of a resumed one, and write what is known before the first
-        step.
+        """Make the folder of a new run or reopen the folder of a resumed run, and write config, plan and versions.
 
-        step: steps that a resumed run has taken. Lines of metrics.jsonl after it are cut off, because those steps are
+        step: steps taken before a run is resumed. Later lines of metrics.jsonl are cut off, because their steps are
         taken again.
-        logged: length and checksum of the lines up to that step, as `check_logged` takes them.
-        Returns, on the rank that writes, the new paths of damaged checkpoints of later steps.
-        Communication: with several ranks, a broadcast of the error, if any, of the rank that writes.
-        Raises, on every rank, ValueError if another run is in the folder or has just made it, and as `check_logged`
-        and `read_logged`; OSError if the folder cannot be written.
+        logged: length and checksum of the lines up to `step`, for `check_logged`.
+        Returns, on the writing rank, the new paths of damaged checkpoints of later steps.
+        Communication: with several ranks, a broadcast of the writing rank's error, if any.
+        Raises, on every rank, ValueError if another run uses the folder or has just made the folder, and as
+        `check_logged` and `read_logged`; OSError if the folder cannot be written.
         """
         error = attempt(self._begin, recipe, config, plan, mesh, parts, step, logged) if self._writes else None
         raise_on_all(error, dist.is_initialized())
@@ -114,7 +113,7 @@ class Results:
     def add(self, metrics: Metrics) -> None:
         """Append a line to metrics.jsonl at once, and send the metrics to the trackers.
 
-        After a line that could not be written no more are, and `sync` raises.
+        After a failed write, no more lines are written, and `sync` raises.
         """
         if self._writes and self._error is None:
             self._error = attempt(self._add, metrics)
@@ -128,13 +127,13 @@ class Results:
 
     @property
     def logged(self) -> dict[str, Any]:
-        """Length and checksum of metrics.jsonl so far, on the rank that writes."""
+        """Current length and checksum of metrics.jsonl, on the writing rank."""
         return self._sum.as_json()
 
     def picture(self, width: int) -> str:
         """Plot loss and speed for a terminal of `width` columns, and save the plot as curves.svg.
 
-        Called after the run, so it raises nothing: errors are part of the returned text.
+        Never raises, because the run is complete: errors are part of the returned text.
         """
         try:
             curves = read_curves(self._metrics)
@@ -153,8 +152,8 @@ class Results:
     def sync(self) -> None:
         """Wait until metrics.jsonl is on the disk.
 
-        Called before a checkpoint is saved: after a crash, the metrics of every step before it must be there too.
-        Communication: with several ranks, a broadcast of the error, if any, of the rank that writes.
+        Called before a checkpoint is saved: after a crash, the metrics of all earlier steps must be there too.
+        Communication: with several ranks, a broadcast of the writing rank's error, if any.
         Raises NotWritten, on every rank, if a line since the last call could not be written.
         """
         if self._writes and self._error is None and self._metrics.exists():
@@ -170,9 +169,9 @@ class Results:
     def save(self, model: nn.Module) -> None:
         """Save the final model and tokenizer as the folder `checkpoint`, which transformers loads.
 
-        An earlier folder of that name is replaced, and removed once the new one is complete; if it could not be
-        removed, `notes` gets a line.
-        Communication: that of `save_pretrained` and `sync`. Raises NotWritten on every rank.
+        An earlier folder `checkpoint` is replaced once the new folder is complete; after a failed removal, `notes`
+        has a line.
+        Communication: as `save_pretrained` and `sync`. Raises NotWritten on every rank.
         """
         self.sync()
         folder, new = self._folder / CHECKPOINT, self._folder / NEW

@@ -1,6 +1,6 @@
-"""Find the ranks that stopped answering after a collective has timed out.
+"""Find the silent ranks after a collective has timed out.
 
-`train` asks with `RollCall.call`, and the run ends with an error that names them.
+`train` asks with `RollCall.call`, and the run ends with an error naming these ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ASKED, CALLER = "roll call", "roll call/caller"  # keys in the store: a question
 
 
 class Unanswered(RuntimeError):
-    """Ranks do not answer; the message names them."""
+    """A roll call found ranks that do not answer; the message names them."""
 
     def __init__(self, message: str, is_told: bool) -> None:
-        """is_told: whether this rank prints the message. One rank does, unless the store does not respond."""
+        """is_told: whether this rank prints the message. Only a single rank does, unless the store is silent."""
         super().__init__(message)
         self.is_told = is_told
 
 
 class RollCall:
-    """Context in which a thread of each rank answers, in the world's store, what the rank is doing.
+    """Context in which a thread of each rank answers roll calls with the rank's current activity.
 
-    A process that hangs or was stopped does not answer.
-    doing: returns what this rank is doing, for messages: "step 3, forward".
-    keeper: the process that hosts the store, for messages. If it was stopped, the store answers nobody.
-    Communication: one read of the store per second, beside the run.
+    Questions and answers go through the world's store. A stopped process does not answer.
+    doing: returns this rank's activity in words, as "step 3, forward".
+    keeper: the store's host process in words. While the host is stopped, the store answers nobody.
+    Communication: a read of the store per second, beside the run.
     """
 
     def __init__(self, doing: Callable[[], str], keeper: str) -> None:
@@ -52,13 +52,12 @@ class RollCall:
         self._thread.join(STORE_SECONDS)
 
     def call(self, seconds: float) -> Unanswered:
-        """Ask all ranks what they do; return an error that names the silent ranks.
+        """Ask all ranks for their activity; return an error naming the silent ranks.
 
-        If all answer, it names those that do something else than this rank.
+        If all ranks answer, the error names the ranks whose activity differs from this rank's.
         seconds: how long the collective was waited for, for the message.
-        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank is to print its own
-        error, as ranks know nothing of each other. If the store is gone, its process has ended and has printed the
-        reason.
+        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints an error,
+        because ranks know nothing of each other. If the store is gone, the host has ended and printed the reason.
         """
         found: list[Unanswered] = []
 
@@ -100,12 +99,12 @@ class RollCall:
         )
 
     def _answers(self) -> dict[int, str]:
-        """The answers so far, by rank."""
+        """The answers received by now, by rank."""
         keys = {rank: f"{ASKED}/{rank}" for rank in range(self._ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _answer(self) -> None:
-        """The thread of each rank: wait for a question, then write what this rank is doing."""
+        """The thread of each rank: wait for a question, then write this rank's activity into the store."""
         with suppress(RuntimeError):  # the store is gone because the run has ended
             while not self._store.check([ASKED]):
                 if self._over.wait(EVERY_SECONDS):
@@ -114,7 +113,7 @@ class RollCall:
 
 
 def is_silence(error: RuntimeError) -> bool:
-    """Whether a collective failed because a rank did not join it in time."""
+    """Whether a collective failed because some rank did not join in time."""
     # If an earlier collective on the same connection timed out, gloo says "Application timeout".
     return any(word in str(error) for word in ("imed out", "imeout"))
 

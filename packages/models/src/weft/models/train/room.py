@@ -1,6 +1,7 @@
-"""Check that a run fits the memory of its machine, before torch is imported.
+"""Check a run against the memory of the machine, before torch is imported.
 
-Counts the bytes that are certain: parameters, gradients and the optimizer's state. `weft train` calls `check_room`.
+Counts the bytes that every run needs: parameters, gradients and the optimizer's state. `weft train` calls
+`check_room`.
 """
 
 from __future__ import annotations
@@ -29,22 +30,21 @@ _WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers that keep one state less if be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What determines the least memory of a run, on one GPU or on all of this machine's processes."""
+    """The sizes that determine the least memory of a run, on a GPU or on all processes of this machine."""
 
     parameters: int  # of the whole model
     processes: int  # whose memory is added up; 1 for a GPU
     parts: int  # into which pp and tp split the model
-    across: int  # processes that hold the same part: dp * cp
+    across: int  # processes with the same part: dp * cp
     zero: int  # the plan's ZeRO level
-    states: int  # tensors of a parameter's size that the optimizer keeps
-    compares: bool  # whether a whole model is made to compute the loss of step 1 on one process
+    states: int  # state tensors per parameter, each of the parameter's size
+    compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
 
     @property
     def nbytes(self) -> int:
         """Peak bytes: during an update of the weights, or while the whole model for the comparison exists.
 
-        A mean over the processes. Activations are not counted, and tensors that are replicated, such as norms, count
-        as sharded.
+        A mean over the processes. Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
         here = self.processes / self.parts
@@ -54,11 +54,11 @@ class Holding:
 
 
 def check_room(run: Run, *, gpus: int) -> list[str]:
-    """Compare the memory that a run needs with the memory of this machine.
+    """Compare the memory needed by a run with the memory of this machine.
 
     gpus: GPUs of this machine, each with a process; 0 for a run on the CPU.
     Returns a line of warning if the run comes close to the memory, else an empty list.
-    Raises ValueError if the run cannot fit, with options that would.
+    Raises ValueError if the run cannot fit; the error names options that would.
     """
     memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
     if memory is None:
@@ -78,7 +78,7 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
 
 
 def holding_of(run: Run, *, on_gpus: bool) -> Holding:
-    """The `Holding` of a run: on one of its GPUs, or on all of its processes on this machine."""
+    """The `Holding` of a run: per GPU, or for all CPU processes on this machine."""
     config = run.config
     return Holding(
         parameters=parameters_of(config.model, config.model_class)[0],
@@ -92,17 +92,17 @@ def holding_of(run: Run, *, on_gpus: bool) -> Holding:
 
 
 def states_kept(config: OptimizerConfig) -> int:
-    """Number of tensors of a parameter's size that the optimizer keeps; 0 if unknown."""
+    """Number of state tensors per parameter, each of the parameter's size; 0 if unknown."""
     return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
 
 
 def _local_processes(run: Run) -> int:
-    """Processes of the run on this machine. A launcher that does not say how many counts as one."""
+    """Processes of the run on this machine. 1 if the launcher does not tell."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
 
 
 def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
-    """Yield options, process counts and the largest recipe that would fit, as text for the error."""
+    """Yield fitting options, process counts and recipes, as text for the error."""
 
     def fits(other: Holding) -> bool:
         return other.nbytes <= USED * memory.available

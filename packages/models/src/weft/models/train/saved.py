@@ -1,6 +1,6 @@
-"""The JSON document about its run that a checkpoint contains: written, read back, and compared with a resumed run.
+"""The JSON document about the run in each checkpoint: written, read back, and compared with a resumed run.
 
-`Saver` writes the document; `Saver.resume` and `weft train --resume` read it.
+`Saver` writes the document; `Saver.resume` and `weft train --resume` read the document.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .folder import CHECKPOINT
 from .logged import METRICS
 
 _DEEPEST = 8  # dots in an option's name; real options have at most three
-# Options that a resumed run may not change: the losses would then belong to neither run.
+# Options fixed for a resumed run: with any change, the losses would belong to neither run.
 FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
-# Options that do not affect the losses: a resumed run may change them without a note.
+# Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
     *("data.path", "data.verify"),
@@ -30,7 +30,7 @@ FREE = (
 
 
 def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON document that a checkpoint saved after `step` steps holds, enough to resume from there.
+    """The JSON document for a checkpoint saved after `step` steps: enough to resume from there.
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
     held_out_loss: the loss before the first step. logged: the length and checksum of metrics.jsonl, from
@@ -50,10 +50,10 @@ def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str,
 
 
 def read_saved(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint's JSON document about its run, with the type of each value checked.
+    """Read a checkpoint's JSON document about the run, checking the type of each value.
 
-    A checkpoint that no run saved (a converted one) may lack entries.
-    Raises ValueError for a value that no run writes, and as `Manifest.read`.
+    A converted checkpoint, saved by no run, may lack entries.
+    Raises ValueError for an invalid value, and as `Manifest.read`.
     """
     saved = Manifest.read(checkpoint).document(checkpoint, RUN)
     try:
@@ -107,16 +107,16 @@ _TYPES: Mapping[str, Any] = {
 
 
 def logged_of(saved: Mapping[str, Any], checkpoint: Path, folder: Path) -> Mapping[str, Any] | None:
-    """The length and checksum of metrics.jsonl that `saved`, a checkpoint's document, holds.
+    """The length and checksum of metrics.jsonl in `saved`, a checkpoint's document; None if absent.
 
-    None for a document without them, and for a checkpoint outside `folder`, which belongs to another run.
+    Also None for a checkpoint outside `folder`, which belongs to another run.
     """
     logged: Mapping[str, Any] | None = saved.get(METRICS)
     return logged if checkpoint.parent.resolve() == folder.resolve() else None
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
-    """The config as nested dicts of JSON types. Its "model" also names the config's class, as "kind"."""
+    """The config as nested dicts of JSON types. The entry "model" also has the config's class, as "kind"."""
     value = {name.rstrip("_"): each for name, each in dataclasses.asdict(config).items()}
     value["model"] = {"kind": type(config.model).__name__}
     value["model"] |= dataclasses.asdict(config.model)
@@ -126,12 +126,12 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
 
 
 def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
-    """Compare a resumed run with the run that saved the checkpoint; return a line for each changed option.
+    """Compare a resumed run with the checkpoint's run; return a line for each changed option.
 
-    saved: the checkpoint's document. Options in FREE do not count: they leave the losses as they are.
+    saved: the checkpoint's document. Options in FREE do not count, because losses do not depend on these.
     Raises ValueError where an option in FIXED (the model, the seed, ...) or the data differs.
     """
-    if "config" not in saved:  # a converted checkpoint: no run saved it
+    if "config" not in saved:  # a converted checkpoint, saved by no run
         return []
     before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.resolved)))
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and not _within(name, FREE)]
@@ -152,12 +152,12 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _data_of(run: Run) -> dict[str, Any]:
-    """What identifies the run's data, independent of its path."""
+    """The identity of the run's data, independent of the path."""
     return {"tokens": run.corpus.num_tokens, "sha256": run.corpus.sha256}
 
 
 def _within(name: str, names: tuple[str, ...]) -> bool:
-    """Whether `name` is one of `names` or a field below one of them: "data.pack" is within "data"."""
+    """Whether `name` equals an entry of `names` or is a field below: "data.pack" is within "data"."""
     return any(f"{name}.".startswith(f"{each}.") for each in names)
 
 
@@ -171,7 +171,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _plain(value: object) -> object:
-    """The value in JSON types: tuples as lists, anything unknown as its str()."""
+    """The value in JSON types: tuples as lists, anything unknown by str()."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: write them in the background from a copy, and resume from one.
+"""Checkpoints of a run: writing in the background from a copy, and resuming.
 
-The training loop makes one `Saver` on every rank.
+The training loop makes a `Saver` on every rank.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class NotSaved(RuntimeError):
 
 
 class Saver:
-    """Writes checkpoints in a thread of each rank, one at a time: the next `save` waits for the one before."""
+    """Writes checkpoints in a thread of each rank. Each `save` waits until the previous checkpoint is written."""
 
     def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Communication: a new process group of all ranks, for writing beside the training's collectives."""
         self._run, self._model, self._optimizer = run, model, optimizer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.config.timeout))
         self._thread: threading.Thread | None = None
-        self._copy: Snapshot | None = None  # kept so that the next copy reuses its memory
+        self._copy: Snapshot | None = None  # kept for reuse of the memory by the next copy
         self._error: BaseException | None = None
         self._notes: list[str] = []
         self._notes_taken = 0  # how many of _notes `take_notes` has returned
-        self.held_out_loss = float("nan")  # the loss before the first step; the caller sets it
+        self.held_out_loss = float("nan")  # the loss before the first step; set by the caller
         self.last: Path | None = None  # the newest complete checkpoint
-        # length and checksum of metrics.jsonl, from the checkpoint that was resumed
+        # length and checksum of metrics.jsonl, from the resumed checkpoint
         self.logged: Mapping[str, Any] | None = None
         self.count = 0  # checkpoints written
-        self.blocked = self.writing = 0.0  # seconds that steps waited for checkpoints, and in which they were written
+        self.blocked = self.writing = 0.0  # seconds of steps waiting for checkpoints, and of writing checkpoints
 
     def resume(self) -> int:
-        """Load the checkpoint that rank 0 resumes from, if any; return the number of steps taken before it.
+        """Load rank 0's checkpoint to resume from, if any; return the number of steps already taken.
 
-        Communication: a broadcast of the path, and that of `load_checkpoint`. Raises ValueError as `load_checkpoint`.
+        Communication: a broadcast of the path, then as `load_checkpoint`. Raises ValueError as `load_checkpoint`.
         """
         paths = [self._run.resume]
         dist.broadcast_object_list(paths, src=0)
@@ -71,7 +71,7 @@ class Saver:
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """Context whose time counts as time that steps waited for a checkpoint."""
+        """Context whose time is added to `blocked`."""
         start = time.perf_counter()
         yield
         self.blocked += time.perf_counter() - start
@@ -79,7 +79,7 @@ class Saver:
     def save(self, step: int, logged: Mapping[str, Any] | None = None) -> None:
         """Copy the model and the optimizer's state, and start writing the copy.
 
-        Later steps do not change what is written.
+        Later steps do not change the checkpoint.
         logged: on rank 0, as in `describe_run`.
         Raises NotSaved, on every rank, if the previous checkpoint could not be written.
         """
@@ -95,7 +95,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the checkpoint in progress is written.
 
-        Raises NotSaved, on every rank, if it could not be written; an error of a collective is raised as it is.
+        Raises NotSaved, on every rank, after a failed write; an error of a collective is raised unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -108,7 +108,7 @@ class Saver:
             raise self._error
 
     def last_written(self) -> Path | None:
-        """The newest complete checkpoint, after waiting for the one in progress to be written or to fail."""
+        """Wait until the checkpoint in progress is written or has failed; return the newest complete checkpoint."""
         if self._thread is not None:
             self._thread.join()
         return self.last
@@ -118,7 +118,7 @@ class Saver:
         start = time.perf_counter()
         try:
             copy.write(folder, self._group)
-        except BaseException as error:  # `wait` raises it in the training thread
+        except BaseException as error:  # raised by `wait` in the training thread
             self._error = error
             return
         self.last = folder
@@ -128,7 +128,7 @@ class Saver:
         self.writing += time.perf_counter() - start
 
     def _remove_old(self, folder: Path) -> None:
-        """Remove the checkpoints that are not to be kept.
+        """Remove old checkpoints, as --keep and --keep-every demand.
 
         A failure becomes a note and does not end the run, because the new checkpoint is complete.
         """

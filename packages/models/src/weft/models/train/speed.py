@@ -24,10 +24,9 @@ _BF16_PEAKS = (
 def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
     """Floating-point operations of a training step per token, in sequences of T tokens.
 
-    6 for each weight that multiplies, plus 12 T for each feature of a layer's attention. A causal mask does not lower
-    the count: Chowdhery et al., "PaLM" (2022), appendix B, so that the share of the peak compares with published
-    ones.
-    multiplying: the number of weights that multiply; None takes it from the config.
+    6 for each weight in a matrix product, plus 12 T for each feature of a layer's attention. A causal mask does not
+    lower the count: Chowdhery et al., "PaLM" (2022), appendix B, which published shares of the peak follow.
+    multiplying: the number of weights in matrix products; None takes the config's number.
     """
     weights = model.num_parameters - model.num_looked_up if multiplying is None else multiplying
     return 6 * weights + 12 * model.num_layers * model.attention_width * T

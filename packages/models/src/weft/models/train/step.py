@@ -1,6 +1,6 @@
-"""The part of a training step that communicates: forward, backward, gradient sync and clipping.
+"""The communicating part of a training step: forward, backward, gradient sync and clipping.
 
-Training runs it on data; the recording behind predictions and `weft explain` runs it on shapes.
+Training runs `find_gradients` on data; the recording behind predictions and `weft explain` runs it on shapes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def find_gradients(
 
     Afterwards the parameters' gradients are ready for the optimizer.
     criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
-    ended: called after the forward and after the backward of each microbatch, and once at the end, with the phase
-    that the collectives issued since the last call belong to.
+    ended: called after the forward and after the backward of each microbatch, and once at the end, with the phase of
+    the collectives issued since the last call.
     computing: the context for the model and the criterion, as autocast.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
-    "backward": the plan's collectives in reverse, and the buckets of gradients that are full;
-    "gradients": the remaining buckets, gradients that pipeline stages share, the norm, and under a pipeline the sum
-    of the losses and its transfer to the other stages.
+    "backward": the plan's collectives in reverse, and full buckets of gradients;
+    "gradients": the remaining buckets, gradients shared between pipeline stages, the norm, and under a pipeline the
+    sum of the losses and the transfer of the sum to all stages.
     """
     losses: list[Tensor] = []
 
@@ -78,7 +78,7 @@ def find_gradients(
                 with computing():
                     output = model(*microbatch.args, **microbatch.kwargs)
                 loss = loss_of(output, microbatch)
-            # not awaited here: every rank would wait for the slowest forward before its backward
+            # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
                 total = LossSum(losses, like.device, like.dtype)
             ended("forward")
@@ -107,7 +107,7 @@ def find_loss(
 ) -> Tensor:
     """The sum of the microbatches' losses, on every rank, without gradients.
 
-    Communication: the model's forward, one sum of the losses, and the transfers between pipeline stages.
+    Communication: the model's forward, a single sum of the losses, and the transfers between pipeline stages.
     """
     pipeline, like = pipeline_of(model), next(model.parameters())
     with torch.no_grad(), computing():

@@ -1,6 +1,6 @@
 """Stop a run on SIGTERM or Ctrl-C after the same step on every rank.
 
-The training loop uses one `StopVote` per run.
+The training loop uses a single `StopVote` per run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StopVote:
         self._voting = heard, work
 
     def end(self) -> int:
-        """Finish the vote: the signal that any rank had received when the step began, or 0; the same on every rank."""
+        """Finish the vote: the signal received by any rank before the step began, or 0; the same on every rank."""
         assert self._voting is not None, "a vote was begun"
         heard, work = self._voting
         work.wait()

@@ -1,6 +1,6 @@
-"""Commands to try after a run, printed as its last lines.
+"""Commands to try after a run, printed as the last lines.
 
-They fit the run: its data, its options, its number of processes, and how its processes were started.
+The commands fit the run's data, options and number of processes, and the way the processes were started.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .toml import OPTIONS
 
 
 def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
-    """Commands to try after a run: generate from its model, repeat it on another mesh, train on the user's own text.
+    """Commands to try after a run: generate text, repeat the run on another mesh, train on the user's own text.
 
-    on_cpu: whether the run is on a CPU, where one more process can always be started.
-    Only commands that would be accepted are returned.
+    on_cpu: whether the run is on a CPU, where a further process can always be started.
+    Every returned command would be accepted.
     """
     lines = [f"{PROGRAM} generate {shlex.join([str(run.folder), *_option('prompt', run.corpus.prompt)])}"]
     if run.config.model_class is not None:
@@ -35,7 +35,7 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     try:
         mesh = _other_mesh(run, on_cpu)
         if mesh is not None:
-            # the other mesh has no cp or pp
+            # the new mesh has neither cp nor pp
             plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)
             other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
             commands.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
@@ -51,9 +51,7 @@ class _NoOption(ValueError):
 
 
 def _train_command(processes: int) -> str | None:
-    """The command that starts `weft train` as this run was started; None under a launcher whose arguments are
-    unknown.
-    """
+    """The command to start `weft train` like this run; None under a launcher whose arguments are unknown."""
     if "RANK" not in os.environ:
         return f"{PROGRAM} train"
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == str(processes):
@@ -62,9 +60,9 @@ def _train_command(processes: int) -> str | None:
 
 
 def _other_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
-    """Another mesh for the run, of dp and tp only; None if no other mesh fits the model and the memory.
+    """Another mesh for the run, of dp and tp only; None if no such mesh fits the model and the memory.
 
-    It has as many processes as the run. A run on one process gets two if the machine has a CPU only and no launcher.
+    The number of processes is the run's, except for a single process on a CPU without a launcher: then two.
     """
     processes = run.processes
     if processes == 1 and on_cpu and "RANK" not in os.environ:
@@ -84,10 +82,10 @@ def _other_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
 
 
 def _arguments(run: Run, config: TrainConfig) -> str:
-    """The arguments of `weft train` that make `config`, except the output folder."""
+    """The arguments of `weft train` for `config`, without the output folder."""
     base = run.base or recipe(run.recipe or "")
     options = _options(dataclasses.replace(config, output=None, resume=None), base, "")
-    # no recipe has the sizes of a model class of the user, so those that differ from the class's defaults are given
+    # for a model class of the user, no recipe has the sizes: all but the class's defaults are given
     if config.model_class is not None:
         defaults = {field.name: field.default for field in dataclasses.fields(config.model)}
         options += _options(config.model, SimpleNamespace(**defaults), "model.")
@@ -95,9 +93,9 @@ def _arguments(run: Run, config: TrainConfig) -> str:
 
 
 def _options(config: object, default: object, prefix: str) -> list[str]:
-    """The options that change `default` into `config`, two values of the same dataclass.
+    """The options to turn `default` into `config`, two values of the same dataclass.
 
-    Raises _NoOption for a difference that no option can express.
+    Raises _NoOption for a difference without an option.
     """
     options = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
@@ -120,5 +118,5 @@ def _options(config: object, default: object, prefix: str) -> list[str]:
 
 
 def _option(name: str, value: str) -> list[str]:
-    """An option and its value as one or two arguments. One (--name=value) if the value begins with a dash."""
+    """An option with a value: two arguments, or --name=value if the value begins with a dash."""
     return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]

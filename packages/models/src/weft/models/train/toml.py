@@ -14,9 +14,9 @@ from typing import Any
 from ..documents import read_plain
 from .config import TrainConfig
 
-_OF_ONE_RUN = ("output", "resume")  # options that name a folder of one run, and are not written into its file
+_OF_ONE_RUN = ("output", "resume")  # paths of a single run, left out of the file
 
-# field names whose option is named otherwise; in a file "model" is the table of the model's fields
+# fields whose option has another name; in a file "model" is the table of the model's fields
 OPTIONS = {"model_class": "model"}
 LARGEST = 2**20  # bytes of a file; a run's config.toml has about a thousand
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -26,15 +26,15 @@ _SUM = "# sha256 of all above: "
 
 
 def as_toml(recipe: str | None, config: TrainConfig) -> str:
-    """The recipe's name, if any, and every option that has a value, as a file for `weft train --config`."""
-    import tomlkit  # imported here, so that reading a configuration does not need it
+    """The recipe's name, if any, and every option with a value, as a file for `weft train --config`."""
+    import tomlkit  # imported here: not needed for reading a configuration
 
     values = {name.rstrip("_"): value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
     return tomlkit.dumps(_given({"recipe": recipe, **values}))
 
 
 def with_sum(text: str) -> str:
-    """A TOML text with a last line, a comment, that holds its SHA-256 for `check_sum`."""
+    """The TOML text with a last line added: a comment with the text's SHA-256, for `check_sum`."""
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
@@ -42,7 +42,7 @@ def check_sum(path: Path) -> None:
     """Raise ValueError if a file written with `with_sum` was changed since. A file without the comment is accepted."""
     try:
         content = read_plain(path, limit=LARGEST)
-    except (OSError, ValueError):  # `read_toml` reports it
+    except (OSError, ValueError):  # reported by `read_toml`
         return
     text, found, total = content.rpartition(_SUM.encode())
     if found and total != f"{hashlib.sha256(text).hexdigest()}\n".encode():
@@ -56,7 +56,7 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
     """Read a configuration file: (the recipe's name or None, the options as arguments of the command).
 
     without: names of options to leave out.
-    Raises ValueError for a file that cannot be read, is not TOML, or names an unknown option.
+    Raises ValueError for an unreadable file, invalid TOML, or an unknown option.
     """
     try:
         content = read_plain(path, limit=LARGEST)
@@ -89,7 +89,7 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that TOML can hold: None is left out, tuples become lists, paths become strings."""
+    """The values for TOML: None is left out, tuples become lists, paths become strings."""
     given: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -102,7 +102,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the arguments for a table of options. Raises ValueError for a name that cannot be an option."""
+    """Yield the arguments for a table of options. Raises ValueError for a name that no option can have."""
     for name, value in values.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{prefix}{name[:60]!r} is not an option; remove it")

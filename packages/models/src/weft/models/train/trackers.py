@@ -1,4 +1,4 @@
-"""Send metrics to TensorBoard or Weights & Biases as well (`--track`). `Results` uses it."""
+"""Send metrics also to TensorBoard or Weights & Biases (`--track`), for `Results`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import TrackerName, TrainConfig
 from .files import write_anew
 from .report import Metrics
 
-WANDB_ID = "wandb-id"  # file in the run's folder with the run's id there, so that a resumed run continues it
+WANDB_ID = "wandb-id"  # file in the run's folder: the id under which a resumed run continues at wandb
 Send = Callable[[int, dict[str, float]], None]  # sends the numbers of a step
 
 
@@ -26,7 +26,7 @@ def check_trackers(names: tuple[TrackerName, ...]) -> None:
 
 
 class Trackers:
-    """Sends the metrics of each step to the named trackers. Made by `Results` on the rank that writes."""
+    """Sends the metrics of each step to the named trackers. Made by `Results` on the writing rank."""
 
     def __init__(self, names: tuple[TrackerName, ...], folder: Path, config: TrainConfig) -> None:
         self._sends = [_MAKERS[name](folder, config) for name in names]
@@ -50,17 +50,17 @@ def _tensorboard(folder: Path, config: TrainConfig) -> Send:
 
     def send(step: int, numbers: dict[str, float]) -> None:
         nonlocal writer
-        # purge_step hides what a run sent of this and later steps before it was interrupted and resumed.
+        # purge_step hides the values of this and later steps sent before the run was interrupted and resumed.
         writer = writer or SummaryWriter(str(folder / "tensorboard"), purge_step=step)
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # so that they survive a kill
+        writer.flush()  # written now, to survive a kill
 
     return send
 
 
 def _wandb(folder: Path, config: TrainConfig) -> Send:
-    """A function that sends numbers to Weights & Biases, as one run over all resumptions."""
+    """A function that sends numbers to Weights & Biases, as a single run over all resumptions."""
     import wandb
 
     file = folder / WANDB_ID

@@ -1,6 +1,6 @@
-"""The model, optimizer and data of one process of the mesh, and the computation of a step.
+"""The model, optimizer and data of a process, and the computation of a step.
 
-The training loop (loop.py) makes one `Trainer` per process and calls its methods in order.
+The training loop (loop.py) makes a `Trainer` per process and calls the methods in order.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Trainer:
             self.model = filled(model, device, run.config.seed)
         else:
             self.model = loaded(model, run.origin, device, self.mesh, self.plan)
-        # the folder of the weights before step 1; `Saver` loads those of a resumed run
+        # the folder of the weights before step 1; `Saver` loads the weights of a resumed run
         self._origin = run.origin or run.resume
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
@@ -122,7 +122,7 @@ class Trainer:
     def step(self, step: int, count: CollectiveCount | None = None) -> None:
         """Forward, backward, gradient sync, clipping and update of step `step`, counted from 0.
 
-        count: if given, the collectives that it counts are added to `issued` by phase.
+        count: if given, the counted collectives are added to `issued` by phase.
         The host does not wait for the device; `read` fetches the loss and the norm.
         """
 
@@ -156,14 +156,14 @@ class Trainer:
         self._rows.begin(step)
 
     def begin_reading(self) -> None:
-        """Start the clock of the next `read`: earlier time does not count as time of its steps."""
+        """Start the clock of the next `read`: earlier time does not count as time of the steps."""
         self.waits.take()
         self._read_at = time.perf_counter()
 
     def read(self, last: Callable[[], Path | None] = lambda: None) -> list[Metrics]:
         """Wait for the device once, and return the metrics of the steps since the last call, in order.
 
-        last: returns the checkpoint that an error names.
+        last: returns the checkpoint to name in an error.
         Communication: none; if a loss is not finite, an all-gather of whether each rank's part is.
         Raises TrainingError, on every rank, for the first step whose loss or gradient norm is not finite.
         """
@@ -202,12 +202,11 @@ class Trainer:
         ]
 
     def check_finite(self, step: int, last: Callable[[], Path | None]) -> None:
-        """Raise TrainingError, on every rank, if a weight or a state of the optimizer is not finite. Waits for the
-        device once.
+        """Check before saving whether all weights and optimizer states are finite. Waits for the device once.
 
-        Called before the model is saved. step: the steps taken, for the error. last: returns the checkpoint that an
-        error names.
-        Communication: an all-reduce of a number; if one is not finite, an all-gather.
+        step: the steps taken, for the error. last: returns the checkpoint to name in an error.
+        Communication: an all-reduce of a number; after a failure, an all-gather.
+        Raises TrainingError, on every rank, if a value is not finite.
         """
         bounds = [each.float() for tensor in self._written() for each in torch.aminmax(tensor)]
         here = torch.stack([torch.zeros((), device=self._device), *bounds]).isfinite().all().float()
@@ -228,14 +227,14 @@ class Trainer:
                     yield local
 
     def first_step(self) -> None:
-        """Take step 1 without compiling, count its collectives, and compare its loss with the loss of one process.
+        """Take step 1 without compiling, count the collectives, and compare the loss with a single process's loss.
 
-        Communication: that of a step, and for the comparison a broadcast of a number.
+        Communication: as a step, and for the comparison a broadcast of a number.
         Raises TrainingError, on every rank, if the losses differ by more than rounding.
         """
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
         self.begin_reading()
-        drop_gathered(self.model)  # like every later step, it starts from shards
+        drop_gathered(self.model)  # step 1 starts from shards, like every later step
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
         if self.predicted is not None:
@@ -246,7 +245,7 @@ class Trainer:
             self.report.line(_held(self.pipeline, self.model, self.optimizer))
 
     def held_out_loss(self) -> float:
-        """The mean loss over the held-out text, without dropout. Every rank takes part and waits for its device.
+        """The mean loss over the held-out text, without dropout. Every rank takes part and waits for the device.
 
         Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp".
         """
@@ -300,7 +299,7 @@ class Trainer:
         return parts
 
     def _read_rows(self, step: int) -> list[Rows]:
-        """Read this rank's rows of each microbatch, and no others."""
+        """Read only this rank's rows of each microbatch."""
         (rows, T), count = self._shape, self._outline.microbatches
         own = self._layout.local_slices((rows // count, T), self.rank)[0]
         firsts = range(0, rows, rows // count)
@@ -331,10 +330,10 @@ class Trainer:
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _compare(self, loss: float, alone: float | None) -> None:
-        """Compare the loss of step 1 with the loss of one process, `alone`, which rank 0 has.
+        """Compare the loss of step 1 with `alone`, a single process's loss, given on rank 0.
 
         Communication: a broadcast of a number.
-        Raises TrainingError, on every rank, if the losses differ by more than rounding. A loss that is not finite is
+        Raises TrainingError, on every rank, if the losses differ by more than rounding. An infinite or NaN loss is
         left to `read`, which names the ranks.
         """
         count, wrong = self.mesh.size, [alone]  # [None] if the losses agree
@@ -343,21 +342,22 @@ class Trainer:
         dist.broadcast_object_list(wrong, src=0)
         if wrong[0] is not None and math.isfinite(loss):
             raise TrainingError(
-                f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, but {wrong[0]:.7f} on "
-                f"one, with the weights {'of the seed' if self._origin is None else f'of {self._origin}'}: this mesh or "
-                f"plan computes another model; choose another --mesh or --plan, or --no-check to train anyway"
+                f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, but {wrong[0]:.7f} "
+                f"on one, with the weights {'of the seed' if self._origin is None else f'of {self._origin}'}: this mesh "
+                f"or plan computes another model; choose another --mesh or --plan, or --no-check to train anyway"
             )
 
     def _ranks_where(self, here: bool) -> str:
-        """The ranks whose `here` is true, in words; all ranks if it is true on none. Communication: an all-gather of
-        a bool.
+        """The ranks with a true `here`, in words; all ranks if there are none.
+
+        Communication: an all-gather of a bool.
         """
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, here)
         return named_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
 
     def _explain(self, what: str, last: Callable[[], Path | None]) -> str:
-        """The message of a TrainingError: what happened, the newest checkpoint, and a remedy."""
+        """The message of a TrainingError: the cause, the newest checkpoint, and a remedy."""
         return (
             f"{what}; last checkpoint: {last() or 'none; set --save-every to keep some'}. A lower --optimizer.lr (now "
             f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
@@ -365,10 +365,10 @@ class Trainer:
 
 
 def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A table of the memory that each rank holds, in MiB, and of its microbatches in flight, for a pipeline.
+    """A table of each rank's memory, in MiB, and microbatches in flight, for a pipeline.
 
-    Gradients count in the form in which they accumulate over microbatches. Communication: an all-gather of a few
-    numbers.
+    A gradient that accumulates at full size over microbatches counts at full size. Communication: an all-gather of a
+    few numbers.
     """
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     parameters = list(model.parameters())
