@@ -148,7 +148,7 @@ def test_from_and_a_checkpoint_of_no_run_are_two_beginnings(asked: Asked) -> Non
     save(LLAMA, Path("hf"))
     convert(Path("hf"), Path("begin"))
     said = asked.refusal("--from", "hf", "--resume", "begin", "--output", "run", *TEXT)
-    assert said == "--from hf begins a new run, and --resume goes on with begin; give one of the two"
+    assert said == "--from hf begins a new run, but --resume continues begin; give only one of them"
 
 
 def test_a_first_start_with_resume_begins_with_the_folder(asked: Asked) -> None:

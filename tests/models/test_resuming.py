@@ -159,7 +159,7 @@ def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytes
         (["--data.batch-size", "8"], "saved with data.batch_size 4, but this run has 8;"),
         (["--data.path", "longer.txt"], "data of tokens 1001, and longer.txt has 1005;"),
         (["--data.path", "other.txt"], "data of sha256 "),
-        (["llama-tiny"], "config run/config.toml is of the recipe qwen3-tiny, and llama-tiny is asked for;"),
+        (["llama-tiny"], "config run/config.toml is of the recipe qwen3-tiny, but llama-tiny is asked for;"),
     ],
     ids=["seed", "model", "batch", "more-text", "other-text", "recipe"],
 )
@@ -232,8 +232,8 @@ def test_a_flipped_bit_in_the_options_of_the_run_is_refused(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "weft train: config run/config.toml was changed after it was written; copy it again, or, where that is meant, "
-        "remove its last line"
+        "weft train: config run/config.toml was changed after it was written; copy it again, or remove its last "
+        "line if the change is meant"
     )
     path.write_text(path.read_text().partition("# sha256")[0])
     assert asked(capsys, "--output", "run", "--resume")[1].optimizer.lr == 0.005

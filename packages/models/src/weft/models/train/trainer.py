@@ -343,8 +343,8 @@ class Trainer:
         if wrong[0] is not None and math.isfinite(loss):
             raise TrainingError(
                 f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, but {wrong[0]:.7f} "
-                f"on one, with the weights {'of the seed' if self._origin is None else f'of {self._origin}'}: this mesh "
-                f"or plan computes another model; choose another --mesh or --plan, or --no-check to train anyway"
+                f"on one, with the weights {'of the seed' if self._origin is None else f'of {self._origin}'}: this "
+                f"mesh or plan computes another model; choose another --mesh or --plan, or --no-check to train anyway"
             )
 
     def _ranks_where(self, here: bool) -> str:
