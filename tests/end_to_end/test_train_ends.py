@@ -72,7 +72,7 @@ def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(mesh: str, vic
     assert status == 1
     (line,) = said
     assert re.fullmatch(
-        rf"weft train: rank {victim} answered no more for {SILENCE} s, while the others waited in step \d+, \w+( \w+)?",
+        rf"weft train: rank {victim} did not answer for {SILENCE} s, while the others waited in step \d+, \w+( \w+)?",
         line,
     )
     assert seconds < SILENCE + ANSWER_SECONDS + 2 * GRACE_SECONDS + BUSY
@@ -112,7 +112,7 @@ def test_a_rank_of_mpirun_that_is_stopped_is_named_by_the_other(victim: int, tmp
             each.kill()
             each.wait()
     said = (tmp_path / f"error-{1 - victim}").read_text()
-    assert f"\nweft train: rank {victim} answered no more for {SILENCE} s, while " in said and "Traceback" not in said
+    assert f"\nweft train: rank {victim} did not answer for {SILENCE} s, while " in said and "Traceback" not in said
 
 
 @pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that a launcher has started

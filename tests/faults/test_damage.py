@@ -169,7 +169,7 @@ def test_the_newest_that_is_whole_is_resumed(folder: Path) -> None:
     assert len(wrong) == 1 and "checkpoint-16/part-00000.safetensors has 100 bytes instead of " in wrong[0]
     with pytest.raises(DamagedCheckpoint):
         find_to_resume(newer)
-    with pytest.raises(ValueError, match="has no checkpoint to go on with"):
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         find_to_resume(folder.parent.parent)
 
 
@@ -206,7 +206,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
 
 
 def test_a_newer_checkpoint_that_is_whole_is_not_set_aside(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint-4 is newer than what this run goes on from"):
+    with pytest.raises(ValueError, match=r"checkpoint-4 is newer than the checkpoint that this run resumed from"):
         set_aside(folder.parent, after=2)
     read_all(folder)
 
@@ -223,7 +223,7 @@ def test_the_last_are_kept_and_every_nth(tmp_path: Path) -> None:
 def test_a_folder_has_one_run(tmp_path: Path) -> None:
     held = lock(tmp_path)
     with pytest.raises(
-        ValueError, match=r"another run writes into .*; wait until it ends, or give another with --output"
+        ValueError, match=r"another run is writing to .*; wait until it ends, or give another folder with --output"
     ):
         check_again(tmp_path)
     os.close(held)

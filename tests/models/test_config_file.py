@@ -102,7 +102,7 @@ def test_print_config_prints_what_would_run_and_ends(capsys: pytest.CaptureFixtu
     [
         pytest.param("steps = ", "run.toml is not TOML: Invalid value", id="not-toml"),
         pytest.param(None, "run.toml cannot be read: No such file", id="missing"),
-        pytest.param("recipe = 3", "recipe = 3; it is a name", id="recipe-a-number"),
+        pytest.param("recipe = 3", "recipe = 3; give a recipe's name", id="recipe-a-number"),
         pytest.param('recipe = "lama-tiny"', "did you mean 'llama-tiny'", id="recipe-unknown"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_used(text: str | None, message: str, tmp_path: Pa
 def test_a_file_of_another_recipe(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", recipe("llama-tiny")))
-    with pytest.raises(ValueError, match="is of the recipe llama-tiny, and gpt-tiny is asked for"):
+    with pytest.raises(ValueError, match="is of the recipe llama-tiny, but gpt-tiny is asked for"):
         parsed(["gpt-tiny"], file)
 
 

@@ -112,7 +112,7 @@ def test_what_the_options_say_is_another_preparation(capsys: pytest.CaptureFixtu
     [
         ("qwen2", ["--bos"], "--bos puts the tokenizer's bos_token before each document, and the tokenizer names none"),
         (None, ["--bos"], "--bos puts the tokenizer's bos_token before each document, and the tokenizer names none"),
-        ("llama-2", ["--bos", "--no-bos"], "--bos and --no-bos are both given; give one of the two"),
+        ("llama-2", ["--bos", "--no-bos"], "--bos and --no-bos are both given; give only one"),
     ],
 )
 def test_a_bos_that_there_is_not_is_refused(

@@ -93,7 +93,7 @@ def test_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         pytest.param(["lama3-8b"], "unknown recipe 'lama3-8b'; did you mean 'llama3-8b'?", id="recipe"),
-        pytest.param(["--rank", "4"], "--rank 4 is not of the mesh; its 4 ranks are 0 to 3", id="rank"),
+        pytest.param(["--rank", "4"], "--rank 4 is not in the mesh; its 4 ranks are 0 to 3", id="rank"),
         pytest.param(["--batch", "8x128"], "--batch '8x128' is not rows and tokens", id="batch"),
         pytest.param(
             ["gpt-tiny", "--batch", "8,999"], "data.sequence_length 999 is above model.max_seq_len", id="tokens"

@@ -148,7 +148,7 @@ def test_from_and_a_checkpoint_of_no_run_are_two_beginnings(asked: Asked) -> Non
     save(LLAMA, Path("hf"))
     convert(Path("hf"), Path("begin"))
     said = asked.refusal("--from", "hf", "--resume", "begin", "--output", "run", *TEXT)
-    assert said == "--from hf begins a new run, and --resume goes on with begin; give one of the two"
+    assert said == "--from hf begins a new run, but --resume continues begin; give only one of them"
 
 
 def test_a_first_start_with_resume_begins_with_the_folder(asked: Asked) -> None:
@@ -184,7 +184,7 @@ def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> No
     assert run.config.from_ == Path("hf").resolve()
     assert "goes on from run/checkpoint-2\nsteps is 3, and was 2\n" in asked.said()
     said = asked.refusal("--output", "run", "--resume", "--from", "moved")
-    assert f"saved with from {Path('hf').resolve()}, and this run has {Path('moved').resolve()}" in said
+    assert f"saved with from {Path('hf').resolve()}, but this run has {Path('moved').resolve()}" in said
     said = asked.refusal("--output", "run", "--resume", "--model.rope-theta", "10000")
     assert "--model.rope-theta 10000.0 contradicts rope_theta 500000.0" in said
     again = asked("--from", "run", *TEXT)
@@ -211,7 +211,7 @@ def test_a_path_without_a_model_is_refused(asked: Asked) -> None:
         "empty": "--from empty has no model: no config.json, and no complete checkpoint of a run; give",
         "broken": "broken/config.json is not JSON",
         "bert": "bert/config.json: model_type 'bert' is not supported; use one of llama, qwen2, qwen3, gpt2",
-        "other": "other has no config.json, as its model is from outside",
+        "other": "other has no config.json, because its model is a class of your own",
     }.items():
         assert said in asked.refusal("--from", name, *TEXT), name
 
@@ -228,12 +228,12 @@ def test_a_text_is_not_trained_as_bytes_where_the_folder_has_another_tokenizer(a
     Path("hf/checksums.json").unlink()
     said = asked.refusal("--from", "hf", *TEXT)
     assert said == (
-        "text.txt is text, which is trained as bytes, and --from hf has a tokenizer; make tokens of the text by "
+        "text.txt is text, which would be read as bytes, but --from hf has a tokenizer; tokenize the text with "
         "`weft data prepare FILE_OR_FOLDER --tokenizer hf --output prepared`, and give --data.path prepared"
     )
     said = asked.refusal("--from", "hf", "--data.path", "prepared-two", "--data.sequence-length", "16")
     assert said.startswith(
-        "prepared-two was prepared with another tokenizer than that of --from hf; prepare it anew by `weft"
+        "prepared-two was prepared with another tokenizer than that of --from hf; prepare it again with `weft"
     )
     run = asked("--from", "hf", "--data.path", "prepared-one", "--data.sequence-length", "16")
     assert run.corpus.tokenizer.vocab_size == 270
@@ -244,7 +244,7 @@ def test_a_text_is_not_trained_as_bytes_where_the_folder_has_another_tokenizer(a
     convert(Path("hf"), Path("begin"))
     said = asked.refusal("--resume", "begin", "--output", "run", *options_of(config), *TEXT)
     assert said.startswith(
-        "text.txt is text, which is trained as bytes, and --resume begin has a tokenizer; make tokens of "
+        "text.txt is text, which would be read as bytes, but --resume begin has a tokenizer; tokenize "
     )
 
 
@@ -256,7 +256,7 @@ def test_a_folder_without_a_tokenizer_takes_bytes_where_it_has_as_many_tokens(as
         Path(f"hf-{size}/checksums.json").unlink()
     assert asked("--from", "hf-257", *TEXT).config.model.vocab_size == 257
     said = asked.refusal("--from", "hf-300", *TEXT)
-    assert "--from hf-300 has a model of 300 tokens and no tokenizer.json, and text.txt would be trained as 257" in said
+    assert "--from hf-300 has a model of 300 tokens but no tokenizer.json, and text.txt would be read as bytes, 257" in said
 
 
 def main_ends(*arguments: str) -> None:

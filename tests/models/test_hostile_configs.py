@@ -71,20 +71,20 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         pytest.param("#" * (LARGEST + 1), "are read at most", id="large"),
         pytest.param("seed = " + "1" * 5000, "is not TOML", id="5000-digits"),
         pytest.param("seed = 0x" + "f" * 9000, "Exceeds the limit", id="9000-hexadecimal-digits"),
-        pytest.param("stops = 3", "'stops', which is no option; did you mean 'steps'?", id="unknown"),
-        pytest.param("help = true", "'help', which is no option", id="help"),
-        pytest.param('tyro_write_completion = ["bash", "evil"]', "which is no option", id="of-the-library"),
-        pytest.param('"a\\nb\\u001b[31m" = 3', r"'a\nb\x1b[31m', which is no option", id="control-characters"),
-        pytest.param('[mesh]\n"d p" = 3', "mesh.'d p' is no option", id="name-with-a-space"),
+        pytest.param("stops = 3", "'stops', which is not an option; did you mean 'steps'?", id="unknown"),
+        pytest.param("help = true", "'help', which is not an option", id="help"),
+        pytest.param('tyro_write_completion = ["bash", "evil"]', "which is not an option", id="of-the-library"),
+        pytest.param('"a\\nb\\u001b[31m" = 3', r"'a\nb\x1b[31m', which is not an option", id="control-characters"),
+        pytest.param('[mesh]\n"d p" = 3', "mesh.'d p' is not an option", id="name-with-a-space"),
         pytest.param(
-            'track = ["--profile", "evil"]', "track is '--profile', which begins as an option", id="in-a-list"
+            'track = ["--profile", "evil"]', "track is '--profile', which looks like an option", id="in-a-list"
         ),
         pytest.param(
-            'dtype = "--profile=evil"', "dtype is '--profile=evil', which begins as an option", id="in-a-text"
+            'dtype = "--profile=evil"', "dtype is '--profile=evil', which looks like an option", id="in-a-text"
         ),
         pytest.param('[data]\nmixture = ["text.txt=1", "--output", "evil"]', "mixture is '--output'", id="in-a-table"),
-        pytest.param("steps = [[1]]", "steps is a list with lists or tables in it", id="list-of-lists"),
-        pytest.param("[[mesh]]\ndp = 1", "mesh is a list with lists or tables in it", id="list-of-tables"),
+        pytest.param("steps = [[1]]", "steps is a list that contains lists or tables", id="list-of-lists"),
+        pytest.param("[[mesh]]\ndp = 1", "mesh is a list that contains lists or tables", id="list-of-tables"),
         pytest.param(
             'steps = "x\\ny"', r"--steps: invalid literal for int() with base 10: 'x\ny'", id="text-as-number"
         ),
@@ -93,7 +93,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         pytest.param("[optimizer]\nlr = nan", "optimizer.lr is nan; it must be above 0", id="nan"),
         pytest.param("[optimizer]\nschedule = 1", "invalid choice '1'", id="no-choice"),
         pytest.param("data = 3", "config run.toml: ", id="number-as-table"),
-        pytest.param("recipe = [1]", "recipe = [1]; it is a name", id="recipe-a-list"),
+        pytest.param("recipe = [1]", "recipe = [1]; give a recipe's name", id="recipe-a-list"),
     ],
 )
 def test_a_config_that_is_another(text: str, said: str, little: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,15 +215,15 @@ def test_a_run_that_is_as_it_was_goes_on(run: dict[str, Any], capsys: pytest.Cap
         pytest.param({"step": True}, "step is true, and a whole number", id="step-a-bool"),
         pytest.param({"step": "2"}, "step is '2', and a whole number", id="step-a-string"),
         pytest.param({"step": None}, "step is null, and a whole number", id="step-null"),
-        pytest.param({"step": 3}, "step is 3, and the folder is named checkpoint-2", id="step-of-another-folder"),
+        pytest.param({"step": 3}, "step is 3, but the folder is named checkpoint-2", id="step-of-another-folder"),
         pytest.param({"held_out_loss": "low"}, "held_out_loss is 'low', and a number", id="loss-a-string"),
         pytest.param({"config": []}, "config is a list of 0, and an object", id="config-a-list"),
         pytest.param({"config": "x"}, "config is 'x', and an object", id="config-a-string"),
         pytest.param({"data": {}}, "data has no 'tokens'", id="data-empty"),
         pytest.param({"data": {"tokens": 1.5, "sha256": ""}}, "data.tokens is 1.5", id="tokens-a-float"),
         pytest.param({"data": 3}, "data is 3, and an object", id="data-a-number"),
-        pytest.param({"data": ...}, "no step or no data", id="no-data"),
-        pytest.param({"step": ...}, "step is 0, and the folder is named checkpoint-2", id="no-step"),
+        pytest.param({"data": ...}, "its step or its data is missing", id="no-data"),
+        pytest.param({"step": ...}, "step is 0, but the folder is named checkpoint-2", id="no-step"),
         pytest.param({"metrics.jsonl": []}, "metrics.jsonl is a list of 0", id="metrics-a-list"),
         pytest.param({"metrics.jsonl": {"lines": 2}}, "metrics.jsonl has no 'bytes'", id="metrics-without-bytes"),
         pytest.param({"metrics.jsonl": {"lines": -2, "bytes": -5, "sha256": ""}}, "has -2 lines", id="negative-bytes"),

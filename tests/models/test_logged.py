@@ -51,7 +51,7 @@ def test_lines_that_are_missing_are_told_of(tmp_path: Path) -> None:
         read_logged(write(tmp_path, range(1, 4)), 4)
     path = write(tmp_path, range(1, 6))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[::2]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is of step 3, and follows 1;"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is of step 3, but follows 1;"):
         read_logged(path, 4)
 
 
@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion:
         try:
             found = read_logged(path, 3)
         except ValueError as error:
-            assert f"{path}, line 2 " in str(error) or "line 3 is of step 3, and follows" in str(error)
+            assert f"{path}, line 2 " in str(error) or "line 3 is of step 3, but follows" in str(error)
             refused += 1
         else:
             assert [each.step for each in found] == [1, 2, 3]
@@ -105,7 +105,7 @@ def test_with_its_sum_a_file_that_is_cut_short_is_told(left: int | None, tmp_pat
     saved = of_first(path, 3)
     path.unlink() if left is None else os.truncate(path, left)
     with pytest.raises(
-        ValueError, match=rf"metrics\.jsonl has {left or 0} bytes, and its 3 lines had {saved['bytes']} "
+        ValueError, match=rf"metrics\.jsonl has {left or 0} bytes, but its 3 lines had {saved['bytes']} "
     ):
         check_logged(path, saved)
 

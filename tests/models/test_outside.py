@@ -284,9 +284,9 @@ def test_what_is_no_model_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(("--mesh.cp", "2", "--mesh.tp", "1"), "its forward takes no positions, which say the order", id="context"),
+        pytest.param(("--mesh.cp", "2", "--mesh.tp", "1"), "its forward takes no positions, but plan.context all_gather changes", id="context"),
         pytest.param(("--compile",), "has no blocks, which --compile compiles one by one", id="compile"),
-        pytest.param(("--data.path", "prepared"), "its forward takes no positions and no documents, by which", id="packed"),
+        pytest.param(("--data.path", "prepared"), "its forward takes no positions and no documents, which keep", id="packed"),
     ],
 )  # fmt: skip
 def test_what_its_forward_would_not_be_told_is_refused(

@@ -130,7 +130,7 @@ def test_microbatches_that_do_not_divide_the_batch() -> None:
             "5 cannot be divided into 2 rounds",
             id="rounds",
         ),
-        pytest.param("--plan.schedule gpipe", "which is of a pipeline; set --mesh.pp above 1", id="no-pp"),
+        pytest.param("--plan.schedule gpipe", "which needs a pipeline; set --mesh.pp above 1", id="no-pp"),
     ],
 )
 def test_the_command_ends_with_status_2(arguments: str, message: str, capsys: Any) -> None:

@@ -57,8 +57,8 @@ def test_a_converted_checkpoint_of_another_model_is_not_resumed(
     assert said.startswith("begin has another model than this run: it has ")
     for field in ("rope_theta", "rope_scaling", "norm_eps", "num_heads", "sliding_window", "activation", "max_seq_len"):
         there, here = getattr(saved, field, None), getattr(given, field, None)
-        assert (f"{field} {there!r}, and this run has {here!r}" in said) == (there != here), field
-    assert said.endswith("or begin a new run with it by `weft train --from begin`")
+        assert (f"{field} {there!r}, but this run has {here!r}" in said) == (there != here), field
+    assert said.endswith("or begin a new run from it with `weft train --from begin`")
     assert not Path("run").exists()
 
 
@@ -86,4 +86,4 @@ def test_the_recipe_of_another_family_is_not_resumed(asked: Asked) -> None:
     convert(Path("hf"), Path("begin"))
     for recipe, title in (("gpt-tiny", "GPT-2"), ("qwen2-tiny", "Qwen 2")):
         said = asked.refusal(recipe, "--resume", "begin", "--output", "run", *TEXT)
-        assert f"family 'Llama', and this run has {title!r}" in said
+        assert f"family 'Llama', but this run has {title!r}" in said

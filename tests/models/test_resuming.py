@@ -154,12 +154,12 @@ def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytes
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--seed", "5"], "saved with seed 3, and this run has 5;"),
-        (["--model.num-layers", "4"], "saved with model.num_layers 2, and this run has 4;"),
-        (["--data.batch-size", "8"], "saved with data.batch_size 4, and this run has 8;"),
+        (["--seed", "5"], "saved with seed 3, but this run has 5;"),
+        (["--model.num-layers", "4"], "saved with model.num_layers 2, but this run has 4;"),
+        (["--data.batch-size", "8"], "saved with data.batch_size 4, but this run has 8;"),
         (["--data.path", "longer.txt"], "data of tokens 1001, and longer.txt has 1005;"),
         (["--data.path", "other.txt"], "data of sha256 "),
-        (["llama-tiny"], "config run/config.toml is of the recipe qwen3-tiny, and llama-tiny is asked for;"),
+        (["llama-tiny"], "config run/config.toml is of the recipe qwen3-tiny, but llama-tiny is asked for;"),
     ],
     ids=["seed", "model", "batch", "more-text", "other-text", "recipe"],
 )
@@ -181,7 +181,7 @@ def test_what_makes_it_another_run_is_refused(
     [
         ('"step": 3,', '"stdp": 3,', "metrics.jsonl, line 3 is not as it was written;"),
         ('"step": 3,', '"step": 3.', "metrics.jsonl, line 3 is not as it was written;"),
-        ('"step": 3,', '"step": 7,', "metrics.jsonl, line 3 is of step 7, and follows 2;"),
+        ('"step": 3,', '"step": 7,', "metrics.jsonl, line 3 is of step 7, but follows 2;"),
     ],
     ids=["key", "comma", "number"],
 )
@@ -213,8 +213,8 @@ def test_metrics_that_are_lost_are_not_taken_for_none_yet(
         main(["train", "--output", "run", "--resume"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"weft train: run/metrics.jsonl has {left or 0} bytes, and its 6 lines had ")
-    assert line.endswith("; copy the file again, or go on in a new folder with --resume PATH --output FOLDER")
+    assert line.startswith(f"weft train: run/metrics.jsonl has {left or 0} bytes, but its 6 lines had ")
+    assert line.endswith("; copy the file again, or resume into a new folder with --resume PATH --output FOLDER")
     asked(capsys, "--resume", "run/checkpoint-6", "--output", "other")
 
 
@@ -232,8 +232,8 @@ def test_a_flipped_bit_in_the_options_of_the_run_is_refused(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "weft train: config run/config.toml was changed after it was written; copy it again, or, where that is meant, "
-        "remove its last line"
+        "weft train: config run/config.toml was changed after it was written; copy it again, or remove its last "
+        "line if the change is meant"
     )
     path.write_text(path.read_text().partition("# sha256")[0])
     assert asked(capsys, "--output", "run", "--resume")[1].optimizer.lr == 0.005
@@ -305,7 +305,7 @@ def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -
     (tmp_path / ".config.toml").write_text("rec")
     check_again(tmp_path)
     (tmp_path / "notes.txt").write_text("of somebody")
-    with pytest.raises(ValueError, match="is the folder of no run"):
+    with pytest.raises(ValueError, match="is not the folder of a run"):
         check_again(tmp_path)
 
 

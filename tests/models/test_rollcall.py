@@ -51,7 +51,7 @@ def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., rollcall.U
         assert time.monotonic() - begun < 60  # it would be for ever
     finally:
         never.set()
-    assert str(found) == "rank 0 answered no more for 4 s, while rank 1 waited in step 3, forward"
+    assert str(found) == "rank 0 did not answer for 4 s, while rank 1 waited in step 3, forward"
     assert found.is_told
 
 

@@ -62,7 +62,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
     made.first_step()
     if made.predicted is not None:
         assert Communication.of(made.issued) == made.predicted
-    assert made._taken[0].found.loss.dtype == torch.float32
+    assert made._unread[0].found.loss.dtype == torch.float32
     kept = {each.dtype for state in made.optimizer.state.values() for each in state.values() if each.ndim}
     after = [parameter.to_local() for parameter in made.model.parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -70,7 +70,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         "computed": computed,
         "parameters": {each.dtype for each in after},
         "kept": kept,
-        "loss": made._taken[0].found.loss.item(),
+        "loss": made._unread[0].found.loss.item(),
         "said": said,
     }
 

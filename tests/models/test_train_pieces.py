@@ -102,7 +102,7 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
         pytest.param(lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr is nan", id="lr"),
         pytest.param(
             lambda: TrainConfig(model=recipe("gpt-tiny").model, data=DataConfig(sequence_length=257)),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a GPT-2 with more is another model",
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a GPT-2 with a larger max_seq_len is another model",
             id="sequence",
         ),
         pytest.param(
@@ -110,7 +110,7 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
                 model=replace(recipe("llama-tiny").model, rope_scaling=DynamicRopeScaling(factor=2.0)),
                 data=DataConfig(sequence_length=257),
             ),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a Llama with more is another model",
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a Llama with a larger max_seq_len is another model",
             id="sequence-of-dynamic-rope",
         ),
     ],
@@ -162,7 +162,7 @@ def test_what_was_left_out_is_said(pictures: str, said: list[str]) -> None:
         pytest.param("new", None, id="new"),
         pytest.param("deep/er/new", None, id="with-those-above-it"),
         pytest.param("here/new", None, id="below-one-that-is-there"),
-        pytest.param("here", "here exists; give another with --output, or remove it", id="there"),
+        pytest.param("here", "here exists; give another with --output, remove it", id="there"),
         pytest.param("/proc/weft", "/proc/weft cannot be made: .*; give another with --output", id="nobody-writes-there"),
         pytest.param("file/new", "file/new cannot be made: .*; give another with --output", id="below-a-file"),
     ],

@@ -83,7 +83,7 @@ def test_what_could_not_be_removed_is_in_nobodys_way(folder: Path, monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "rmtree", held_open)
             (line,) = exchange(run / "new", run / "checkpoint")
-        assert line.endswith("could not be removed, and may be by hand: Directory not empty")
+        assert line.endswith("could not be removed: Directory not empty; remove it by hand")
         assert [path.name for path in run.glob("checkpoint")] == ["checkpoint"]
         assert len(list(run.glob(".checkpoint*.removed"))) == count + 1
         assert not list((run / "checkpoint").iterdir()), "it is the new one"
@@ -135,7 +135,7 @@ def test_a_run_goes_on_when_an_old_checkpoint_cannot_be_removed(why: str, folder
     assert status == 0
     assert newest_complete(folder / "run") == (folder / "run/checkpoint-6", [])
     assert (folder / "run/checkpoint/model.safetensors").exists()
-    lines = [line for line in said if "could not be removed, and may be by hand: " in line]
+    lines = [line for line in said if "could not be removed: " in line]
     assert len(lines) == (0 if why == "link" else 1), "once, though two checkpoints come after it"
     if why == "link":
         assert (folder / "moved/manifest.json").exists() and not (folder / "run/checkpoint-2").exists()

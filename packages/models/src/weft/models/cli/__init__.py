@@ -1,7 +1,9 @@
-"""The `weft` command: a module for each of its commands, imported when it is called.
+"""The `weft` command. Each of its commands is a module of this package, imported when the command is called.
 
-Until `main` answers Ctrl-C, Python does, by a traceback or in silence: so nothing but itself is imported before. The tens of
-milliseconds in which Python itself starts stay: no package has a say before them. `./run` puts Ctrl-C off until they are over.
+Until `main` handles Ctrl-C, Python answers with a traceback, or ends silently. So `main` runs before any other
+import.
+No package can handle Ctrl-C during the tens of milliseconds in which Python itself starts; `./run` blocks the signal
+then.
 """
 
 from __future__ import annotations
@@ -14,21 +16,23 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; exits with 0, with 1 where a run stopped, with 2 for input that cannot be used, with 130 by Ctrl-C."""
+    """Run a command and exit with its status: 0, 1 if a run stopped, 2 for input that cannot be used, 130 after
+    Ctrl-C.
+    """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         from .command import call
 
         status = call(command, rest)
     except (KeyboardInterrupt, RuntimeError) as error:
-        # Python 3.11 makes a RuntimeError of what comes up while a class is made
+        # Python 3.11 turns an exception raised while a class is created into a RuntimeError
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM
 
         print(f"\n{PROGRAM} {command}: {INTERRUPTED}", file=sys.stderr)
-        exec(
-            ""
-        )  # Python ends by SIGINT where one has left an `exec`, as those of dataclasses, unless another went well
+        # If KeyboardInterrupt has left an `exec`, which dataclasses use, Python exits by SIGINT unless a later `exec`
+        # succeeds.
+        exec("")
         status = INTERRUPTED_STATUS
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""`python -m weft.models.cli` is `weft`."""
+"""`python -m weft.models.cli` runs `weft`."""
 
 from . import main
 

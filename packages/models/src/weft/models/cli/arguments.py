@@ -1,4 +1,4 @@
-"""What the commands share: their arguments by tyro, and one line for input that cannot be used."""
+"""Shared by all commands: parsing arguments with tyro, and one-line reports of unusable input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tyro
 from ..terminal import PROGRAM, one_line, wrapped
 
 T = TypeVar("T")
-SILENT_SECONDS = 15.0  # ten times what the processes of one launcher begin apart on busy cores
+SILENT_SECONDS = 15.0  # ten times the spread of the start of a launcher's processes on busy cores
 
 
 def parse(
@@ -31,17 +31,18 @@ def parse(
     compact_below: int = 0,
     file: Path | None = None,
 ) -> T:
-    """The arguments as a `kind`. Help, and mistakes that tyro finds, end the program, with status 0 and 2.
+    """Parse the arguments as a `kind`, a dataclass.
 
-    command: with its leading arguments, as it stands in the usage.
-    about: what `--help` says above the options: headings, and indented lines, which are wrapped.
-    compact_below: columns of a terminal that is too narrow for descriptions beside the options; --help-verbose has them.
-    file: that the arguments are of; a mistake in a file is a ValueError of one line.
+    --help exits the program with status 0, a mistake found by tyro with status 2.
+    command: the command as shown in the usage, with leading arguments.
+    about: the text of --help above the options: headings, and indented lines, which are wrapped.
+    compact_below: terminals with fewer columns get options without descriptions; --help-verbose has the descriptions.
+    file: the source of the arguments, if a file. A mistake then raises a ValueError of one line.
     """
     if file is not None:
         return _parse_file(kind, arguments, default, file)
     width = shutil.get_terminal_size().columns
-    on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro asks the one, and writes to both
+    on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro looks at stdout only, and writes to both
     tyro._experimental_options["utf8_boxes"] = on_terminal
     tyro._experimental_options["ansi_codes"] = on_terminal and not os.environ.get("NO_COLOR")
     try:
@@ -53,19 +54,20 @@ def parse(
             description=wrapped(about, width),
             compact_help=width < compact_below,
             console_outputs=speaks(),
-            config=(tyro.conf.AvoidSubcommands,),  # a rope scaling that a recipe has not is not to be chosen here
+            config=(tyro.conf.AvoidSubcommands,),  # no subcommand to choose a rope scaling for a recipe without
         )
     except SystemExit as end:
         if end.code:
-            _after_the_one_that_speaks()
+            _wait_for_rank_0()
         raise
 
 
 def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file: Path) -> T:
+    """Parse the arguments read from `file`. Raises ValueError with tyro's message for a mistake."""
     tyro._experimental_options["utf8_boxes"] = tyro._experimental_options["ansi_codes"] = False
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said), _unwrapped():
+        with redirect_stdout(output), redirect_stderr(output), _unwrapped():
             return tyro.cli(
                 kind,
                 default=tyro.MISSING_NONPROP if default is None else default,
@@ -73,12 +75,15 @@ def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file
                 config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit:
-        raise ValueError(f"config {file}: {_one_line(said.getvalue())}") from None
+        raise ValueError(f"config {file}: {_one_line(output.getvalue())}") from None
 
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """In it the terminal seems so wide that no line is wrapped: a number is not cut."""
+    """Context with a terminal width at which tyro wraps no line.
+
+    Joining wrapped lines could not restore a number cut in two.
+    """
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100000"
     try:
@@ -89,32 +94,33 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    """What tyro says is wrong, without the heading above it and the help below it, which lines of dashes part."""
+    """tyro's message in one line, without the heading above and the help below, which lines of dashes separate."""
     parts = re.split(r"^\W*-{10,}\W*$", text, flags=re.MULTILINE)
     return " ".join(parts[min(1, len(parts) - 1)].split())
 
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:
-    """Input that cannot be used is one line, and status 2; what goes wrong later keeps its traceback.
+    """Context that reports unusable input (a ValueError) in one line and exits with status 2.
 
-    Of the processes that a launcher such as torchrun has started, rank 0 says it; the others only what is wrong with them
-    alone.
+    Other exceptions keep their traceback.
+    Of a launcher's processes, rank 0 prints the line. Higher ranks wait. If the launcher has not ended them by then,
+    the error is theirs alone, and they print it.
     """
     try:
         yield
     except ValueError as error:
-        _after_the_one_that_speaks()
+        _wait_for_rank_0()
         print(f"{PROGRAM} {command}: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 
 def speaks() -> bool:
-    """Whether this process speaks for all that a launcher has started; without one, it is the only one."""
+    """Whether this process prints for all of a launcher's processes. True for rank 0, and without a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def _after_the_one_that_speaks() -> None:
-    """Waits until rank 0 has said the same, and its launcher ends this process for that."""
+def _wait_for_rank_0() -> None:
+    """Wait on ranks above 0 until rank 0 has printed the same error and the launcher has ended this process."""
     if not speaks():
         time.sleep(SILENT_SECONDS)

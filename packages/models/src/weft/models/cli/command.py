@@ -1,4 +1,4 @@
-"""What `weft` does with its first argument: help, the version, or the command of that name, whose module is imported then."""
+"""Dispatch on the first argument of `weft`: help, version, or a command, whose module is imported only then."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..output import NotPrinted, printing
 from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, one_line, wrapped
 
 COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
-WORKING = ("train", "data", "convert")  # those that print on the side
-UNREAD_STATUS = 128 + signal.SIGPIPE  # as a shell gives it for other programs
+WORKING = ("train", "data", "convert")  # commands whose result is files, not their output
+UNREAD_STATUS = 128 + signal.SIGPIPE  # as a shell reports a program ended by SIGPIPE
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
 
-Trains models on meshes of processes, and shows how tensors lie on them.
+Trains models on meshes of processes, and shows how tensors are laid out on a mesh.
 
 Commands
   train: train a model on a mesh
-  data: make tokens of a text, and tokenizers
-  generate: let a trained model go on with a text
-  convert: make a checkpoint into a folder for transformers, or back
-  explain: say what training would do on any mesh
-  layout: draw who holds what of a tensor, and plan a change
+  data: turn text into tokens, and train tokenizers
+  generate: continue a text with a trained model
+  convert: convert a checkpoint to a folder for transformers, or back
+  explain: show what a training step would do on any mesh
+  layout: draw which rank holds which part of a tensor, and plan a change
 
 Examples
   {PROGRAM} train --data.path book.txt
@@ -36,15 +36,16 @@ Examples
   {PROGRAM} explain --mesh.dp 64 --plan.zero 2
   {PROGRAM} layout "tp: S(0)" --mesh tp=4
 
-{PROGRAM} COMMAND --help has examples, options and exit statuses. {PROGRAM} --version says what is installed.
+{PROGRAM} COMMAND --help shows examples, options and exit statuses. {PROGRAM} --version shows versions.
 """
 
 
 def call(command: str, arguments: Sequence[str]) -> int:
-    """The exit status. Ctrl-C is a KeyboardInterrupt.
+    """Run a command and return its exit status. Ctrl-C raises KeyboardInterrupt.
 
-    Output that nobody reads, as of `| head -1`, gives the status of SIGPIPE, in silence. Output that cannot be written is one line
-    and status 1. Neither has a part in a command that does other work.
+    If output cannot be written, a command whose result is the output ends. If the reader has closed the pipe, as `|
+    head -1` does, the end is silent, with the status of SIGPIPE; otherwise it is a one-line error and status 1.
+    Commands that do other work (`WORKING`) continue.
     """
     try:
         with printing(ends=command not in WORKING):
@@ -57,6 +58,7 @@ def call(command: str, arguments: Sequence[str]) -> int:
 
 
 def _call(command: str, arguments: Sequence[str]) -> int:
+    """Run a command whose output is protected by `call`."""
     if command in ("-h", "--help", "help"):
         print(wrapped(HELP, shutil.get_terminal_size().columns))
         return 0
@@ -69,7 +71,7 @@ def _call(command: str, arguments: Sequence[str]) -> int:
         print(f"{PROGRAM}: unknown command {command!r}; {hint}the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     with _ended_by_ctrl_c(command):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which a launcher may have put off until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a launcher may have blocked the signal until here
         module = import_module(f".{command}", __package__)
     status: int = module.run(list(arguments))
     return status
@@ -77,26 +79,29 @@ def _call(command: str, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _ended_by_ctrl_c(command: str) -> Iterator[None]:
-    """In it Ctrl-C, where it is heard, ends this process: what is imported may catch a KeyboardInterrupt, or lose it in a callback."""
+    """Context, for imports, in which Ctrl-C ends this process at once (unless the signal is ignored).
+
+    A module being imported may catch KeyboardInterrupt, or lose it in a callback.
+    """
 
     def end(*_: object) -> None:
         os.write(2, f"\n{PROGRAM} {command}: {INTERRUPTED}\n".encode())
         os._exit(INTERRUPTED_STATUS)
 
-    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_heard:
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_handled:
         signal.signal(signal.SIGINT, end)
     try:
         yield
     finally:
-        if is_heard:
+        if is_handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _version() -> str:
-    """The version, and those of what it stands on, as a report of a fault needs them."""
+    """The versions of Weft, torch, triton and Python, for a bug report."""
     from ..versions import versions
 
     found = versions()
-    others = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton", "python"))
-    return f"weft {found['weft-models'] or 'not installed'} ({others})"
+    beside = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton", "python"))
+    return f"weft {found['weft-models'] or 'not installed'} ({beside})"

@@ -1,4 +1,4 @@
-"""`weft convert`."""
+"""`weft convert`: checkpoints to folders for transformers, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ..train.folder import find_checkpoint
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Makes a run, or a checkpoint of a run, into a folder for transformers, or such a folder into a checkpoint, from which a run begins by `{PROGRAM} train --from`, as it does from the folder itself. What is made follows from IN, and is said first. The files of a tokenizer go along; code does not. A tensor is in memory at a time.
+  Converts a run, or a checkpoint of a run, to a folder for transformers; or a folder for transformers to a \
+checkpoint. `{PROGRAM} train --from` takes either. The direction follows from IN, and is printed first. Tokenizer \
+files are copied, code is not. Only one tensor is in memory at a time.
 
 Examples
   {PROGRAM} convert outputs/RUN for-transformers
@@ -23,7 +25,7 @@ Examples
   {PROGRAM} convert llama-of-transformers begin
 
 Prints
-  what OUT will be, and of what, before it is made; then what of IN is left out.
+  what OUT will be, and from which folder, before it is made; at the end, the files of IN that were left out.
 
 Exit status
   0: done; 2: input that cannot be used.
@@ -32,14 +34,14 @@ Exit status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """Make a run or a checkpoint into a folder for transformers, or such a folder into a checkpoint."""
+    """Convert a run or a checkpoint to a folder for transformers, or such a folder to a checkpoint."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """A run, of which the last model is taken, or a checkpoint of a run: both become a folder for transformers. Or a folder for transformers, which becomes a checkpoint."""
+    """A run (its last model is taken), a checkpoint of a run, or a folder for transformers."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to make."""
     shard_bytes: Annotated[int, tyro.conf.arg(metavar="INT")] = 5_000_000_000
-    """Bytes of a file, at most; a tensor that is larger has one of its own."""
+    """Largest size of a weight file, in bytes; a larger tensor gets a file of its own."""
 
 
 def run(arguments: list[str]) -> int:
@@ -60,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
         left_out: list[str] = []
         try:
-            if is_of_run and not is_checkpoint:  # the last model of a run is such a folder already
+            if is_of_run and not is_checkpoint:  # the final model of a run is a folder for transformers already
                 copy_folder(found, target)
             else:
                 left_out = convert(found, target, shard_bytes=options.shard_bytes)

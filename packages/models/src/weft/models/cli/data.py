@@ -1,4 +1,4 @@
-"""`weft data`: text to token shards, and tokenizers."""
+"""`weft data`: turn text into token shards, train tokenizers, and verify prepared folders."""
 
 from __future__ import annotations
 
@@ -20,32 +20,37 @@ from ..terminal import PROGRAM, printable, wrapped
 from .arguments import parse, refusing
 
 MIB = 1 << 20
-NAMED = 3  # files that are named of those that were left out
+NAMED = 3  # left-out files whose names are printed
 HELP = f"""\
 usage: {PROGRAM} data COMMAND [ARGUMENTS]
 
-Makes of a text what `{PROGRAM} train --data.path` reads fastest: tokens in files that are memory-mapped.
+Turns text into what `{PROGRAM} train --data.path` reads fastest: tokens in memory-mapped files.
 
 Commands
-  prepare: text, JSONL or Parquet to token shards
-  train-tokenizer: learn a tokenizer from a text
-  verify: read a prepared folder, and compare its checksums
+  prepare: turn text, JSONL or Parquet into token shards
+  train-tokenizer: train a tokenizer on a text
+  verify: compare a prepared folder with its checksums
 
 Examples
   {PROGRAM} data train-tokenizer books/ --vocab-size 4096 --output tokenizer
   {PROGRAM} data prepare books/ --tokenizer tokenizer --output prepared
   {PROGRAM} train --data.path prepared --model.vocab-size 4096
 
-{PROGRAM} data COMMAND --help has examples, options and exit statuses.
+{PROGRAM} data COMMAND --help shows examples, options and exit statuses.
 """
 EXIT = """\
 Exit status
   0: done; 2: input that cannot be used; 130: interrupted."""
 INPUTS = """\
 Inputs
-  Text files in UTF-8, each a document; JSONL (.jsonl, .ndjson), JSON (.json: a list of objects, or an object in each line), CSV and TSV with a row of names, and Parquet (.parquet), where each record or row is a document; folders of such files. Under another suffix, records and compressed files are refused by name. Files of a folder without text, and documents without text, are left out and counted. A link to a file is followed; links to folders, pipes and the like are passed over and named."""
+  Text files in UTF-8, each a document; JSONL (.jsonl, .ndjson), JSON (.json: a list of objects, or an object per \
+line), CSV and TSV with a header row, and Parquet (.parquet), each record or row a document; and folders of such \
+files. Records and compressed files with another suffix are refused by name. Files of a folder that are not UTF-8 \
+text, and empty documents, are left out and counted. Links to files are followed; links to folders, pipes and the \
+like are passed over and named."""
 PREPARE = f"""\
-  Makes a folder of token shards, which {PROGRAM} train --data.path takes. Interrupted, the same command goes on; the result is the same bytes.
+  Makes a folder of token shards for {PROGRAM} train --data.path. After an interruption, the same command continues; \
+the result has the same bytes.
 
 Examples
   {PROGRAM} data prepare books/ \\
@@ -56,12 +61,13 @@ Examples
 {INPUTS}
 
 Saves
-  tokens-N.bin, uint16 or uint32, each document with its end; documents-N.bin, where each document ends; tokenizer/; and last manifest.json, with checksums.
+  tokens-N.bin, uint16 or uint32, with an end token after each document; documents-N.bin, where each document ends; \
+tokenizer/; and, last, manifest.json with checksums.
 
 {EXIT}
 """
 LEARN = f"""\
-  Learns byte-level BPE from a text, and saves it as a folder that transformers loads.
+  Trains a byte-level BPE tokenizer on a text, and saves it as a folder that transformers loads.
 
 Examples
   {PROGRAM} data train-tokenizer books/ \\
@@ -75,7 +81,8 @@ Examples
 {EXIT}
 """
 VERIFY = f"""\
-  Reads every file of a prepared folder, and compares its checksum with the manifest's. {PROGRAM} train compares sizes alone.
+  Reads every file of a prepared folder, and compares its checksum with the manifest's. {PROGRAM} train compares \
+the checksums of the shards as it starts, unless --data.no-verify is given.
 
 Examples
   {PROGRAM} data verify prepared
@@ -87,20 +94,20 @@ Examples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareOptions:
-    """Text to token shards."""
+    """Turn text into token shards."""
 
     inputs: Annotated[
         tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="(required)")
     ] = ()
-    """Files, or folders of them."""
+    """Files, or folders of files."""
     output: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-    """To make, or to go on with."""
+    """The folder to make, or to continue after an interruption."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: bytes)")] = None
-    """A tokenizer.json, or a folder that has one."""
+    """A tokenizer.json, or a folder that contains one."""
     end: Annotated[
         str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: the tokenizer's eos_token)")
     ] = None
-    """The token that is put after each document."""
+    """The token to put after each document."""
     bos: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
@@ -108,53 +115,47 @@ class PrepareOptions:
     ] = False
     """Put the tokenizer's bos_token before each document."""
     no_bos: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Put nothing before a document."""
+    """Put nothing before documents."""
     eos: bool = True
-    """Put an end after each document."""
+    """Put an end token after each document."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a record of JSON: where its text is."""
-    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the one of field)")] = (
-        None
-    )
-    """Of Parquet, CSV and TSV: the column of the texts."""
+    """The field of a JSON record that holds the text."""
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
+    """The column of Parquet, CSV or TSV that holds the text."""
     skip_bad: bool = False
-    """Leave out records that are none, or have no such field, and files of a folder that have no such column; count them."""
-    workers: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as many as there are CPUs)")
-    ] = None
-    """Processes; the result is the same with any number."""
+    """Leave out and count malformed records, records without the field, and files without the column."""
+    workers: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: one per CPU)")] = None
+    """Number of processes. The result is the same with any number."""
     shard_mib: Annotated[int, tyro.conf.arg(metavar="INT")] = 64
-    """MiB of input to a shard."""
+    """MiB of input per shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnOptions:
-    """A tokenizer from a text."""
+    """Train a tokenizer on a text."""
 
     inputs: Annotated[
         tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="(required)")
     ] = ()
-    """Files, or folders of them."""
+    """Files, or folders of files."""
     output: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-    """To make."""
+    """The folder to make."""
     vocab_size: Annotated[int, tyro.conf.arg(metavar="INT")]
-    """Tokens, those of single bytes and the end of a document among them."""
+    """Size of the vocabulary, with the 256 bytes and the end token of documents."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Of a record of JSON: where its text is."""
-    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the one of field)")] = (
-        None
-    )
-    """Of Parquet, CSV and TSV: the column of the texts."""
+    """The field of a JSON record that holds the text."""
+    column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
+    """The column of Parquet, CSV or TSV that holds the text."""
     skip_bad: bool = False
-    """Leave out records that are none, or have no such field, and files of a folder that have no such column."""
+    """Leave out malformed records, records without the field, and files without the column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """Checksums of a prepared folder."""
+    """Compare a prepared folder with its checksums."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Made by prepare."""
+    """A folder made by prepare."""
 
 
 def run(arguments: list[str]) -> int:
@@ -172,6 +173,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _prepare(arguments: list[str]) -> int:
+    """`weft data prepare`."""
     options = parse(PrepareOptions, arguments, command="data prepare", about=PREPARE)
     with refusing("data prepare"):
         from ..data.prepare import prepare
@@ -183,7 +185,7 @@ def _prepare(arguments: list[str]) -> int:
             if value < 1:
                 raise ValueError(f"--{name} is {value}; it must be 1 or more")
         if options.bos and options.no_bos:
-            raise ValueError("--bos and --no-bos are both given; give one of the two")
+            raise ValueError("--bos and --no-bos are both given; give only one")
         tokenizer = find_tokenizer(options.tokenizer, options.end)
         with _progress() as progress:
             manifest = prepare(
@@ -202,14 +204,16 @@ def _prepare(arguments: list[str]) -> int:
         sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "empty", "bad")
     )
     print(
-        f"prepared {options.output}: {_count(documents, 'document')}, {_count(tokens, 'token')} of {manifest.vocab_size:,} kinds, "
-        f"{manifest.dtype}, in {_count(len(shards), 'shard')}; {_around(manifest.request)}"
+        f"prepared {options.output}: {_count(documents, 'document')}, {_count(tokens, 'token')} of "
+        f"{manifest.vocab_size:,} kinds, {manifest.dtype}, in {_count(len(shards), 'shard')}; "
+        f"{_around(manifest.request)}"
     )
     skipped = [name for shard in shards for name in shard.skipped]
     if empty or bad or skipped:
         named = f": {printable(', '.join(skipped[:NAMED]))}{', ...' if len(skipped) > NAMED else ''}" if skipped else ""
         print(
-            f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, {_count(len(skipped), 'file')} not in UTF-8{named}"
+            f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, "
+            f"{_count(len(skipped), 'file')} not in UTF-8{named}"
         )
     passed = [entry for shard in shards for entry in shard.passed]
     if passed:
@@ -223,6 +227,7 @@ def _prepare(arguments: list[str]) -> int:
 
 
 def _train_tokenizer(arguments: list[str]) -> int:
+    """`weft data train-tokenizer`."""
     options = parse(LearnOptions, arguments, command="data train-tokenizer", about=LEARN)
     with refusing("data train-tokenizer"):
         from ..data.learn import train_tokenizer
@@ -242,19 +247,21 @@ def _train_tokenizer(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
+    """`weft data verify`."""
     options = parse(VerifyOptions, arguments, command="data verify", about=VERIFY)
     with refusing("data verify"):
         from ..data.verify import verify
 
         manifest = verify(options.folder)
     print(
-        f"{options.folder} is what was prepared: {_count(len(manifest.shards), 'shard')}, every checksum as in the manifest"
+        f"{options.folder} is what was prepared: {_count(len(manifest.shards), 'shard')}, every checksum as in the "
+        f"manifest"
     )
     return 0
 
 
 def _around(request: dict[str, Any]) -> str:
-    """What stands around each document."""
+    """The tokens before and after each document, in words."""
     begin, end = (", ".join(map(str, request[name])) for name in ("before_each", "after_each"))
     parts = [f"begins with token {begin}"] * bool(begin) + [f"ends with token {end}" if end else "has no end"]
     return f"each document {' and '.join(parts)}"
@@ -274,7 +281,7 @@ def _count(number: int, noun: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar of the bytes that are read, where there is a terminal."""
+    """A function to call with (bytes read, bytes in all), which shows a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""`weft explain`: what `weft train` would do, without doing it."""
+"""`weft explain`: show what `weft train` would do, without doing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .arguments import refusing
 from .settings import base_of, configured, origin_of, settled
 
 ABOUT = f"""\
-  Says what a step of `{PROGRAM} train` would do on any mesh, from shapes alone: no process is started, and no weights are made. Takes what train takes.
+  Shows what a step of `{PROGRAM} train` would do on any mesh, computed from shapes alone: no process is started, and \
+no weights are made. Takes the options of train.
 
 Examples
   {PROGRAM} explain
@@ -25,15 +26,17 @@ Examples
 
 Recipes
 {{recipes}}
-  The options show the defaults of the one that is named; of {{default}} where none is.
+  The options below show the defaults of the named recipe, or of {{default}} without a name.
 
-Of its own
-  --rank N: whose bytes are counted; 0 where it is not given.
-  --batch ROWS,TOKENS: the sequences of a step and the tokens in each, as 2048,8192; those of the recipe, or a sequence for each data-parallel rank and stage, where that is more.
+Options of explain alone
+  --rank N: the rank whose collectives and memory are shown. (default: 0)
+  --batch ROWS,TOKENS: sequences in a step and tokens in each, as 2048,8192. (default: the recipe's, or a sequence for \
+each data-parallel rank and pipeline stage if that is more)
   --config FILE: options from a TOML file, as `{PROGRAM} train --print-config` prints it.
 
 Prints
-  the operations of a step; the layout of each parameter; the schedule of a pipeline; the collectives, and the bytes that the rank receives; the bytes that it holds.
+  the operations of a step; the layout of each parameter; the schedule of a pipeline; the collectives, with the bytes \
+that the rank receives; the rank's memory, without activations.
 
 Exit status
   0: done; 2: input that cannot be used.
@@ -51,15 +54,15 @@ def run(arguments: list[str]) -> int:
         )
         count = math.prod(axes.values())
         if not 0 <= own.rank < count:
-            raise ValueError(f"--rank {own.rank} is not of the mesh; its {count:,} ranks are 0 to {count - 1:,}")
-        from ..train.explanation import explain  # not sooner, as torch takes seconds
+            raise ValueError(f"--rank {own.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}")
+        from ..train.explanation import explain  # imported here because torch takes seconds
 
         explain(title_of(name, config), config, axes, own.rank)
     return 0
 
 
 def _own() -> argparse.ArgumentParser:
-    """Of the arguments, those that are no options of a run."""
+    """The parser of the options of `explain` alone."""
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--rank", type=int, default=0)
@@ -68,7 +71,12 @@ def _own() -> argparse.ArgumentParser:
 
 
 def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[TrainConfig, dict[str, int]]:
-    """The configuration as it would run, and the axes of the mesh. Raises ValueError."""
+    """The configuration with all sizes settled, and the axes of the mesh.
+
+    base: the configuration before the command's options, to see whether the batch size was changed. batch: of
+    --batch.
+    Raises ValueError if the run is impossible.
+    """
     mesh = config.mesh
     dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), exact=False)
     config = replace(config, mesh=MeshConfig(pp=mesh.pp, dp=dp, cp=cp, tp=tp))
@@ -83,7 +91,7 @@ def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """The batch written as "2048,8192"."""
+    """The rows and tokens of --batch, written as "2048,8192". Raises ValueError for another form."""
     sizes = text.split(",")
     if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) for size in sizes):
         raise ValueError(f"--batch {text!r} is not rows and tokens; write it like --batch 2048,8192")

@@ -1,4 +1,4 @@
-"""`weft generate`."""
+"""`weft generate`: continue a text with a trained model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from ..train.folder import find_checkpoint
 from .arguments import parse, refusing
 
 ABOUT = f"""\
-  Lets a trained model go on with a text, on one process, and prints both, each token as it is drawn. The prompt's tokens are those of transformers' AutoTokenizer: names of special tokens count as these tokens, and BOS is added where the tokenizer adds one. The text ends with an end token of the model (eos_token_id of generation_config.json or config.json, or the tokenizer's), or after --tokens.
+  Continues a text with a trained model, on one process, and prints the text and each token as it is drawn. The prompt \
+is tokenized as by transformers' AutoTokenizer: the name of a special token gives this token, and BOS is added if the \
+tokenizer adds it. Ends at an end token of the model (eos_token_id of generation_config.json or config.json, or of the \
+tokenizer), or after --tokens.
 
 Examples
   {PROGRAM} generate \\
@@ -32,35 +35,35 @@ Examples
     --top-k 50 --top-p 0.9
 
 Exit status
-  0: done; 1: the model gives no numbers (NaN); 2: input that cannot be used.
+  0: done; 1: the model's output is not finite; 2: input that cannot be used.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """Let a trained model go on with a text."""
+    """Continue a text with a trained model."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Of a run of `weft train`, of which the last checkpoint is taken; or of a checkpoint."""
+    """A run of `weft train`, whose last checkpoint is taken, or a checkpoint."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")]
-    """What to go on with."""
+    """The text to continue."""
     tokens: Annotated[int, tyro.conf.arg(metavar="INT")] = 200
-    """Tokens to draw at most; bytes, where the model was trained on a text's own."""
+    """Tokens to draw at most. For a model trained on a text's bytes, these are bytes."""
     temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 0.7
-    """Of the draw: 0 takes the likeliest token, 1 draws as the model predicts."""
+    """Sampling temperature: 0 takes the likeliest token, 1 draws as the model predicts."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="(default: all)")] = None
-    """Draw among the K likeliest tokens alone."""
+    """Draw only among the K likeliest tokens."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: all)")] = None
-    """Draw among the likeliest tokens alone whose probabilities reach P in sum: above 0, and at most 1."""
+    """Draw only among the likeliest tokens that together reach probability P: above 0, at most 1."""
     seed: int = 0
-    """Of the draw: the same seed gives the same text."""
+    """Seed of the sampling. The same seed gives the same text."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, command="generate", about=ABOUT)
     with refusing("generate"):
         if not options.prompt:
-            raise ValueError("--prompt is empty; give a text to go on with")
+            raise ValueError("--prompt is empty; give a text to continue")
         _check(options)
         folder = find_checkpoint(options.folder)
         tokenizer = _find_tokenizer(folder)
@@ -93,12 +96,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(options: GenerateOptions) -> None:
+    """Raise ValueError for an option out of range, and for a prompt that is empty or not UTF-8."""
     if not options.prompt:
-        raise ValueError("--prompt is empty; give a text to go on with")
+        raise ValueError("--prompt is empty; give a text to continue")
     try:
         options.prompt.encode()
     except UnicodeEncodeError as error:
-        byte = ord(options.prompt[error.start]) & 0xFF  # the shell's byte, which Python keeps as half a surrogate pair
+        # Python keeps an invalid byte of the shell as half a surrogate pair
+        byte = ord(options.prompt[error.start]) & 0xFF
         raise ValueError(f"--prompt is not UTF-8: byte 0x{byte:02x} at character {error.start}; convert it") from None
     if not 0 <= options.tokens <= MOST_NEW_TOKENS:
         raise ValueError(f"--tokens is {options.tokens}; it must be 0 or more, and at most {MOST_NEW_TOKENS:,}")
@@ -111,25 +116,25 @@ def _check(options: GenerateOptions) -> None:
 
 
 def _find_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint's folder, or that of bytes where there is none and the model has as many tokens.
+    """The tokenizer in a checkpoint's folder; without one the byte tokenizer, if the vocabulary has the same size.
 
-    Raises ValueError for a folder without a model, and for one with other tokens than its tokenizer's.
+    Raises ValueError for a folder without a model, and for a tokenizer that does not fit the model's vocabulary.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give that of a run of `weft train`, or of one of its checkpoints")
+        raise ValueError(f"{folder} is not a folder; give the folder of a run of `weft train`, or of a checkpoint")
     config = folder / "config.json"
     if not config.exists():
-        raise ValueError(f"{folder} has no checkpoint; give the folder of a run of `weft train`, or one of its own")
+        raise ValueError(f"{folder} has no checkpoint; give the folder of a run of `weft train`, or of a checkpoint")
     found = read_json(config, "save or fetch it again")
     vocab_size = as_type(int, found.get("vocab_size"), f"{config}: vocab_size")
     manifest = find_manifest(folder)
     if manifest is not None:
         manifest.check_documents(folder)
-    has_one = (folder / TOKENIZER_FILE).is_file()
-    tokenizer = find_tokenizer(folder) if has_one else byte_tokenizer()
-    if vocab_size < tokenizer.vocab_size or (not has_one and vocab_size != tokenizer.vocab_size):
+    has_tokenizer = (folder / TOKENIZER_FILE).is_file()
+    tokenizer = find_tokenizer(folder) if has_tokenizer else byte_tokenizer()
+    if vocab_size < tokenizer.vocab_size or (not has_tokenizer and vocab_size != tokenizer.vocab_size):
         raise ValueError(
-            f"{folder} has {vocab_size} tokens, and {'its tokenizer' if has_one else 'a tokenizer of bytes'} has "
-            f"{tokenizer.vocab_size}; put the model's own {TOKENIZER_FILE} into the folder"
+            f"{folder} has {vocab_size} tokens, but {'its tokenizer' if has_tokenizer else 'the tokenizer of bytes'} "
+            f"has {tokenizer.vocab_size}; put the model's own {TOKENIZER_FILE} into the folder"
         )
     return tokenizer

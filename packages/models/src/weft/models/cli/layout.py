@@ -1,4 +1,4 @@
-"""`weft layout`: who holds what, and how it is brought elsewhere; no process is started."""
+"""`weft layout`: draw which rank holds which part of a tensor, and plan a change of layout. Starts no process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from weft.mesh.picture import WIDTH, coloured
 from ..terminal import PROGRAM
 from .arguments import parse, refusing
 
-DRAWN = 2**20  # ranks at most: 0.1 s
-PLANNED = 1024  # ranks at most: every one is asked what it receives, for 10 s
+DRAWN = 2**20  # most ranks of a mesh that is drawn, which takes 0.1 s
+PLANNED = 1024  # most ranks of a plan: the bytes of every rank are computed, which takes 10 s
 ABOUT = f"""\
-  Draws who holds what of a tensor. With TARGET, how it gets there, too: the steps, who holds what before and after each, the bytes received. No process is started.
+  Draws which rank holds which part of a tensor. With TARGET, also plans the change to that layout: the steps, the \
+layout before and after each, and the bytes received. No process is started.
 
 Examples
   {PROGRAM} layout "dp: S(0), tp: S(1)" \\
@@ -28,10 +29,13 @@ Examples
     --mesh tp=4 --shape 8,6
 
 A layout
-  says what each axis of the mesh does to the tensor: S(0) cuts dim 0 along it, R replicates, P leaves each rank an addend of the sum, P(max) of the maximum. An axis that is not named replicates. Of axes that cut one dim, the first one written cuts first.
+  says what each axis of the mesh does to the tensor: S(0) splits dim 0, R replicates, P leaves each rank a partial \
+sum, P(max) a partial maximum. Axes that are not named replicate. If several axes split the same dim, the first one \
+written splits first.
 
 A picture
-  has rows for the first dim that is cut and columns for the second. In a cell stand the ranks that hold it: 0 is the first process, and the last axis of the mesh varies fastest. 0+1 are ranks that hold an addend each.
+  has rows for the first dim that is split and columns for the second. Each cell names the ranks that hold it. Rank 0 \
+is the first process, and the last axis of the mesh varies fastest. 0+1 are ranks with a partial value each.
 
 Exit status
   0: done; 2: input that cannot be used.
@@ -40,10 +44,10 @@ Exit status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:
-    """Draw who holds what."""
+    """Draw which rank holds which part of a tensor."""
 
     layout: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LAYOUT")]
-    """As "dp: S(0), tp: R"; "" replicates."""
+    """The layout, as "dp: S(0), tp: R"; "" replicates over all axes."""
     target: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TARGET]", help_behavior_hint="(default: no change)")
     ] = None
@@ -55,19 +59,23 @@ class LayoutOptions:
     ] = None
     """The shape of the whole tensor, as 8,6."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Of an element, for the bytes of a change."""
+    """The tensor's dtype, to count the bytes of a change."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(LayoutOptions, arguments, command="layout", about=ABOUT)
     console = Console(highlight=False, soft_wrap=True)
     with refusing("layout"):
-        text = _told(options, console.width)
+        text = _explained(options, console.width)
     console.print(coloured(text))
     return 0
 
 
-def _told(options: LayoutOptions, columns: int) -> str:
+def _explained(options: LayoutOptions, columns: int) -> str:
+    """The picture of the layout, or the plan for the change to the target.
+
+    Raises ValueError for an invalid mesh, shape or layout.
+    """
     mesh = _mesh(options.mesh)
     shape = None if options.shape is None else _shape(options.shape)
     _check_size(mesh, DRAWN, "drawn")
@@ -76,8 +84,8 @@ def _told(options: LayoutOptions, columns: int) -> str:
         return layout.explain(shape, width=min(columns, WIDTH))
     target = Layout(mesh, options.target)
     if shape is None:
-        raise ValueError("a change of layout is planned for a shape; give that of the whole tensor, as --shape 8,6")
-    _check_size(mesh, PLANNED, "asked what they receive")
+        raise ValueError("planning a change of layout needs the shape of the whole tensor; give it, as --shape 8,6")
+    _check_size(mesh, PLANNED, "planned for")
     import torch
     from weft.reshard import plan
 
@@ -85,7 +93,7 @@ def _told(options: LayoutOptions, columns: int) -> str:
 
 
 def _mesh(text: str) -> ProcessMesh:
-    """The mesh written as "dp=2,tp=4"."""
+    """The mesh written as "dp=2,tp=4". Raises ValueError for another form."""
     if not text.strip():
         raise ValueError("the mesh is missing; give its axes and their sizes, as --mesh dp=2,tp=4")
     sizes: dict[str, int] = {}
@@ -94,18 +102,19 @@ def _mesh(text: str) -> ProcessMesh:
         if match is None:
             raise ValueError(f"{item!r} in --mesh {text!r} is not 'axis=size'; write it like --mesh dp=2,tp=4")
         if match[1] in sizes:
-            raise ValueError(f"axis {match[1]!r} stands twice in --mesh {text!r}; each axis needs its own name")
+            raise ValueError(f"axis {match[1]!r} is given twice in --mesh {text!r}; each axis needs its own name")
         sizes[match[1]] = int(match[2])
     return ProcessMesh.grid(**sizes)
 
 
 def _check_size(mesh: ProcessMesh, most: int, what: str) -> None:
+    """Raise ValueError for a mesh of more ranks than `most`. what: the action, for the error, as "drawn"."""
     if mesh.size > most:
-        raise ValueError(f"the mesh has {mesh.size:,} ranks, and at most {most:,} are {what}; give a smaller --mesh")
+        raise ValueError(f"the mesh has {mesh.size:,} ranks, but at most {most:,} can be {what}; give a smaller --mesh")
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """The shape written as "8,6"."""
+    """The shape written as "8,6". Raises ValueError for another form."""
     sizes = text.split(",") if text.strip() else []
     if not all(re.fullmatch(r"\s*\d+\s*", size, re.ASCII) for size in sizes):
         raise ValueError(f"--shape {text!r} is not a list of sizes; write it like --shape 8,6")

@@ -1,4 +1,4 @@
-"""What a run that goes on takes from the folder of the run before."""
+"""What `--resume` implies for the arguments: the checkpoint, the earlier run's configuration, and the mesh."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..train.config import MeshConfig, TrainConfig, mesh_sizes
 from ..train.folder import CONFIG, find_to_resume, newest_complete
 from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes, processes_for
 
-NEWEST = "newest"  # what --resume without a path stands for
+NEWEST = "newest"  # the value of --resume without a path
 
 
 def with_resume(arguments: Sequence[str]) -> list[str]:
-    """The arguments, where `--resume` without a path has one that stands for it."""
+    """The arguments, with the value NEWEST added to a `--resume` without a path."""
     ended = [*arguments, "--"]
     return [
         f"{each}={NEWEST}" if each == "--resume" and ended[i + 1].startswith("-") else each
@@ -25,7 +25,7 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
 
 
 def config_to_resume(arguments: Sequence[str]) -> Path | None:
-    """The config.toml of the run that the arguments go on with, where there is one."""
+    """The config.toml of the run to resume; None for a new run, or without such a file."""
     given, _ = resume_options().parse_known_args(arguments)
     if given.resume is None:
         return None
@@ -35,7 +35,7 @@ def config_to_resume(arguments: Sequence[str]) -> Path | None:
 
 
 def resume_options() -> argparse.ArgumentParser:
-    """The options that say which run goes on."""
+    """A parser of --output and --resume, which determine the run to resume."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", nargs="?", const=NEWEST)
@@ -43,25 +43,28 @@ def resume_options() -> argparse.ArgumentParser:
 
 
 def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
-    """The checkpoint that a run goes on with; None where there is none, as when the run begins. Raises as `find_to_resume`."""
+    """The checkpoint to resume from; None for a new run, and if the output folder has none. Raises as
+    `find_to_resume`.
+    """
     if resume == NEWEST:
         return None if output is None else newest_complete(output)[0]
     return None if resume is None else find_to_resume(Path(resume))
 
 
-def names_not_taken(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Options that are not taken from the run before: what names a place to write, or to send to.
+def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
 
-    The folder of that run may be a stranger's. Where it is --output itself, the run is tracked as it was.
+    The file may come from a stranger. With --resume without a PATH, the folder is --output itself, and the trackers
+    stay.
     """
     given, _ = resume_options().parse_known_args(arguments)
     return ("output", "resume", "profile", *(() if given.resume == NEWEST else ("track",)))
 
 
 def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
-    """(dp, cp, tp) for the processes of a launcher; without one for those of this machine, and with mesh.dp for `processes_for`.
+    """(dp, cp, tp) for the processes of the launcher, or for the processes to start on this machine.
 
-    Raises as `mesh_sizes`, and for more processes than this machine has GPUs.
+    Raises ValueError as `mesh_sizes`, and for more processes than this machine has GPUs.
     """
     mesh, world, gpus = config.mesh, launched_processes(), gpu_count()
     if world is not None:
@@ -73,7 +76,11 @@ def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
 
 
 def on_a_mesh_that_fits(config: TrainConfig, given: Sequence[str]) -> TrainConfig:
-    """The config of a run that goes on, without its mesh where another is given, or there are not the processes for it."""
+    """The config of a resumed run, without its mesh if the mesh cannot be used again.
+
+    It cannot if the command gives another mesh, or if there are too few processes.
+    given: the arguments of the command.
+    """
     try:
         sizes_for_processes(config)
         fits = not any(each.startswith("--mesh.") for each in given)
@@ -83,5 +90,5 @@ def on_a_mesh_that_fits(config: TrainConfig, given: Sequence[str]) -> TrainConfi
         return config
     plan = config.plan
     if not any(each.startswith("--mesh.pp") for each in given):
-        plan = replace(plan, schedule=None, split=None)  # which are of a pipeline
+        plan = replace(plan, schedule=None, split=None)  # these belong to the old pipeline
     return replace(config, mesh=MeshConfig(), plan=plan)

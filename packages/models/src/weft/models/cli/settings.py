@@ -1,4 +1,4 @@
-"""What `weft train` and `weft explain` share: a run's configuration from arguments, checked before torch is imported."""
+"""The configuration of a run from the arguments of `weft train` or `weft explain`, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .arguments import parse
 from .resuming import (
     checkpoint_to_resume,
     config_to_resume,
-    names_not_taken,
+    options_not_resumed,
     on_a_mesh_that_fits,
     resume_options,
     with_resume,
@@ -33,10 +33,12 @@ DEFAULT_RECIPE = "llama-tiny"
 def configured(
     arguments: Sequence[str], file: Path | None, *, command: str, about: str
 ) -> tuple[str | None, TrainConfig]:
-    """The recipe's name and its options: its own, then those of the run that goes on, of the file, and of the command line.
+    """The recipe's name (None without a recipe) and the configuration.
 
-    Where no recipe is named, and the model is that of a folder, the name is None. about: with {recipes} where the recipes are listed, and {default} for the one that is taken where none is named.
-    Raises ValueError for what cannot be used, such as an option of the model that contradicts the folder of --from.
+    Later sources override earlier ones: the recipe, the resumed run's config.toml, the --config file, the command
+    line.
+    about: the help text, with {recipes} for the list of recipes and {default} for the default recipe.
+    Raises ValueError for input that cannot be used, such as a --model option that contradicts the folder of --from.
     """
     given = list(arguments)
     asked = given.pop(0) if given and not given[0].startswith("-") else None
@@ -44,15 +46,15 @@ def configured(
     before = config_to_resume([*options, *given])
     if before is not None:
         check_sum(before)
-    not_taken = names_not_taken([*options, *given])
-    of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_taken)
+    not_resumed = options_not_resumed([*options, *given])
+    of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_resumed)
     every = [*options_of_run, *options, *given]
     model = _model_options().parse_known_args(every)[0]
     is_outside = model.from_ is not None or model.model_class is not None
     name = asked or of_file or of_run or (None if is_outside else DEFAULT_RECIPE)
     for path, known in ((file, of_file), (before, of_run)):
         if known not in (None, name):
-            raise ValueError(f"config {path} is of the recipe {known}, and {name} is asked for; leave out one of them")
+            raise ValueError(f"config {path} is of the recipe {known}, but {name} is asked for; leave out one of them")
     recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
     about = about.format(recipes=recipes, default=DEFAULT_RECIPE)
 
@@ -71,7 +73,7 @@ def configured(
         going_on = checkpoint_to_resume(model.output, model.resume)
         if going_on is not None and before is None:
             raise ValueError(
-                f"--from {model.from_} begins a new run, and --resume goes on with {going_on}; give one of the two"
+                f"--from {model.from_} begins a new run, but --resume continues {going_on}; give only one of them"
             )
         origin = find_origin(model.from_, going_on)
         if model.model_class is None:
@@ -89,10 +91,12 @@ def configured(
 
 
 def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None = None) -> TrainConfig:
-    """The configuration that options change: a recipe's, or WITHOUT_RECIPE, with the model of a folder or from outside.
+    """The configuration before the command's options: of the recipe or WITHOUT_RECIPE, with the given model.
 
-    origin: the folder. outside: the config of a model from outside. Sequences are as long as the model takes.
-    Raises ValueError for an unknown recipe, a folder without a known model, and a folder that says the model of --model.
+    origin: the folder of --from. outside: the config of the user's model class. Sequences are cut to the model's
+    length.
+    Raises ValueError for an unknown recipe, for a folder without a known model, and for two models (--model, and the
+    folder's).
     """
     if name is not None:
         base = recipe(name)
@@ -103,7 +107,8 @@ def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None =
         model = model_of(origin)
     elif origin is not None and find_model(origin) is not None:
         raise ValueError(
-            f"--model names a class, and {origin} says its model in config.json; give one of --model and --from"
+            f"--model names a class, but {origin} has a model of its own in config.json; "
+            f"give only one of --model and --from"
         )
     if model is None:
         return base
@@ -112,20 +117,23 @@ def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None =
 
 
 def origin_of(config: TrainConfig) -> Path | None:
-    """The folder with the model of a configuration with --from: the checkpoint to go on with, or the folder to begin with."""
+    """The folder that holds the model of a configuration with --from; None without --from.
+
+    The folder is the checkpoint to resume from, or for a new run the folder of --from.
+    """
     if config.from_ is None:
         return None
     return find_origin(config.from_, checkpoint_to_resume(config.output, config.resume))
 
 
 def settled(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
-    """The configuration with its mesh and plan as they are. Raises ValueError for what cannot be on that mesh."""
+    """The configuration with its plan settled for the mesh. Raises ValueError if the plan is impossible on the mesh."""
     check_tensor_parallel(config.model, tp)
     return replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
 
 
 def _model_options() -> argparse.ArgumentParser:
-    """The options that name the folder or the class of the model."""
+    """A parser of the options that name the folder or the class of the model."""
     parser = resume_options()
     parser.add_argument("--from", type=Path, dest="from_")
     parser.add_argument("--model", dest="model_class")
@@ -133,16 +141,16 @@ def _model_options() -> argparse.ArgumentParser:
 
 
 def _find_modules_here() -> None:
-    """Has Python find modules in the folder where the command was started, as `python -m` does."""
+    """Make Python find modules in the current folder, as `python -m` does."""
     here = str(Path.cwd())
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
 
 
 def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelConfig:
-    """The config of a model from outside, by the options among the arguments; --help shows the options, and ends the program.
+    """The config of the user's model class, from the --model options in the arguments.
 
-    Raises ValueError for a model that cannot be found.
+    With --help, shows these options and exits. Raises ValueError for a class that cannot be found.
     """
     wrapper = make_dataclass("Options", [("model", config_class_of(name))], frozen=True, kw_only=True)
     asked = [each for each in arguments if each in ("-h", "--help", "--help-verbose")]
@@ -153,9 +161,10 @@ def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelC
 
 
 def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:
-    """Raises ValueError where an option contradicts the config of the folder at `path`, with both values of each.
+    """Raise ValueError if a --model option contradicts the config of the model in the folder `path`, with both
+    values.
 
-    The values are compared before a config is made: sizes of two models may not fit together.
+    Values are compared before a config is made, because sizes of two models may not form a valid config.
     """
     options = _options_of_model(arguments)
     if not options:
@@ -172,15 +181,15 @@ def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> 
         for name, known, value in contradictions(model, values)
     ]
     if found:
-        raise ValueError(f"{'; '.join(found)}; leave the option out, or train a model of its own without --from")
+        raise ValueError(f"{'; '.join(found)}; leave the option out, or train a new model without --from")
 
 
 def _options_of_model(arguments: Sequence[str]) -> list[str]:
-    """The options of the model among the arguments, each with the values after the name."""
-    found, is_one = list[str](), False
+    """The --model.* options among the arguments, each with its values."""
+    found, is_model_option = list[str](), False
     for each in arguments:
         if each.startswith("--"):
-            is_one = each.startswith("--model.")
-        if is_one:
+            is_model_option = each.startswith("--model.")
+        if is_model_option:
             found.append(each)
     return found

@@ -1,4 +1,4 @@
-"""`weft train`."""
+"""`weft train`: check all that is possible without torch, then launch the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from .resuming import NEWEST, sizes_for_processes
 from .settings import base_of, configured, origin_of, settled
 
 ABOUT = f"""\
-  Trains a model on the bytes of a text, on a mesh of processes: one for each GPU, or 4 on a CPU, or as many as --mesh has; those of a launcher such as torchrun, where it has started them.
+  Trains a model on a text, whose bytes are the tokens, or on prepared tokens. Runs on a mesh of processes: one per \
+GPU, 4 on a CPU, as many as --mesh asks for, or those that a launcher such as torchrun has started.
 
 Examples
   {PROGRAM} train
@@ -44,22 +45,28 @@ Examples
 
 Recipes
 {{recipes}}
-  The options show the defaults of the one that is named; of {{default}} where none is.
+  The options below show the defaults of the named recipe, or of {{default}} without a name.
 
 Other models
-  --from FOLDER: the config, weights and tokenizer of a folder for transformers, a checkpoint, or a run. A recipe gives the options of training alone; a --model option that contradicts the folder is an error.
-  --model MODULE:CLASS: a class of a module that Python finds; with --help, the options of its config. At the end it is saved as a checkpoint.
+  --from FOLDER: starts from the config, weights and tokenizer of a folder for transformers, a checkpoint, or a run. \
+A recipe then gives only the options of training; a --model option that contradicts the folder is an error.
+  --model MODULE:CLASS: trains a class of a module that Python finds; with --help, shows the options of its config. \
+The final model is saved as a checkpoint.
 
 Configuration files
-  --config FILE: options from a TOML file, and the recipe where it names one; options that are given here override it.
-  --resume takes them from the config.toml of the run that it goes on with, where there is one, but for output and profile, and with a PATH track; the others override it.
-  --print-config: prints what would run, as such a file, and ends.
+  --config FILE: reads options, and the recipe if there is one, from a TOML file. The command line overrides them.
+  --resume: reads the options of the resumed run from its config.toml, except output and profile, and except track if \
+a PATH is given. The command line and --config override them.
+  --print-config: prints the resulting configuration as such a file, and exits.
 
 Prints
-  the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside that of one process; the steps; a sample; the loss on held-out text, before and after.
+  the layout of each parameter; the collectives of a step, predicted and issued; the loss of step 1 beside the loss on \
+one process; the steps; a sample; the loss on held-out text, before and after.
 
 Saves
-  metrics.jsonl, config.toml, which --config takes, curves.svg, plan.txt, versions.json, and checkpoint/, which transformers loads; on the way checkpoint-STEP/, with which --resume goes on, on any mesh. SIGTERM and Ctrl-C save one more.
+  metrics.jsonl, config.toml (for --config), curves.svg, plan.txt, versions.json, and the final model in checkpoint/, \
+which transformers loads; during the run checkpoint-STEP/, from which --resume continues, on any mesh. SIGTERM and \
+Ctrl-C save one more.
 
 Exit status
   0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted; 143: ended by SIGTERM.
@@ -82,7 +89,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _files() -> argparse.ArgumentParser:
-    """Of the arguments, those that are no options of a run."""
+    """The parser of the options of `train` alone."""
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--print-config", action="store_true")
@@ -90,7 +97,7 @@ def _files() -> argparse.ArgumentParser:
 
 
 def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
-    """The run that the arguments ask for, everything checked, and the number of GPUs. Raises ValueError."""
+    """The run described by the arguments, fully checked, and the number of GPUs. Raises ValueError."""
     name, config = configured(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
     base = base_of(name, origin, config.model if config.model_class is not None else None)
@@ -109,9 +116,9 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         )
     if from_ is not None and origin is not None:
         check_tokens(f"--from {from_}", origin, config.model, corpus)
-        config = replace(config, from_=from_.resolve())  # for who goes on with the run in another folder
+        config = replace(config, from_=from_.resolve())  # absolute, because a run may be resumed from another folder
     title = title_of(name, config)
-    folder, resume, notes = _where(config, title)
+    folder, resume, notes = _folder_and_checkpoint(config, title)
     notes = [
         *notes,
         *repeats(corpus, config.data.sequence_length, config.data.batch_size),
@@ -126,32 +133,38 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         notes = [f"begins with the model of {made.origin}", *notes]
     if resume is not None:
         saved = read_saved(resume)
-        if speaks():  # of several at once, one cuts the lines that the others would read
+        # on rank 0 alone: it may be cutting the file while other ranks would read
+        if speaks():
             if (logged := logged_of(saved, resume, folder)) is not None:
                 check_logged(folder / METRICS, logged)
             read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
         check_same_model(resume, config.model)
-        if "config" not in saved:  # converted from a folder of transformers: no run says what its tokens are
+        if "config" not in saved:  # a converted checkpoint: no run's document names the data
             check_tokens(f"--resume {resume}", resume, config.model, corpus)
     return replace(made, notes=tuple(notes)), gpu_count()
 
 
 def _lengthened(config: TrainConfig, base: TrainConfig, title: str) -> list[str]:
-    """What is to be said of a model whose max_seq_len was raised to the sequences that it is trained on."""
+    """A line to print if max_seq_len was raised to the length of the training sequences; otherwise an empty list."""
     longest, usual = config.model.max_seq_len, base.model.max_seq_len
     raised = longest == config.data.sequence_length > usual
     return [f"model.max_seq_len is {longest}, as data.sequence_length; {title} has {usual}"] if raised else []
 
 
-def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:
-    """The run's folder, the checkpoint that it goes on with, and what is to be said of others. Raises ValueError."""
+def _folder_and_checkpoint(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:
+    """The run's folder, the checkpoint to resume from or None, and the errors of newer, damaged checkpoints.
+
+    name: the run's title, for the default folder. Raises ValueError.
+    """
     folder = config.output
     if config.resume is None:
         folder = folder or Path("outputs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     elif config.resume == NEWEST:
         if folder is None:
-            raise ValueError("--resume goes on with the run in --output, which is not given; give it, or --resume PATH")
+            raise ValueError(
+                "--resume without a PATH continues the run in --output; give --output too, or --resume PATH"
+            )
         if folder.exists():
             if speaks():
                 check_again(folder)
@@ -162,7 +175,7 @@ def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]
             newest = next(reversed(checkpoints(found.parent).values()), found)
             if not newest.samefile(found):
                 raise ValueError(
-                    f"{newest} is newer than {found}, and would be written anew; give another --output, or remove it"
+                    f"{newest} is newer than {found}, and would be overwritten; give another --output, or remove it"
                 )
             if speaks():
                 check_again(found.parent)
@@ -170,6 +183,6 @@ def _where(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]
         if speaks():
             check_new(folder)
         return folder, found, []
-    if speaks():  # of several at once, the others would meet what it makes
+    if speaks():  # on rank 0 alone: other ranks could find its trial folder
         check_new(folder)
     return folder, None, []

@@ -56,15 +56,14 @@ def _open(file: Path, **options: Any) -> Any:
 
 def _damages() -> tuple[type[Exception], ...]:
     """The errors that pyarrow raises for a damaged file."""
-    arrow: type[Exception] = import_module(
-        "pyarrow"
-    ).ArrowException  # also of errors that are an IndexError or a KeyError
+    # The base class of all pyarrow errors, including pyarrow's IndexError and KeyError.
+    arrow: type[Exception] = import_module("pyarrow").ArrowException
     return (arrow,)
 
 
 def _group_bytes(opened: Any, group: int) -> int:
-    """The bytes of a row group's pages, unpacked; rows may share a value.
+    """The unpacked bytes of a row group's pages, of all columns together; rows may share a value.
 
-    The group's own total, as pyarrow's `RowGroupMetaData.column` ends the process where a file's statistics are damaged.
+    `RowGroupMetaData.column` would give the bytes of a column alone, and aborts the process for damaged statistics.
     """
     return int(opened.metadata.row_group(group).total_byte_size)

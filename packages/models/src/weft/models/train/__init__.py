@@ -1,1 +1,1 @@
-"""Training runs: what they are, what they read, how they go."""
+"""Training runs: configuration, data flow of a step, launching of processes, metrics and checkpoints."""

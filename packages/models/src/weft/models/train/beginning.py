@@ -1,4 +1,4 @@
-"""The weights at the beginning of a run: drawn by the seed, or read from a folder."""
+"""Initial weights of a run: drawn from the seed, or loaded from a folder. Called by `Trainer`."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from ..parallel import ParallelPlan
 
 
 def filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """The model on a device, with weights drawn by the seed. Communication: none."""
+    """Allocate the model on `device`, draw the weights from `seed`, and return the model. Communication: none."""
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
 
 
 def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
-    """The model, laid out on `mesh` by `plan`, on a device, with the weights of a Hugging Face folder or a checkpoint.
+    """Allocate a model already laid out on `mesh` by `plan`, load the weights from `folder`, and return the model.
 
-    The parameters keep their dtype. Communication: as of `from_pretrained`, or of `load_checkpoint`.
-    Raises ValueError as these do.
+    folder: a Hugging Face folder or a Weft checkpoint.
+    The parameters keep their dtype. Communication and ValueError: as `from_pretrained` or `load_checkpoint`.
     """
     model = model.to_empty(device=device)
     if (folder / MANIFEST).is_file():
         load_checkpoint(model, folder)
     else:
-        # The folder's model may have another dropout or length than the run's: weights alone are taken.
+        # Only weights are copied: the folder's model may have another dropout or length than the run's.
         _copy(from_pretrained(folder, mesh, plan, device=device, dtype=torch.float32), model)
     return model
 
 
 def loaded_alone(model: nn.Module, folder: Path, device: torch.device) -> nn.Module:
-    """A model of plain tensors on a device, with the weights of a Hugging Face folder or a checkpoint.
+    """Allocate an unsharded model on `device`, load the weights from `folder`, and return the model.
 
-    Communication: none: a single rank may call this. Raises ValueError as `from_pretrained`, DamagedCheckpoint as `FolderReader`.
+    folder: a Hugging Face folder or a Weft checkpoint.
+    Communication: none. `Trainer` calls it on rank 0 alone, to compute the loss of a single process.
+    Raises ValueError as `from_pretrained`, DamagedCheckpoint as `FolderReader`.
     """
     model = model.to_empty(device=device)
     if not (folder / MANIFEST).is_file():
@@ -57,7 +59,10 @@ def loaded_alone(model: nn.Module, folder: Path, device: torch.device) -> nn.Mod
 
 
 def _copy(source: nn.Module, target: nn.Module) -> None:
-    """Copies the parameters, which both models have on the same layouts, and what the folder says beside the network."""
+    """Copy the parameters and the companions (tokenizer, chat template, ...) of `source` to `target`.
+
+    Both models have the same parameters in the same layouts.
+    """
     with torch.no_grad():
         for parameter, value in zip(target.parameters(), source.parameters(), strict=True):
             local_value(parameter).copy_(local_value(value))

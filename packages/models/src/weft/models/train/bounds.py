@@ -1,33 +1,36 @@
-"""The bounds of a run's numbers, checked when a configuration is made."""
+"""Range checks for the fields of a configuration. Called from `__post_init__` of the classes in config.py.
+
+In every function `where` is the option group named in errors ("data", "mesh", ...).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-LARGEST = 2**31 - 1  # of the whole numbers of a run: no step, size or seed of a run is larger
+LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
 
 def check_at_least(where: str, config: object, least: int, *names: str) -> None:
-    """Raises ValueError unless each field named is a finite number of `least` or more. where: the group of the options."""
+    """Raise ValueError unless each named field of `config` is a finite number >= `least`."""
     for name in names:
         _check(where, name, getattr(config, name), lambda value: value >= least, f"{least} or more")
 
 
 def check_above_zero(where: str, config: object, *names: str) -> None:
-    """Raises ValueError unless each field named is a finite number above 0. where: the group of the options."""
+    """Raise ValueError unless each named field of `config` is a finite number > 0."""
     for name in names:
         _check(where, name, getattr(config, name), lambda value: value > 0, "above 0")
 
 
 def check_decay_rates(where: str, config: object, *names: str) -> None:
-    """Raises ValueError unless each field named is in [0, 1): a mean with a decay of 1 never takes up a gradient."""
+    """Raise ValueError unless each named field is in [0, 1). At a decay of 1 an average would ignore every gradient."""
     for name in names:
         _check(where, name, getattr(config, name), lambda value: 0 <= value < 1, "0 or more, and below 1")
 
 
 def check_at_most(where: str, config: object, most: int, *names: str) -> None:
-    """Raises ValueError for a field named that is above `most`, or below `-most`; None is passed by. where: the group of the options."""
+    """Raise ValueError unless each named field is None or in [-most, most]."""
     for name in names:
         value = getattr(config, name)
         if value is not None and abs(value) > most:

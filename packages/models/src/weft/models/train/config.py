@@ -1,4 +1,4 @@
-"""What a training run is, as values: frozen, and checked before anything starts."""
+"""The configuration of a training run: frozen dataclasses, checked on creation. Their field docstrings are the help."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ..schedules.bubble import Name as Schedule
 from ..schedules.plan import PipelinePlan, Split
 from .bounds import LARGEST, check_above_zero, check_at_least, check_at_most, check_decay_rates
 
-MOST_MICROBATCHES = 2**16  # each is an entry of each stage's schedule
+MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
-PROFILED_FROM, PROFILED_STEPS = 3, 3  # the first steps begin with what is done once
+PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
 OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd")
-NOT_ELEMENTWISE = {  # torch's others, and what of theirs is not of each element by itself
+# refused optimizers of torch, and why their update is not elementwise
+NOT_ELEMENTWISE = {
     "adafactor": "keeps the means of rows and columns, and scales by the norm of the whole parameter",
     "lbfgs": "multiplies vectors of all parameters, and computes the loss several times a step",
     "muon": "orthogonalizes each matrix as a whole",
@@ -32,16 +33,18 @@ NOT_ELEMENTWISE = {  # torch's others, and what of theirs is not of each element
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Processes along each axis: their product is all GPUs, 4 processes on a CPU, or those that a launcher started. A mesh with mesh.dp whose sizes do not divide these is started as it is given."""
+    """Sizes of the mesh's axes; missing sizes fill the processes: one per GPU, 4 on a CPU, or a launcher's.
+    If the given sizes include --mesh.dp and cannot make up that number, their product is started instead.
+    """
 
     pp: int = 1
-    """Pipeline parallel: each of these holds some of the layers."""
+    """Pipeline parallel: each rank along pp holds some of the layers."""
     dp: Annotated[int | None, shown("INT", "processes / pp / cp / tp")] = None
-    """Data parallel: each of these reads its own part of every batch."""
+    """Data parallel: each rank along dp reads its own part of every batch."""
     cp: int = 1
-    """Context parallel: these share the tokens of every sequence."""
+    """Context parallel: the ranks along cp share the tokens of every sequence."""
     tp: Annotated[int | None, shown("INT", "2; 1 for an odd number of processes")] = None
-    """Tensor parallel: these share every layer."""
+    """Tensor parallel: the ranks along tp share every layer."""
 
     def __post_init__(self) -> None:
         names = [name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None]
@@ -53,25 +56,28 @@ class MeshConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What the run says of the parallel plan; the model says the rest."""
+    """How the run is parallelized. The layouts of single layers come from the model."""
 
     sequence: bool = False
-    """Shard activations on the tokens between the tensor-parallel layers."""
+    """Sequence parallelism: shard activations on the tokens between tensor-parallel layers."""
     context: Annotated[Context | None, shown("{all_gather,ulysses}", "all_gather where mesh.cp is above 1")] = None
-    """How tokens attend to those of other cp ranks: keys and values are gathered, or tokens are exchanged for heads."""
+    """Attention under context parallelism: gather keys and values over cp, or exchange tokens for heads."""
     schedule: Annotated[Schedule | None, shown("NAME", "1f1b where mesh.pp is above 1")] = None
-    """How microbatches go through the stages of a pipeline: gpipe, 1f1b, interleaved or zero_bubble."""
-    microbatches: Annotated[int | None, shown("INT", "those of the pipeline; 1 without")] = None
-    """Parts, along the rows, that a batch is taken in; a pipeline has as many as there are rows on a rank, up to 8."""
+    """Order of the microbatches in a pipeline: gpipe, 1f1b, interleaved or zero_bubble."""
+    microbatches: Annotated[int | None, shown("INT", "1; in a pipeline, up to 8 that divide a rank's rows")] = None
+    """Microbatches that a batch is split into, by rows."""
     split: Annotated[str | None, shown("TEXT", "layers")] = None
-    """Where the model is cut: layers, in parts as even as can be; the layers of each stage, as in 1,2,1; or names, layers.1,layers.3."""
+    """Pipeline stages: layers (cut evenly), layers per stage (1,2,1), or where stages begin (layers.1,layers.3)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again, to keep less: selective, all but products and what was communicated; full, each block."""
+    """What backward recomputes. selective: all but matrix products and communicated tensors; full: every block."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Sharded over dp and cp: from 1 on the optimizer's state, from 2 on gradients as well, with 3 parameters too."""
+    """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
-        """What a model's plan is told of a pipeline; None without one. Raises ValueError for what cannot be."""
+        """The `PipelinePlan` of these options; None without a pipeline, and before `settled_plan`.
+
+        pp: the size of the axis "pp". Raises ValueError as `PipelinePlan`.
+        """
         if pp == 1 or self.microbatches is None or self.schedule is None:
             return None
         parts = (self.split or "layers").split(",")
@@ -81,7 +87,7 @@ class PlanConfig:
         return PipelinePlan(split=split, schedule=self.schedule, microbatches=self.microbatches)
 
     def options(self, pp: int) -> dict[str, Any]:
-        """What `ParallelPlan` is told, by its own names."""
+        """The keyword arguments for `ParallelPlan`."""
         return {
             "sequence": self.sequence,
             "context": self.context,
@@ -93,55 +99,55 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is trained on. One sequence in 20, at most 128, is held out and never trained on, by whole documents where it can be."""
+    """Training data. One sequence in 20, at most 128, is held out of training: whole documents where possible."""
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
-    """A folder of `weft data prepare`; or a text file in UTF-8, whose bytes are the tokens, or a folder of them."""
+    """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens."""
     mixture: Annotated[tuple[str, ...], shown("FOLDER=WEIGHT ...", "data.path alone")] = ()
-    """Several such folders or files, of which sequences are taken by weight, as in books=0.7 code=0.3."""
+    """Several such folders or files to draw sequences from, each with its weight, as in books=0.7 code=0.3."""
     pack: bool = True
-    """Of prepared data: tokens see their own document alone."""
+    """In prepared data, let tokens attend only within their own document."""
     verify: bool = True
-    """Of prepared data: as a run begins each process reads its share of the shards, and compares it with its checksums."""
+    """At the start, each process compares its share of the prepared data with the checksums."""
     batch_size: int = 8
-    """Sequences in a step, over all processes."""
+    """Sequences per step, over all processes."""
     sequence_length: int = 128
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
 
     def __post_init__(self) -> None:
         check_at_most("data", self, LARGEST, "batch_size", "sequence_length")
         check_at_least("data", self, 1, "batch_size", "sequence_length")
         if (tokens := self.batch_size * self.sequence_length) > LARGEST:
             raise ValueError(
-                f"data.batch_size {self.batch_size} x data.sequence_length {self.sequence_length} is {tokens:,} tokens a step; "
-                f"take {LARGEST:,} or fewer"
+                f"data.batch_size {self.batch_size} x data.sequence_length {self.sequence_length} is {tokens:,} tokens "
+                f"a step; take {LARGEST:,} or fewer"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The update of the weights, and the learning rate over the steps."""
+    """An elementwise optimizer, and the learning rate of each step."""
 
     name: Annotated[str, shown("NAME", "adamw")] = "adamw"
-    """Of torch.optim, one that works on each element by itself: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd or sgd."""
+    """Optimizer of torch.optim: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd or sgd."""
     lr: float = 4e-3
-    """The highest learning rate."""
+    """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """The rate after the warmup, of which rprop takes that of its first step alone; wsd: constant, then a line over the last decay_steps."""
+    """Rate after the warmup; wsd: constant, then linear over the last decay_steps. rprop uses step 1's rate only."""
     warmup_steps: int = 20
-    """Steps until the highest rate is reached."""
+    """Steps of linear warmup to the peak learning rate."""
     decay_steps: Annotated[int | None, shown("INT", "a fifth of the steps")] = None
-    """Of wsd: the last steps, in which the rate falls."""
+    """With schedule wsd: the last steps, in which the rate falls."""
     final_share: float = 0.1
-    """The rate at the end, as a share of the highest."""
+    """Learning rate at the end, as a fraction of the peak."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases have none, and nothing has with rprop."""
+    """Weight decay of matrices. Norms, biases and everything under rprop have none."""
     beta1: float = 0.9
-    """Decay of the gradient's mean; the momentum of sgd and rmsprop."""
+    """Decay rate of the gradient's running mean; the momentum of sgd and rmsprop."""
     beta2: float = 0.95
-    """Decay of the gradient's mean square."""
+    """Decay rate of the gradient's running mean square."""
     clip_norm: float = 1.0
-    """The gradient's norm is cut to this; 0 cuts nothing."""
+    """Largest norm of the gradients, which are scaled down to it; 0: no clipping."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -157,89 +163,89 @@ class OptimizerConfig:
             check_at_least("optimizer", self, 0, "decay_steps")
             if self.schedule != "wsd":
                 raise ValueError(
-                    f"optimizer.decay_steps is {self.decay_steps}, which is of the schedule wsd; the schedule is {self.schedule}"
+                    f"optimizer.decay_steps is {self.decay_steps}, but only the schedule wsd has decay steps; "
+                    f"optimizer.schedule is {self.schedule}"
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One training run."""
+    """A training run: all options of `weft train`."""
 
     steps: int = 200
     """Updates of the weights."""
     output: Annotated[Path | None, shown("PATH", "outputs/RECIPE-TIME")] = None
-    """Folder to make for the results."""
+    """Folder for the results; it is made."""
     save_every: int = 0
-    """Steps between checkpoints, which are written while the run goes on; 0 saves at the end alone."""
+    """Steps between checkpoints, which are written in the background; 0: only at the end."""
     keep: int = 3
-    """Checkpoints that are kept, the last ones; 0 keeps all."""
+    """How many of the newest checkpoints to keep; 0: all."""
     keep_every: int = 0
-    """Those at multiples of so many steps are kept as well; 0 keeps none beside the last."""
-    from_: Annotated[Path | None, shown("FOLDER", "initial weights by the seed", name="from")] = None
-    """Begin a new run with the config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last checkpoint."""
-    model_class: Annotated[str | None, shown("MODULE:CLASS", "a model of Weft", name="model")] = None
-    """Train a model from outside: a class of an importable module, whose __init__ takes config, annotated with a ModelConfig."""
-    resume: Annotated[str | None, shown("PATH", "begins anew")] = None
-    """Go on with the checkpoint at PATH; without PATH with the newest of the output folder, or begin where it has none."""
+    """Also keep the checkpoints of steps that are multiples of this number; 0: none."""
+    from_: Annotated[Path | None, shown("FOLDER", "weights drawn from the seed", name="from")] = None
+    """Start from config, weights and tokenizer of a Hugging Face folder, a checkpoint, or a run's last checkpoint."""
+    model_class: Annotated[str | None, shown("MODULE:CLASS", "the recipe's", name="model")] = None
+    """Train your own model: a class of an importable module; __init__ takes a config, annotated with a ModelConfig."""
+    resume: Annotated[str | None, shown("PATH", "start a new run")] = None
+    """Resume from checkpoint PATH; without PATH from the newest in --output, or from step 0 if there is none."""
     timeout: float = 600.0
-    """Seconds after which the run ends where a process does not answer the others."""
+    """Seconds to wait for a process that does not answer, before the run ends."""
     eval_every: int = 0
-    """Steps between losses on the held-out text; 0 takes them before the first step and after the last alone."""
+    """Steps between losses on the held-out text; 0: only before the first step and after the last."""
     log_every: int = 10
-    """Steps between readings of the loss, each of which waits for the device; a line where the output is no terminal."""
+    """Steps between readings of the loss, which wait for the device and, without a terminal, print a line."""
     seed: int = 0
-    """Decides the initial weights, the order of the data, dropout and the sample."""
+    """Seed of the initial weights, the order of the data, dropout and the sample."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What layers compute in, by autocast. Parameters, their gradients and the loss are float32."""
+    """Dtype that layers compute in, by autocast. Parameters, their gradients and the loss are float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What gradients are added up in over ranks; bfloat16 moves half the bytes, and rounds each sum."""
+    """Dtype of the sums of gradients over ranks; bfloat16 moves half the bytes, and rounds each sum."""
     compile: bool = False
-    """Compile each block by torch.compile, from step 2 on; on a CPU that needs a C++ compiler."""
+    """Compile each block with torch.compile, from step 2 on; a CPU needs a C++ compiler for this."""
     profile: Annotated[Path | None, shown("FOLDER", "none")] = None
-    """Folder for traces of steps 3 to 5 by torch's profiler, one a rank: rank-N.json."""
+    """Folder for traces of steps 3 to 5 by torch's profiler, a file per rank: rank-N.json."""
     track: Annotated[tuple[TrackerName, ...], shown("{tensorboard,wandb}", "none")] = ()
-    """Where the metrics go beside metrics.jsonl: tensorboard (a folder of the run's) or wandb (Weights & Biases)."""
+    """Send the metrics also to tensorboard (in the run's folder) or to wandb (Weights & Biases)."""
     check: bool = True
-    """Compare the first step's loss with that of one process."""
+    """Compare the loss of step 1 with the loss of the same step on one process."""
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     model: ModelConfig
-    """The network; the defaults are the recipe's."""
+    """The model; the defaults are the recipe's."""
 
     def __post_init__(self) -> None:
         check_at_most(
             *("train", self, LARGEST),
             *("steps", "log_every", "save_every", "keep", "keep_every", "eval_every", "timeout"),
         )
-        check_at_most("train", self, 2**63 - 1, "seed")  # as torch.manual_seed
+        check_at_most("train", self, 2**63 - 1, "seed")  # the bound of torch.manual_seed
         check_at_least("train", self, 1, "steps", "log_every")
         check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every")
         check_above_zero("train", self, "timeout")
         if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
             raise ValueError(
-                f"steps is {self.steps}, and steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are what is profiled; "
-                f"take as many, or leave profile out"
+                f"steps is {self.steps}, but steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are "
+                f"profiled; take at least as many steps, or leave out --profile"
             )
         if self.model.initializer_range == 0 and (self.from_, self.model_class, self.resume) == (None, None, None):
-            raise ValueError(
-                "model.initializer_range is 0, and no gradient moves weights that all begin at 0; raise it"
-            )
+            raise ValueError("model.initializer_range is 0, but weights that all start at 0 get no gradient; raise it")
         if self.data.sequence_length > self.model.max_seq_len:
             if not self.model.is_longer_alike:
                 raise ValueError(
                     f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
-                    f"{self.model.max_seq_len}, and a {self.model.title} with more is another model; lower the one or raise the other"
+                    f"{self.model.max_seq_len}, and a {self.model.title} with a larger max_seq_len is another model; "
+                    f"lower data.sequence_length or raise model.max_seq_len"
                 )
             object.__setattr__(self, "model", replace(self.model, max_seq_len=self.data.sequence_length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A training run with everything settled, as each of its processes is given it."""
+    """A training run with everything settled: made by `weft train`, then given to each of the run's processes."""
 
-    recipe: str | None  # None where none was named, and the model is of a folder or from outside
+    recipe: str | None  # None if no recipe was named, and the model comes from --from or --model
     config: TrainConfig
     corpus: Data
     pp: int = 1
@@ -247,24 +253,25 @@ class Run:
     cp: int = 1
     tp: int
     folder: Path
-    resume: Path | None = None  # the checkpoint to go on with
-    origin: Path | None = None  # the folder whose weights a new run begins with
-    base: TrainConfig | None = None  # what the options that were given have changed; the recipe's where None
-    notes: tuple[str, ...] = ()  # what is to be said of it
+    resume: Path | None = None  # the checkpoint to resume from
+    origin: Path | None = None  # the folder of a new run's initial weights; None: drawn from the seed
+    # the config before the command's options; None: the recipe's
+    base: TrainConfig | None = None
+    notes: tuple[str, ...] = ()  # lines to print before the run starts
 
     @property
     def title(self) -> str:
-        """What the run is called: its recipe, or the folder or the class that its model is of."""
+        """The run's name for people: the recipe, or the folder or class of the model."""
         return title_of(self.recipe, self.config)
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes and their sizes."""
+        """The mesh's axes with their sizes, from `axes_of`."""
         return axes_of(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @property
     def resolved(self) -> TrainConfig:
-        """The config with the mesh's sizes as they are."""
+        """The config with the mesh's actual sizes."""
         return replace(self.config, mesh=MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp))
 
     @property
@@ -273,33 +280,32 @@ class Run:
 
 
 def title_of(recipe: str | None, config: TrainConfig) -> str:
-    """The recipe's name; without a recipe that of the folder, or of the class, that the model is of."""
+    """The recipe's name; without a recipe, the name of the model's folder or class."""
     if recipe is not None:
         return recipe
     return config.from_.resolve().name if config.from_ is not None else str(config.model_class).rpartition(":")[2]
 
 
 def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
-    """A mesh's axes and their sizes; pp and cp where they are used."""
+    """A mesh's axes with their sizes: dp and tp always, pp and cp only above size 1."""
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("dp", "tp")}
 
 
 def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:
-    """(dp, cp, tp) for `processes`, beside mesh.pp: what is given stays, and the rest follows.
+    """Choose (dp, cp, tp) for a number of processes, given mesh.pp. Given sizes stay; the others use all processes.
 
-    exact: all processes must be used, as where a launcher has started them; otherwise at most that many, and where both
-    sizes are given, their product.
+    exact: use every process, as under a launcher; otherwise dp and tp, if both given, may use fewer.
     Raises ValueError for a mesh that does not fit the processes.
     """
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
-    others = mesh.pp * cp
-    rest = processes // others
+    pp_cp = mesh.pp * cp
+    dp_tp = processes // pp_cp
     if tp is None:
-        tp = rest // dp if dp else (2 if rest % 2 == 0 else 1)
+        tp = dp_tp // dp if dp else (2 if dp_tp % 2 == 0 else 1)
     if dp is None:
-        dp = rest // tp
-    used = dp * others * tp
+        dp = dp_tp // tp
+    used = dp * pp_cp * tp
     if used < 1 or (used != processes if exact or None in (mesh.dp, mesh.tp) else used > processes):
         sizes = (
             ("pp", mesh.pp if mesh.pp > 1 else None),
@@ -308,13 +314,13 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
             ("tp", mesh.tp),
         )
         given = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
-        fits = f"dp x tp that fit: {', '.join(f'{rest // n} x {n}' for n in divisors(rest))}"
+        fits = f"dp x tp that fit: {', '.join(f'{dp_tp // n} x {n}' for n in divisors(dp_tp))}"
         beside = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
         if beside:
             names = "pp x cp" if mesh.pp > 1 and cp > 1 else "pp" if mesh.pp > 1 else "cp"
             fits = (
                 f"beside {beside}, {fits}"
-                if processes % others == 0
+                if processes % pp_cp == 0
                 else f"{names} that fit: {', '.join(map(str, divisors(processes)))}"
             )
         raise ValueError(f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
@@ -322,9 +328,10 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
 
 
 def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
-    """The plan with what follows from the mesh.
+    """Fill in the options of `plan` implied by the mesh: context, schedule, microbatches and split.
 
-    Raises ValueError for heads that it cannot cut, and for what is said of a pipeline that is not there or cannot be.
+    Raises ValueError for heads, microbatches or stages that do not divide, and for pipeline options without mesh.pp
+    above 1.
     """
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
@@ -335,7 +342,7 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         for name in ("schedule", "split"):
             if getattr(plan, name) is not None:
                 raise ValueError(
-                    f"plan.{name} is {getattr(plan, name)}, which is of a pipeline; set --mesh.pp above 1 too"
+                    f"plan.{name} is {getattr(plan, name)}, which needs a pipeline; set --mesh.pp above 1 too"
                 )
     else:
         most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
@@ -351,7 +358,8 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
     if count > MOST_MICROBATCHES:
         raise ValueError(f"plan.microbatches {count} is above {MOST_MICROBATCHES}; take {MOST_MICROBATCHES:,} or fewer")
-    if pp > config.model.num_layers:  # before a schedule is made of each stage
+    # checked before a schedule with an entry per stage is made
+    if pp > config.model.num_layers:
         raise ValueError(
             f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
         )
@@ -360,10 +368,10 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         stages = pipeline.make_schedule(pp).num_stages
         if stages > config.model.num_layers:
             raise ValueError(
-                f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower mesh.pp"
-                + (", or take another schedule" if stages > pp else "")
+                f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower "
+                "mesh.pp" + (", or take another schedule" if stages > pp else "")
             )
-        counts = [each for each in pipeline.split if isinstance(each, int)]  # of "layers" none
+        counts = [each for each in pipeline.split if isinstance(each, int)]  # empty unless split lists numbers
         if counts and (len(counts) != stages or sum(counts) != config.model.num_layers):
             raise ValueError(
                 f"plan.split {plan.split} gives {len(counts)} stages {sum(counts)} layers; there are {stages} "
@@ -375,8 +383,8 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
 
 
 def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
-    """Raises ValueError for names at which the model is not cut into as many stages."""
-    import torch  # not sooner, as it takes seconds
+    """Raise ValueError for a split whose layer names do not cut the model into the schedule's number of stages."""
+    import torch  # imported here because torch takes seconds
 
     from ..parallel.pipeline.cut import ranges_of
     from .outside import make_model_of
@@ -387,5 +395,5 @@ def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
 
 
 def general_name(parameter: str) -> str:
-    """A parameter's name with its layer's number as a star: "layers.*.mlp.up_proj.weight"."""
+    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight"."""
     return re.sub(r"\.\d+\.", ".*.", parameter)

@@ -1,4 +1,4 @@
-"""What a run would do, told before there are weights or processes."""
+"""The output of `weft explain`: a training step, computed on shapes without weights or processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> None:
-    """Prints the layouts, the schedule, the collectives, the memory and the operations of `rank` in a step.
+    """Print the layouts, schedule, collectives, memory and operations of `rank` in a training step.
 
-    config: with a plan that is settled. axes: of the mesh, and their sizes.
-    Cost: that of one rank, whatever the mesh. Communication: none.
-    Raises ValueError for a model that cannot be laid out so.
+    recipe: the title of the run. config: with a settled plan. axes: the mesh's axes with their sizes.
+    The cost does not grow with the mesh. Communication: none.
+    Raises ValueError for a model that the plan cannot lay out.
     """
     report, outline = Report(speaks=True), Outline.of(config, axes)
     step = outline.first_step(rank, "cpu")
@@ -43,6 +43,7 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
 
 
 def _batch(outline: Outline) -> str:
+    """The line about the batch: size, microbatches, operations."""
     (rows, T), count = outline.batch, outline.microbatches
     _, multiplying = parameters_of(outline.config.model, outline.config.model_class)
     tokens, a_token = rows * T, flops_per_token(outline.config.model, T, multiplying=multiplying)
@@ -54,6 +55,7 @@ def _batch(outline: Outline) -> str:
 
 
 def _memory(memory: Memory, rank: int) -> str:
+    """The table of the rank's memory."""
     rows = {
         "parameters": memory.parameters,
         "gathered from shards": memory.gathered,
@@ -67,11 +69,11 @@ def _memory(memory: Memory, rank: int) -> str:
 
 
 def _short(number: float) -> str:
-    """ "45.0 G" """
+    """A number with a decimal prefix: "45.0 G"."""
     power = min(int(math.log10(max(number, 1)) // 3), len(_POWERS) - 1)
     return f"{number / 1000**power:.3g} {_POWERS[power]}"
 
 
 def _binary(nbytes: int) -> str:
-    """ "1.31 GiB" """
+    """Bytes in MiB or GiB: "1.31 GiB"."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

@@ -1,4 +1,7 @@
-"""Files in the folder of a run. Nothing is written through a link in their place: others may be able to write there too."""
+"""Write the files of a run's folder, never through a symbolic link.
+
+Other users of the machine may be able to plant links in the folder.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from pathlib import Path
 
 
 def write_anew(path: Path, content: bytes) -> None:
-    """Makes the file aside, and then gives it its name, which a file or a link may have had; that one is whole until then.
+    """Write a hidden temporary file beside `path`, then rename it to `path`, replacing any file or link there.
 
-    Raises OSError where it cannot be written.
+    Until the rename the old file is untouched.
+    Raises OSError if the file cannot be written.
     """
     aside = path.with_name(f".{path.name}")
-    aside.unlink(missing_ok=True)  # of one that was killed
+    aside.unlink(missing_ok=True)  # left by a killed process
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -20,9 +24,9 @@ def write_anew(path: Path, content: bytes) -> None:
 
 
 def append(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Adds to the end of a file, which is made where there is none. sync: return when the disk has all of the file.
+    """Append to a file, which is made if missing. sync: return only when the whole file is on the disk.
 
-    Raises OSError where it cannot be written, or is a link.
+    Raises OSError if the file cannot be written, or is a link.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with os.fdopen(descriptor, "ab") as file:

@@ -1,4 +1,7 @@
-"""The folder of a run: where one can be made, and the checkpoints in it. It is asked before torch is imported."""
+"""The folder of a run: making and locking; finding, keeping and removing checkpoints.
+
+Used by the command before torch is imported, and by `Results` and `Saver` during the run.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ from tempfile import TemporaryDirectory
 from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from .logged import METRICS, last_line
 
-CHECKPOINT = "checkpoint"  # the last one, for transformers; those on the way are checkpoint-STEP
-NEW = f".{CHECKPOINT}.new"  # one that is whole, and takes the place of the last
-CONFIG = "config.toml"  # of the run: what a folder begins with
+CHECKPOINT = "checkpoint"  # the final model, a folder for transformers; checkpoints during the run are checkpoint-STEP
+NEW = f".{CHECKPOINT}.new"  # a complete final model about to replace CHECKPOINT
+CONFIG = "config.toml"  # the run's configuration, the first file written into the folder
 
 
 def check_new(folder: Path) -> None:
-    """Raises ValueError where `folder` is there, or cannot be made: one like it is, and removed, since nothing else tells."""
+    """Raise ValueError if `folder` exists or cannot be made.
+
+    Makes and removes a trial folder of the same relative path, as the only reliable test.
+    """
     try:
         if folder.exists():
             raise FileExistsError
         there = next(path for path in folder.absolute().parents if path.exists())
-        # Under a name of its own: another run may be made there at the same time.
+        # A unique name, because another run may try the same folder at the same time.
         with TemporaryDirectory(prefix=".weft-", dir=there) as trial:
             (trial / folder.absolute().relative_to(there)).mkdir(parents=True)
     except OSError as error:
@@ -33,7 +39,7 @@ def check_new(folder: Path) -> None:
 
 
 def make_new(folder: Path) -> None:
-    """Makes the folder. Raises ValueError where it is there, as when another run has made it just now, or cannot be made."""
+    """Make the folder. Raises ValueError if the folder exists, perhaps just made by another run, or cannot be made."""
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -41,35 +47,40 @@ def make_new(folder: Path) -> None:
 
 
 def _not_made(folder: Path, error: OSError) -> ValueError:
+    """The error for failing to make the output folder."""
     if isinstance(error, FileExistsError):
         return ValueError(
-            f"the output folder {folder} exists; give another with --output, or remove it; with --resume its run goes on"
+            f"the output folder {folder} exists; give another with --output, remove it, or resume its run with --resume"
         )
     return ValueError(f"the output folder {folder} cannot be made: {error.strerror}; give another with --output")
 
 
 def check_again(folder: Path) -> None:
-    """Raises ValueError where `folder` is of no run that can go on: of none, of one that goes on now, or not to be written."""
+    """Raise ValueError unless the run in `folder` can be resumed.
+
+    Refused: a folder without a run, a read-only folder, a complete run without checkpoints, and a run in progress.
+    """
     if not folder.is_dir() or not ((folder / CONFIG).is_file() or all(_is_hidden(path) for path in folder.iterdir())):
-        raise ValueError(f"{folder} is the folder of no run; give another with --output")
+        raise ValueError(f"{folder} is not the folder of a run; give another with --output")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} cannot be written; give another with --output")
+        raise ValueError(f"{folder} is not writable; give another with --output")
     if (folder / CHECKPOINT).exists() and not checkpoints(folder):
         raise ValueError(
-            f"the run in {folder} is done, and has kept no checkpoint to go on with; give another with --output"
+            f"the run in {folder} is complete, and kept no checkpoint to resume from; give another with --output"
         )
     os.close(lock(folder))
 
 
 def _is_hidden(path: Path) -> bool:
-    """As what is written aside."""
+    """Whether the name marks a temporary file or folder."""
     return path.name.startswith(".")
 
 
 def lock(folder: Path) -> int:
-    """Keeps other runs out of a folder while the descriptor that it returns is open; it ends with this process.
+    """Lock the folder for this run; return the open file descriptor that holds the lock.
 
-    Raises ValueError where another run is in it.
+    The lock ends when the descriptor is closed or the process ends.
+    Raises ValueError if another run has the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -77,13 +88,13 @@ def lock(folder: Path) -> int:
     except OSError:
         os.close(descriptor)
         raise ValueError(
-            f"another run writes into {folder}; wait until it ends, or give another with --output"
+            f"another run is writing to {folder}; wait until it ends, or give another folder with --output"
         ) from None
     return descriptor
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by their steps, ascending."""
+    """The checkpoints of a run by step, in ascending order."""
     found = {
         int(match[1]): path
         for path in folder.glob("*")
@@ -93,9 +104,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The last checkpoint of the run whose folder that is; `folder` itself where it is none, as a checkpoint is.
+    """The newest model in the folder of a run: a checkpoint, or the final model; `folder` if it holds neither.
 
-    The folder for transformers is the last where the run came to its end and kept no checkpoint of its last step.
+    The final model is the newest if the run is complete and kept no checkpoint of the last step.
+    Commands use it to accept the folder of a run or of a single checkpoint.
     """
     saved, (newest, _) = checkpoints(folder), newest_complete(folder)
     if not (folder / CHECKPOINT).is_dir():
@@ -106,7 +118,10 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a run that is whole, as far as its files' sizes tell, and what is wrong with newer ones."""
+    """The newest complete checkpoint of a run, or None; and the errors of all newer, damaged checkpoints.
+
+    A checkpoint counts as complete if all files have the sizes stated in the manifest.
+    """
     wrong = []
     for path in reversed(checkpoints(folder).values()):
         try:
@@ -119,38 +134,46 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:
-    """Gives damaged checkpoints of steps after `after` another name, so that the run can save these steps; their new paths.
+    """Rename damaged checkpoints of steps after `after`, and return their new paths.
 
-    Raises ValueError where one of them is whole, as when another run has written it meanwhile.
+    The run can then save these steps again.
+    Raises ValueError for a complete checkpoint among them, perhaps just written by another run.
     """
     newer = {step: path for step, path in checkpoints(folder).items() if step > after}
     for path in newer.values():
         with suppress(DamagedCheckpoint):
             Manifest.read(path)
-            raise ValueError(f"{path} is newer than what this run goes on from; start it again with --resume")
+            raise ValueError(
+                f"{path} is newer than the checkpoint that this run resumed from; start it again with --resume"
+            )
     return [_renamed(path) for path in newer.values()]
 
 
 def _renamed(path: Path) -> Path:
+    """Rename to the first free name PATH.damaged, PATH.damaged-1, ...; return the new path."""
     names = (f"{path.name}.damaged{f'-{count}' if count else ''}" for count in itertools.count())
     return path.rename(next(free for name in names if not (free := path.with_name(name)).exists()))
 
 
 def find_to_resume(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest of the run whose folder that is. Raises ValueError for none."""
+    """The checkpoint to resume from: `path` itself, or the newest complete checkpoint of the run in `path`.
+
+    Raises ValueError if there is none.
+    """
     if (path / MANIFEST).exists() or not path.is_dir():
         Manifest.read(path)
         return path
     found, wrong = newest_complete(path)
     if found is None:
-        raise ValueError("; ".join([f"{path} has no checkpoint to go on with", *wrong]))
+        raise ValueError("; ".join([f"{path} has no checkpoint to resume from", *wrong]))
     return found
 
 
 def keep(folder: Path, last: int, every: int) -> list[str]:
-    """Removes the checkpoints of a run but for the `last`, all where 0, and those at multiples of `every` steps.
+    """Remove the checkpoints of a run, except the `last` newest and every checkpoint at a multiple of `every` steps.
 
-    Returns a line for each that could not be removed.
+    last: 0 keeps all. every: 0 keeps no more than the newest.
+    Returns a line for each failed removal.
     """
     steps = list(checkpoints(folder))
     old = [step for step in (steps[:-last] if last else []) if not every or step % every]
@@ -158,51 +181,59 @@ def keep(folder: Path, last: int, every: int) -> list[str]:
 
 
 def remove(path: Path) -> list[str]:
-    """Removes a folder, which is gone under its name before any of its files is; a line where it cannot be removed."""
-    gone = _gone(path)
+    """Remove a folder; on failure return a line.
+
+    The folder is renamed first: a half-removed folder never has the old name.
+    """
+    removed = _removed_name(path)
     try:
-        path.rename(gone)
+        path.rename(removed)
     except OSError as error:
         return [_not_removed(path, error)]
-    return _discard(gone)
+    return _discard(removed)
 
 
 def exchange(new: Path, folder: Path) -> list[str]:
-    """Puts a whole folder in the place of another, which is removed; `tidy` ends what a kill interrupts.
+    """Put the complete folder `new` in the place of `folder`, and remove the old folder.
 
-    Returns a line where the other one could not be removed. Raises OSError where the new one could not be put there.
+    `tidy` finishes an exchange interrupted by a kill.
+    Returns a line if the old folder could not be removed. Raises OSError if `new` could not be moved into place.
     """
-    gone = _gone(folder)
-    folder.rename(gone)
+    removed = _removed_name(folder)
+    folder.rename(removed)
     new.rename(folder)
-    return _discard(gone)
+    return _discard(removed)
 
 
-def _gone(path: Path) -> Path:
-    """A name for what is to be removed, that nothing has: not what an earlier one could not remove, either."""
+def _removed_name(path: Path) -> Path:
+    """A free hidden name beside `path`, for a folder being removed. Leftovers of failed removals keep their names."""
     names = (f".{path.name}{f'.{count}' if count else ''}.removed" for count in itertools.count())
     return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def _discard(path: Path) -> list[str]:
-    """Removes a folder, or the link or the file in its place; a line where it cannot be removed."""
+    """Remove a folder, a file, or a link (not the target); on failure return a line."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)  # of the rest
+        shutil.rmtree(path, ignore_errors=True)  # remove as much as possible
         return [_not_removed(path, error)]
     return []
 
 
 def _not_removed(path: Path, error: OSError) -> str:
-    return f"{path} could not be removed, and may be by hand: {error.strerror}"
+    """The line about a failed removal."""
+    return f"{path} could not be removed: {error.strerror}; remove it by hand"
 
 
 def tidy(folder: Path) -> None:
-    """Removes what a run has left that was killed while it wrote, exchanged or removed a checkpoint."""
+    """Remove temporary folders left by a killed run, and finish an interrupted `exchange`.
+
+    The caller holds the folder's lock.
+    """
     new = folder / NEW
     if new.is_dir() and not new.is_symlink() and not (folder / CHECKPOINT).exists():
         new.rename(folder / CHECKPOINT)

@@ -1,4 +1,7 @@
-"""The processes of a run, and what each of them does."""
+"""Start the processes of a run, or join the processes of a launcher, and train in each.
+
+`weft train` calls `launch` after all checks. torch is imported only in the training processes.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,19 @@ from .processes import ProcessFailed, end_with_parent, run_together
 if TYPE_CHECKING:
     from .config import MeshConfig, Run
 
-SIGNALED = 128  # with a signal's number, the exit status of a process that it ended, as a shell gives it
-STOPPED = 3  # exit status of a process that has said why it stops
-CPU_PROCESSES = 4
+SIGNALED = 128  # added to a signal's number: the exit status of a process ended by the signal, as in a shell
+STOPPED = 3  # exit status of a process that has printed why the run stopped
+CPU_PROCESSES = 4  # processes on a machine without GPUs
 LOOPBACK = "lo"
-ECHO_SECONDS = 1.0
-STOP_SECONDS = 30.0  # for the processes to save, once the run is told to end
+ECHO_SECONDS = 1.0  # delay of errors caused by another rank's failure, whose message should come first
+STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
 
 def gpu_count() -> int:
-    """GPUs that this process may use, asked of the driver: torch takes seconds to import, and this a millisecond."""
+    """Number of GPUs available to this process.
+
+    Asks the CUDA driver, which takes a millisecond; importing torch takes seconds.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -42,34 +48,36 @@ def gpu_count() -> int:
 
 
 def launched_processes() -> int | None:
-    """The size of the world where a launcher such as torchrun has started this process; None otherwise.
+    """The number of processes started by a launcher (torchrun, srun, mpirun); None without a launcher.
 
-    Raises ValueError where WORLD_SIZE is no number.
+    Raises ValueError if WORLD_SIZE is not a number.
     """
     return world_size(os.environ)
 
 
 def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
-    """The number of processes that a mesh is made for where no launcher has started any.
+    """The number of processes to start for a mesh, without a launcher.
 
-    gpus: of this machine, which has a process for each of them, and 4 without. The sizes of a mesh that are not given fill these
-    processes; where the given sizes do not divide their number, the mesh is made for the product of the given sizes.
+    gpus: GPUs of this machine. The default is a process per GPU, or 4 without GPUs; missing sizes of the mesh adapt
+    to this number.
+    A product of given sizes that does not divide the default is itself the number of processes.
     """
     given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
     return given if machine % given else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
-    """Runs `run` on dp x cp x tp processes of this machine, or as one of those that a launcher has started.
+    """Train on pp x dp x cp x tp processes of this machine, or as one of a launcher's processes.
 
-    Returns the exit status: 0, or 1 where the run stopped. SIGTERM ends it with 143, when the step under way is saved, and Ctrl-C
-    by KeyboardInterrupt; a second one at once. When one process fails the others are ended, and its error is printed first,
-    with its rank. All end with this one, and this one with the launcher that started it.
+    Returns the exit status: 0, 1 after an error, 128 + N if a process of the run received signal N.
+    SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt, after the step in progress is saved; a second signal
+    ends the run at once.
+    When a process fails, its error is printed with its rank and the other processes are ended.
+    Every process ends with this process, and this process with the launcher.
     """
     if run.config.profile is not None:
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "6"
-        )  # above all that torch's profiler logs; read as torch is imported
+        # Read when torch is imported; 6 is above every log level of torch's profiler.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if launched_processes() is not None:
         return _join_world(run, gpus)
     processes = run.processes
@@ -86,7 +94,7 @@ def launch(run: Run, *, gpus: int) -> int:
                 *(_work, run, processes, str(Path(folder) / "store"), gpus),
                 processes=processes,
                 folder=Path(folder),
-                # Imported once, not once a process: torch, and its compiler, which optimizers load as they are made.
+                # Imported once, in the fork server. Optimizers import torch's compiler.
                 preload=["weft.models.train.loop", "torch._dynamo"],
                 patience=STOP_SECONDS,
             )
@@ -100,16 +108,18 @@ def launch(run: Run, *, gpus: int) -> int:
 
 
 def _exit(signum: int, frame: object) -> None:
-    """Ends this process as by `sys.exit`, so that it ends the others and leaves no folder."""
+    """Signal handler: exit by `sys.exit`, which ends the training processes and removes temporary folders."""
     sys.exit(SIGNALED + signum)
 
 
 def _work(rank: int, run: Run, processes: int, store: str, gpus: int) -> None:
+    """The body of a process started by `launch`."""
     begin_printing()
     _train(run, rank, gpus, rank=rank, world_size=processes, init_method=f"file://{store}")
 
 
 def _join_world(run: Run, gpus: int) -> int:
+    """Train as one of a launcher's processes."""
     if has_launcher(os.environ):
         end_with_parent()
     from .meeting import meet
@@ -119,6 +129,10 @@ def _join_world(run: Run, gpus: int) -> int:
 
 
 def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
+    """Initialize the process group and train; exit with STOPPED after printing an error.
+
+    world: the rendezvous arguments of `init_process_group`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -135,7 +149,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
     except TrainingError as error:
         if dist.get_rank() == 0:
             print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
-        dist.barrier()  # said before any process ends
+        dist.barrier()  # no process ends before rank 0 has printed the error
         sys.exit(STOPPED)
     except Unanswered as error:
         if error.is_told:
@@ -143,9 +157,10 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         else:
             time.sleep(ECHO_SECONDS)
         sys.stdout.flush()
-        os._exit(STOPPED)  # without a word to the others, which would wait for an answer
+        os._exit(STOPPED)  # without cleanup, which would wait for silent ranks
     except RuntimeError as error:
-        if "onnection" in str(error):  # an echo of another rank's end, which is to be heard first
+        # a connection lost because another rank ended; wait for the error of that rank to be printed first
+        if "onnection" in str(error):
             time.sleep(ECHO_SECONDS)
         raise
     finally:

@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run."""
+"""The learning rate of each step of a run, for `Trainer.step`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from .config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of step `step`, counted from 0, of `steps`: a linear warmup, then as `config.schedule` says.
+    """The learning rate of step `step` (from 0) of `steps`: linear warmup, then `config.schedule`.
 
-    cosine: half a cosine to `final_share` (Loshchilov & Hutter, 2017). linear: a line to it. constant: the highest throughout.
-    wsd: the highest, then a line to it over the last `decay_steps` (Hu et al., "MiniCPM", 2024).
+    cosine: half a cosine down to `final_share` of the peak (Loshchilov & Hutter, 2017).
+    linear: a line down to `final_share`.
+    constant: the peak throughout.
+    wsd: the peak, then a line down to `final_share` over the last `decay_steps` (Hu et al., "MiniCPM", 2024).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -26,7 +28,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def unfinished_warmup(config: OptimizerConfig, steps: int) -> list[str]:
-    """A line for a run that ends before its warmup does; none for another run."""
+    """A line of warning for a run shorter than the warmup; otherwise an empty list."""
     if config.warmup_steps <= steps:
         return []
     return [

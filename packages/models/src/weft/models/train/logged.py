@@ -1,4 +1,4 @@
-"""metrics.jsonl, read back: when its run goes on, and when it is drawn."""
+"""Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """A step's line, as it stands in the file, and what is read of it."""
+    """A step's line of metrics.jsonl: the text, with the newline, and the parsed values."""
 
     text: str
     step: int
@@ -29,10 +29,11 @@ class Logged:
 
 
 def read_logged(path: Path, until: int | None = None) -> list[Logged]:
-    """The lines of the steps up to `until`, of all where None; none where there is no file, or it begins after that step.
+    """Read the lines of metrics.jsonl up to step `until`, or all if None.
 
-    What comes after them is not looked at: a run that is killed leaves there what it will. A last line without an end is none.
-    Raises ValueError, with the file and the number of the line, where one is not as a run writes it, or lines are missing.
+    Empty for a missing file, and for a file whose first step comes later. Lines after step `until` are not checked: a
+    killed run may leave anything there. A last line without a newline is ignored.
+    Raises ValueError, with the file and the line number, for malformed lines and missing steps.
     """
     found: list[Logged] = []
     if until == 0 or not path.exists():
@@ -42,7 +43,7 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
         each = _read(line)
         if each is None or (found and each.step != found[-1].step + 1):
             wrong = (
-                "is not as it was written" if each is None else f"is of step {each.step}, and follows {found[-1].step}"
+                "is not as it was written" if each is None else f"is of step {each.step}, but follows {found[-1].step}"
             )
             raise ValueError(f"{path}, line {number} {wrong}; {_REMEDY}")
         if until is not None and each.step > until:
@@ -57,11 +58,11 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
     return found
 
 
-_REMEDY = "copy the file again, or go on in a new folder with --resume PATH --output FOLDER"
+_REMEDY = "copy the file again, or resume into a new folder with --resume PATH --output FOLDER"
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last line of a metrics.jsonl that is whole; None where there is no file, or the line is not as a run writes it."""
+    """The last complete line of a metrics.jsonl as a dict; None for a missing file or a malformed line."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -73,19 +74,22 @@ def last_line(path: Path) -> dict[str, Any] | None:
     return value if type(value.get("done")) in (int, float) else None
 
 
-_LARGEST = 2**34  # bytes of a file, which has the lines of 17 million steps
-_LONGEST_LINES = 16384  # bytes; a line has a thousand
+_LARGEST = 2**34  # bytes of a file; enough for the lines of 17 million steps
+_LONGEST_LINES = 16384  # bytes read from the end of the file; a line has about a thousand
 
 
 class Sum:
-    """How many lines a metrics.jsonl has, and by what they are known; a checkpoint keeps it."""
+    """Running length and SHA-256 of metrics.jsonl.
+
+    Stored in every checkpoint; on resuming, `check_logged` compares the file with the stored values.
+    """
 
     def __init__(self) -> None:
         self._lines = self._nbytes = 0
         self._sha256 = hashlib.sha256()
 
     def add(self, text: str) -> None:
-        """Counts one more line, with its end."""
+        """Add one more line, with its newline."""
         self._lines += 1
         self._nbytes += len(text.encode())
         self._sha256.update(text.encode())
@@ -95,18 +99,19 @@ class Sum:
 
 
 def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the file begins with the lines that `Sum.as_json` speaks of."""
+    """Raise ValueError unless the file begins with the lines described by `saved`, from `Sum.as_json`."""
     content = _content(path)[: saved["bytes"]] if path.exists() else b""
     if len(content) < saved["bytes"]:
         raise ValueError(
-            f"{path} has {len(content)} bytes, and its {saved['lines']} lines had {saved['bytes']} when the checkpoint was "
-            f"saved; {_REMEDY}"
+            f"{path} has {len(content)} bytes, but its {saved['lines']} lines had {saved['bytes']} when the checkpoint "
+            f"was saved; {_REMEDY}"
         )
     if hashlib.sha256(content).hexdigest() != saved["sha256"]:
         raise ValueError(f"{path} was changed in its first {saved['lines']} lines after they were written; {_REMEDY}")
 
 
 def _content(path: Path) -> bytes:
+    """The bytes of the file. Raises ValueError for an unreadable file."""
     try:
         return read_plain(path, limit=_LARGEST)
     except OSError as error:
@@ -114,6 +119,7 @@ def _content(path: Path) -> bytes:
 
 
 def _read(line: bytes) -> Logged | None:
+    """The line as a `Logged`; None for a malformed line."""
     try:
         value = parse_json(line, METRICS, _REMEDY)
         step, held_out = value["step"], value["held_out_loss"]
@@ -126,5 +132,5 @@ def _read(line: bytes) -> Logged | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether JSON has a number there that a float can hold."""
+    """Whether a JSON value is a number within the range of floats."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

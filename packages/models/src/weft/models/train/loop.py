@@ -1,4 +1,7 @@
-"""A training run on one process of the mesh: its steps, and what is said, written and saved between them."""
+"""The training loop of a process: steps, with reports, metrics and checkpoints in between.
+
+`launch` calls `train` in every process, once the process group is initialized.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,19 @@ from .trainer import Trainer, TrainingError
 
 
 def train(run: Run, device: torch.device) -> int:
-    """Trains on this process's part of the mesh pp x dp x cp x tp, which is the whole world; rank 0 prints and writes.
+    """Train on this process's part of the mesh pp x dp x cp x tp, which covers the whole world.
 
-    Returns the signal that ended it, when its last step was saved; 0 where it came to its own end.
-    Communication: that of `find_gradients`, in every step, and of a byte, by which the ranks agree to end; where it is saved
-    and resumed as in `Saver`.
-    Raises TrainingError, on every rank, where the loss, the gradients or what is to be saved is not finite, where a checkpoint
-    cannot be read or written, and where data is not as it was prepared;
-    Unanswered where a rank does not answer in the time that the run gives it.
+    Rank 0 prints and writes.
+    Returns 0 for a complete run, or the signal that ended the run early, after saving a checkpoint.
+    Communication: in every step that of `find_gradients`, and an all-reduce of a byte for the vote on stopping; for
+    checkpoints that of `Saver`.
+    Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite, if a
+    checkpoint cannot be read or written, and if prepared data does not match the checksums;
+    Unanswered if a rank does not answer within the run's timeout.
     """
     found: list[Any] = [run.folder, run.origin]
-    # Where no output was given each has named one by its own clock, and each has looked for the last checkpoint to begin with.
+    # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
+    # searched for the last checkpoint by itself.
     dist.broadcast_object_list(found, src=0)
     run = dataclasses.replace(run, folder=found[0], origin=found[1])
     if run.config.data.verify and run.corpus.is_prepared:
@@ -66,23 +71,27 @@ def train(run: Run, device: torch.device) -> int:
 
 
 def find_parts(trainer: Trainer) -> list[Part]:
-    """The parameters of all stages, the first one's first. Communication: with stages, a gather of what each rank holds."""
+    """The parameters of all pipeline stages, in the order of the stages.
+
+    Communication: under a pipeline, an all-gather of each rank's parameter names, shapes and layouts.
+    """
     layouts, shapes = layouts_of(trainer.model), shapes_of(trainer.model)
     if trainer.pipeline is None:
         return [Part(name=name, shape=shapes[name], layout=layout) for name, layout in layouts.items()]
     of_ranks: list[list[Part]] = [[] for _ in range(trainer.mesh.size)]
     at = trainer.mesh.coordinate(trainer.rank)
-    assert at is not None, "the mesh is the whole world"
+    assert at is not None, "the mesh covers the whole world"
     own = [Part(name=n, shape=shapes[n], layout=layout, stage_rank=at["pp"]) for n, layout in layouts.items()]
     dist.all_gather_object(of_ranks, own)
-    stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}  # of ranks with one coordinate, the first
+    # of ranks with the same pp coordinate, the first one's parameters
+    stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}
     return [part for _, parts in sorted(stages.items()) for part in parts]
 
 
 def _check_data(data: Data) -> None:
-    """Each rank reads its share. Communication: a gather of what they found.
+    """Compare the prepared data with the checksums, each rank a share. Communication: an all-gather of the errors.
 
-    Raises TrainingError, on every rank, for data that is not as it was prepared.
+    Raises TrainingError, on every rank, for data that does not match.
     """
     found: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, attempt(check_share, data, dist.get_rank(), dist.get_world_size()))
@@ -92,6 +101,7 @@ def _check_data(data: Data) -> None:
 
 
 def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> int:
+    """Resume, take the steps, save the model, and report; returns as `train`."""
     report, config = trainer.report, run.config
     saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
     parts = find_parts(trainer)
@@ -122,7 +132,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         else:
             trainer.check_finite(config.steps, saver.last_written)
             if config.model_class is None:
-                # Until it is there it is all that is left of the run; a checkpoint would be three times as much.
+                # The final model is saved without the optimizer's state, which would make it three times as large.
                 results.save(trainer.model)
                 report.lines(results.notes)
             else:
@@ -145,9 +155,10 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
 
 
 def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
-    """The checkpoint of the last step, where none was saved. A model from outside has no Hugging Face form.
+    """Save the checkpoint of the last step, unless `save_every` just did; return the path.
 
-    Communication, errors: as of `Saver.save` and `Results.sync`.
+    Called for a model class of the user's own (--model), which has no Hugging Face form.
+    Communication and errors: as `Saver.save` and `Results.sync`.
     """
     folder = run.folder / f"{CHECKPOINT}-{run.config.steps}"
     if saver.last != folder:
@@ -158,7 +169,10 @@ def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
 
 
 def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, begins: int) -> int:
-    """The steps from `begins` on, until the last or until a rank is told to end; that signal, 0 where none was."""
+    """Take the steps from `begins` on.
+
+    Returns the signal with which a rank was told to end, or 0 after the last step.
+    """
     report, config, stop = trainer.report, run.config, 0
     with (
         report.steps(config) as shown,
@@ -175,11 +189,11 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
             saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
             evaluates = config.eval_every and (step + 1) % config.eval_every == 0
             if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                taken = trainer.read(saver.last_written)
+                logged = trainer.read(saver.last_written)
                 if evaluates:
-                    taken[-1] = dataclasses.replace(taken[-1], held_out_loss=trainer.held_out_loss())
+                    logged[-1] = dataclasses.replace(logged[-1], held_out_loss=trainer.held_out_loss())
                     trainer.begin_reading()
-                for metrics in taken:
+                for metrics in logged:
                     shown.show(metrics)
                     results.add(metrics)
             if saves:

@@ -1,4 +1,7 @@
-"""The memory of this machine, asked of the kernel and of the driver: torch takes seconds to import."""
+"""The memory of this machine's CPU and GPUs, to check whether a run fits.
+
+Asks the kernel and the CUDA driver directly, because importing torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes. total: all that processes can have, with swap; available: what they can have now, without swap."""
+    """Memory of the machine or of a GPU, in bytes."""
 
-    total: int
-    available: int
+    total: int  # all memory, with swap
+    available: int  # free for processes now, without swap
 
 
 def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
-    """The memory of the machine, within the limit of this process's control groups; None where the system does not say it.
+    """The machine's memory, within the limits of this process's control groups; None if the system does not tell.
 
-    root: where /proc and /sys are.
+    root: the folder that contains /proc and /sys; tests pass a folder of their own.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -33,7 +36,7 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
 
 
 def gpu_memory() -> MachineMemory | None:
-    """The memory of the smallest GPU that this process may use; None where there is none."""
+    """The memory of the smallest GPU available to this process; None without a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -50,7 +53,7 @@ def gpu_memory() -> MachineMemory | None:
 
 
 def _group_limits(root: Path) -> list[int]:
-    """The limits of the control groups that this process is in, and of those around them, of versions 1 and 2."""
+    """Memory limits of this process's control groups and all their parents, for cgroup versions 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -72,7 +75,8 @@ def _group_limits(root: Path) -> list[int]:
 
 
 def _limit(file: Path) -> list[int]:
+    """The limit in the file, as a list of one number; empty without a limit."""
     try:
         return [int(file.read_text())]
-    except (OSError, ValueError):  # "max" is no limit
+    except (OSError, ValueError):  # "max" means no limit
         return []

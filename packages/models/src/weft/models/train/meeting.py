@@ -1,4 +1,7 @@
-"""Where the processes that a launcher has started meet, also when it has started them again."""
+"""Rendezvous of a launcher's processes, including restarts after a failure.
+
+`launch` calls `meet` before initializing the process group.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,39 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-NAME = "weft/name of the attempt"
-LOOK_SECONDS = 0.02
+NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
+LOOK_SECONDS = 0.02  # between two looks at the store
 
 
 def meet(timeout: float) -> dict[str, Any]:
-    """What `init_process_group` is told of the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT speak of.
+    """The arguments store, rank and world_size for `init_process_group`.
 
-    timeout: seconds that a rank is waited for. Raises RuntimeError where one does not come in that time.
+    Taken from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    timeout: seconds to wait for each rank. Communication: the ranks meet in the store.
+    Raises RuntimeError if a rank is missing after `timeout` seconds.
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     return {"store": of_this_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
 
 
 def keeper_of_store() -> str:
-    """Who has the store that the ranks meet in: torchrun's agent where it says so, as torch reads it; rank 0 otherwise."""
+    """The host process of the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
+
+    Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE.
+    """
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:
-    """A part of the store in which nothing stands yet.
+    """A part of the store without keys of earlier attempts of this run.
 
-    torchrun's agent keeps one store for all attempts (https://github.com/pytorch/pytorch/issues/135712), and what the
-    processes of one that died have left in it, their addresses too, would be read by those of the next. Its number of restarts
-    is no name for an attempt: that of an agent which was itself started again begins anew. So rank 0 draws a name, and answers
-    each other rank with what that rank has drawn: a name of an earlier attempt has no such answer.
-    Raises RuntimeError where a rank does not come in `timeout` seconds.
+    torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
+    part, restarted processes would read keys of dead processes, for example addresses. The agent's restart count
+    cannot name the part: a restarted agent counts from 0 again.
+    Rank 0 therefore draws a random name and stores it under NAME. Every other rank writes a random word under this
+    name, and trusts the name only once rank 0 has returned the word. Under the name of an earlier attempt nobody
+    returns it.
+    Raises RuntimeError if a rank does not come within `timeout` seconds.
     """
     if rank == 0:
         name = uuid.uuid4().hex
@@ -44,12 +54,12 @@ def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Stor
         for other in range(1, ranks):
             store.set(f"{name}/heard/{other}", store.get(f"{name}/here/{other}").decode())
         return PrefixStore(name, store)
-    drawn, end = uuid.uuid4().hex, time.monotonic() + timeout
+    word, end = uuid.uuid4().hex, time.monotonic() + timeout
     while time.monotonic() < end:
         name = store.get(NAME).decode()
-        store.set(f"{name}/here/{rank}", drawn)
+        store.set(f"{name}/here/{rank}", word)
         answer = f"{name}/heard/{rank}"
-        if store.check([answer]) and store.get(answer).decode() == drawn:
+        if store.check([answer]) and store.get(answer).decode() == word:
             return PrefixStore(name, store)
         time.sleep(LOOK_SECONDS)
-    raise RuntimeError(f"rank 0 has not answered rank {rank} for {timeout:g} s, as the ranks of a run met")
+    raise RuntimeError(f"rank 0 has not answered rank {rank} for {timeout:g} s at the start of the run")

@@ -1,4 +1,7 @@
-"""The collectives that a piece of a program really issues, seen where torch dispatches them."""
+"""Count the collectives really issued by a step, by watching torch's dispatcher.
+
+`Trainer.first_step` compares the count with the prediction, and tests assert the count.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from weft.reshard.running.issued import Collective, bytes_of_call, group_of_call
 
 
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives while it is entered: `with CollectiveCount() as count: ...; count.issued` by kind.
+    """Records every collective issued inside `with CollectiveCount() as count:`, then `count.issued`.
 
-    It stands at torch's dispatcher, so it sees whoever issues them, DTensor's own included. Their axes are those along which
-    the group was first asked for; () where it was made by others.
+    As a `TorchDispatchMode`, the counter sees collectives issued by any code, including DTensor.
+    The axes of a collective are the mesh axes for which the process group was first requested; () for groups made
+    outside Weft.
     """
 
     def __init__(self) -> None:
@@ -28,7 +32,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor unwraps first: what it issues then comes by here
+            return NotImplemented  # DTensor then runs local ops, and this mode sees the collectives among the local ops
         output = func(*args, **(kwargs or {}))
         kind = kind_of_op(func.namespace, func.__name__)
         if kind is not None:
@@ -41,14 +45,14 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def issued(self) -> Counter[str]:
-        """By kind, what was issued since it was taken last."""
+        """Number of collectives of each kind since the last `take` or `take_each`."""
         return Counter(each.kind for each in self._seen)
 
     def take(self) -> Counter[str]:
-        """By kind, what was issued since the last call."""
+        """Return the number of collectives of each kind since the last call, and start again from zero."""
         return Counter(each.kind for each in self.take_each())
 
     def take_each(self) -> list[Collective]:
-        """What was issued since the last call, in order."""
+        """Return the collectives issued since the last call, in order, and start a new list."""
         taken, self._seen = self._seen, []
         return taken

@@ -1,4 +1,4 @@
-"""What updates the weights: an optimizer of torch by its name, and the clipping before it."""
+"""Optimizers of torch by name, and gradient clipping. Called by `Trainer`, the training step and `weft explain`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .config import OptimizerConfig
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An optimizer of torch that works on each element by itself, so that a shard is updated as it would be in the whole.
+    """How to make an elementwise optimizer of torch.
 
-    options: those of its own, beside the learning rate and the decay of weights. fused: whether torch has one kernel for it, of `DTensor`s too.
+    Elementwise: updating a shard gives the same values as updating the whole tensor.
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    options: Callable[[OptimizerConfig], dict[str, Any]]
-    fused: bool = False
+    options: Callable[[OptimizerConfig], dict[str, Any]]  # keyword arguments besides lr and weight_decay
+    fused: bool = False  # whether torch has a fused kernel, for `DTensor`s too
 
 
 def _betas(config: OptimizerConfig) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def _betas(config: OptimizerConfig) -> dict[str, Any]:
 
 
 class _RpropOnShards(torch.optim.Rprop):
-    """It updates what each process holds as a plain tensor: it writes where a mask says, which torch has not for `DTensor`s."""
+    """Rprop on the local tensors of `DTensor` parameters.
+
+    torch's Rprop assigns through a boolean mask, which `DTensor` does not implement.
+    """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
@@ -58,7 +61,10 @@ _KINDS = {
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config` names; fused where torch has it so for every parameter. Norms and biases have no weight decay."""
+    """Make the optimizer named by `config` over all parameters of the model; fused where torch has a fused kernel.
+
+    Parameters of one dimension or less (norms, biases) get no weight decay.
+    """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -69,22 +75,27 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def states_per_element(config: OptimizerConfig) -> int:
-    """The numbers that the optimizer keeps for each element of a parameter: a step of it on a few says so."""
+    """Count the optimizer's state values per element of a parameter.
+
+    Counted on a real optimizer, after a step on a model of two weights.
+    """
     with torch.device("cpu"):
         model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer = make_optimizer(model, config)
     optimizer.step()
-    kept = optimizer.state[model.weight].values()
-    return sum(isinstance(each, Tensor) and each.shape == model.weight.shape for each in kept)
+    states = optimizer.state[model.weight].values()
+    return sum(isinstance(each, Tensor) and each.shape == model.weight.shape for each in states)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales the gradients so that their norm over the whole model is at most `max_norm`; returns the norm before, a scalar.
+    """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
 
-    max_norm: 0 scales nothing, as in Megatron, nanoGPT and transformers.
-    The work is done by `clip_grad_norm_` of the parameters that learn; see there, for errors too. Where the model is cut into stages each rank gives those of its
-    own, and what several stages have is counted on the first of them.
+    max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
+    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, called with all parameters requiring
+    gradients.
+    Under pipeline parallelism each rank passes the parameters of the local stages; a parameter shared by several
+    stages counts on the first stage only.
     """
     max_norm = max_norm or math.inf
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

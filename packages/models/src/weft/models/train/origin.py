@@ -1,4 +1,7 @@
-"""The folder of the model with which a new run begins: config and tokenizer, read before torch is imported."""
+"""The folder of `--from`, with a new run's model: find it, read its config, and compare it with the run.
+
+The command calls these functions before torch is imported; the weights are loaded later, by beginning.py.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ from .folder import find_checkpoint
 
 
 def find_origin(path: Path, going_on: Path | None = None) -> Path:
-    """The folder with the model of a run begun with `path`: `path` itself, or the last checkpoint of the run in `path`.
+    """The folder of the model named by `--from PATH`: `path` itself, or the last checkpoint of the run in `path`.
 
-    going_on: the checkpoint of a run begun earlier; the checkpoint knows the model, and `path` is not read again.
+    going_on: the checkpoint to resume from, or None. A checkpoint contains the model: the function returns
+    `going_on`, and does not read `path`.
     Raises ValueError for a path without a model.
     """
     if going_on is not None:
@@ -32,24 +36,28 @@ def find_origin(path: Path, going_on: Path | None = None) -> Path:
     found = path if (path / MANIFEST).is_file() or (path / CONFIG).is_file() else find_checkpoint(path)
     if not ((found / MANIFEST).is_file() or (found / CONFIG).is_file()):
         raise ValueError(
-            f"--from {path} has no model: no {CONFIG}, and no complete checkpoint of a run; give a Hugging Face folder, a "
-            f"checkpoint, or the folder of a run"
+            f"--from {path} has no model: no {CONFIG}, and no complete checkpoint of a run; give a Hugging Face "
+            f"folder, a checkpoint, or the folder of a run"
         )
     return found
 
 
 def model_of(folder: Path) -> ModelConfig:
-    """The config of the model in a folder. Raises ValueError where the folder has no config."""
+    """The config of the model in a folder. Raises ValueError if the folder has no config."""
     found = find_model(folder)
     if found is None:
         raise ValueError(
-            f"{folder} has no {CONFIG}, as its model is from outside; give that model by --model MODULE:CLASS"
+            f"{folder} has no {CONFIG}, because its model is a class of your own; name the class with "
+            f"--model MODULE:CLASS"
         )
     return found
 
 
 def find_model(folder: Path) -> ModelConfig | None:
-    """The config of the model in a folder; None for a checkpoint of a model from outside. Raises as `config_of`."""
+    """The config of the model in a folder, or None for a checkpoint of a model class of the user.
+
+    The latter has no config.json. Raises as `config_of`.
+    """
     try:
         return config_of(folder)
     except ValueError as error:
@@ -59,24 +67,25 @@ def find_model(folder: Path) -> ModelConfig | None:
 
 
 def check_same_model(folder: Path, model: ModelConfig) -> None:
-    """Raises ValueError where a checkpoint to go on with is of another model than the run's, with each field and both values.
+    """Raise ValueError if a checkpoint to resume from holds another model than the run's.
 
-    folder: a checkpoint; the checkpoint of a model from outside has no config to compare. model: the run's.
+    The error lists each differing field with both values.
+    folder: the checkpoint. Without a config.json, as for a model class of the user, there is nothing to compare.
     """
     saved = find_model(folder)
     found = {} if saved is None else differences(saved, model)
     if found:
-        listed = "; ".join(f"{name} {there!r}, and this run has {here!r}" for name, (there, here) in found.items())
+        listed = "; ".join(f"{name} {there!r}, but this run has {here!r}" for name, (there, here) in found.items())
         raise ValueError(
-            f"{folder} has another model than this run: it has {listed}; give the model as it was saved, or begin a new run with "
-            f"it by `{PROGRAM} train --from {folder}`"
+            f"{folder} has another model than this run: it has {listed}; give the model as it was saved, or begin a "
+            f"new run from it with `{PROGRAM} train --from {folder}`"
         )
 
 
 def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Each field whose given value changes the model, with the model's value and the given one.
+    """Yield (field, the model's value, the given value) for each given value in conflict with the model.
 
-    given: values by the names of the model's fields; each is judged alone, beside the rest of the model's values.
+    given: values by field name. Each is judged alone, beside the model's values for the remaining fields.
     """
     for name, value in given.items():
         try:
@@ -88,16 +97,17 @@ def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tup
 
 
 def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> None:
-    """Raises ValueError where the data has other tokens than the folder's tokenizer.
+    """Raise ValueError if the data was tokenized with another tokenizer than the folder's.
 
-    option: the option with the folder, for the message, as "--from llama". A folder without a tokenizer takes prepared data, and the
-    bytes of a text where the model has as many tokens as there are bytes.
+    option: the option naming the folder, as "--from llama", for the error.
+    A folder without a tokenizer accepts prepared data, and text only if the model's vocabulary is as large as the
+    byte tokenizer's (tokens of a text are bytes).
     """
     if not (folder / TOKENIZER_FILE).is_file():
         if data.tokenizer.is_bytes and model.vocab_size != data.tokenizer.vocab_size:
             raise ValueError(
-                f"{option} has a model of {model.vocab_size} tokens and no {TOKENIZER_FILE}, and {data.name} would be trained "
-                f"as {data.tokenizer.vocab_size} tokens, its bytes; put the model's own {TOKENIZER_FILE} into {folder}"
+                f"{option} has a model of {model.vocab_size} tokens but no {TOKENIZER_FILE}, and {data.name} would be "
+                f"read as bytes, {data.tokenizer.vocab_size} tokens; put the model's own {TOKENIZER_FILE} into {folder}"
             )
         return
     if is_same(find_tokenizer(folder), data.tokenizer):
@@ -105,17 +115,20 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
     prepare = f"`{PROGRAM} data prepare FILE_OR_FOLDER --tokenizer {folder} --output prepared`"
     if data.is_prepared:
         raise ValueError(
-            f"{data.name} was prepared with another tokenizer than that of {option}; prepare it anew by {prepare}, and give "
-            f"--data.path prepared"
+            f"{data.name} was prepared with another tokenizer than that of {option}; prepare it again with {prepare}, "
+            f"and give --data.path prepared"
         )
     raise ValueError(
-        f"{data.name} is text, which is trained as bytes, and {option} has a tokenizer; make tokens of the text by {prepare}, "
-        f"and give --data.path prepared"
+        f"{data.name} is text, which would be read as bytes, but {option} has a tokenizer; tokenize the text with "
+        f"{prepare}, and give --data.path prepared"
     )
 
 
 def is_same(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers give the same tokens. Another token may end a document."""
+    """Whether two tokenizers give the same tokens.
+
+    Settings of truncation and padding, and the end token of documents, may differ.
+    """
     contents = [dict(each.files)[TOKENIZER_FILE] for each in (first, second)]
     if contents[0] == contents[1]:
         return True

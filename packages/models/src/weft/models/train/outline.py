@@ -1,4 +1,7 @@
-"""What a run's steps compute, known before there are weights or processes."""
+"""The facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a step run on shapes.
+
+`Trainer` builds on an `Outline`; `weft explain` prints the facts, without weights or processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from .outside import inputs_of, make_model_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A run's model on its mesh, by its plan."""
+    """A run's configuration, mesh and parallel plan. Made with `Outline.of` by `Trainer` and `explain`."""
 
     config: TrainConfig
     mesh: ProcessMesh
@@ -33,54 +36,63 @@ class Outline:
 
     @classmethod
     def of(cls, config: TrainConfig, axes: Mapping[str, int]) -> Outline:
-        """config: with a plan that is settled. axes: of the mesh, and their sizes."""
+        """The outline of a run.
+
+        config: with a settled plan. axes: the mesh's axes with their sizes.
+        """
         plan = dataclasses.replace(own_plan(_make(config)), **config.plan.options(axes.get("pp", 1)))
         return cls(config=config, mesh=ProcessMesh.grid(**axes), plan=plan)
 
     def make_model(self) -> nn.Module:
-        """The model, not parallel yet and without data."""
+        """The model on the meta device (no memory), not yet parallelized."""
         return _make(self.config)
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The sequences of a step, and the tokens in each."""
+        """(sequences in a step, tokens in a sequence)."""
         return self.config.data.batch_size, self.config.data.sequence_length
 
     @property
     def microbatches(self) -> int:
-        """The parts that a batch is taken in."""
+        """Number of microbatches in a step."""
         return self.config.plan.microbatches or 1
 
     @property
     def criterion(self) -> Criterion:
-        """The mean loss over the global batch."""
+        """Cross-entropy over the number of tokens of the global batch.
+
+        The losses of microbatches and ranks then add up to the mean loss of the batch.
+        """
         return partial(cross_entropy, denominator=float(math.prod(self.batch)))
 
     def computing(self, device_type: str) -> AbstractContextManager[None]:
-        """What the model is called in: autocast where the run's dtype is lower than that of its parameters."""
+        """The context to call the model in: autocast to the run's dtype, disabled for float32."""
         lower = self.config.dtype != "float32"
         return torch.autocast(device_type, dtype=getattr(torch, self.config.dtype), enabled=lower)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What gradients are added up in over ranks."""
+        """The dtype in which gradients are summed over ranks."""
         dtype: torch.dtype = getattr(torch, self.config.reduce_dtype)
         return dtype
 
     def dropout_key(self, step: int, number: int | None = None) -> Tensor:
-        """Of all microbatches of a step; of one alone where its number is given."""
+        """The dropout key of a step, or of microbatch `number` of the step. A scalar uint64."""
         key: int | Tensor = derive_key(self.config.seed, "dropout", step)
         if number is not None:
             key = microbatch_key(key, number, self.microbatches)
         return torch.tensor(key, dtype=torch.uint64)
 
-    def taken(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs that the model's forward takes, of those that a run may give it beside its tokens."""
+    def accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The items of `inputs` accepted by the model's forward. Tokens are passed separately."""
         names = inputs_of(self.config.model_class)
         return {name: value for name, value in inputs.items() if name in names}
 
     def first_step(self, rank: int, device_type: str) -> Step:
-        """What `rank` does in step 1. Communication: none, and no process group is needed."""
+        """Record step 1 of `rank`, by running the model on shapes.
+
+        Communication: none, and no process group is needed.
+        """
         with self.computing(device_type):
             return run_on_shapes(
                 self.make_model(),
@@ -89,7 +101,7 @@ class Outline:
                 batch=self.batch,
                 criterion=self.criterion,
                 rank=rank,
-                inputs=self.taken({"dropout_key": self.dropout_key(0)}),
+                inputs=self.accepted({"dropout_key": self.dropout_key(0)}),
                 microbatches=self.microbatches,
                 clip_norm=self.config.optimizer.clip_norm,
                 reduce_dtype=self.reduce_dtype,

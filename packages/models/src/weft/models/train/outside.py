@@ -1,4 +1,7 @@
-"""A model from outside this package, named as MODULE:CLASS: found, checked, made, and counted."""
+"""A model class of the user (`--model MODULE:CLASS`): importing, checking, making, and counting parameters.
+
+In every function `name` is MODULE:CLASS; None, where allowed, means a model of Weft.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,16 @@ from ..families import make_model
 if TYPE_CHECKING:
     from torch import nn
 
-INPUTS = ("dropout_key", "positions", "documents")  # a run gives a model these beside the tokens
+# keyword arguments passed to a model's forward besides the tokens
+INPUTS = ("dropout_key", "positions", "documents")
 
 
 @lru_cache(maxsize=8)
 def find_class(name: str) -> type[nn.Module]:
-    """The model's class. name: MODULE:CLASS, of an importable module.
+    """Import the model class.
 
-    Raises ValueError for a name of another form, an absent module or class, and a class without initial values or a plan.
+    Raises ValueError for a name of another form, for a missing module or class, and for a class without
+    `initial_value` or `parallel_plan`.
     """
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
@@ -32,12 +37,12 @@ def find_class(name: str) -> type[nn.Module]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # an import of the module itself fails
+            raise  # the module exists, and an import inside the module fails
         raise ValueError(
             f"--model {name}: there is no module {error.name!r}; start in its folder, or put that folder on PYTHONPATH"
         ) from None
     found = getattr(module, class_name, None)
-    from torch import nn  # not sooner, as it takes seconds
+    from torch import nn  # imported here because torch takes seconds
 
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         classes = [key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, nn.Module)]
@@ -47,17 +52,18 @@ def find_class(name: str) -> type[nn.Module]:
     missing = [each for each in ("initial_value", "parallel_plan") if not callable(getattr(found, each, None))]
     if missing:
         raise ValueError(
-            f"--model {name}: the class has no {' and no '.join(missing)}; initial_value(name) says how a parameter starts, and "
-            f"parallel_plan() how the model is laid out"
+            f"--model {name}: the class has no {' and no '.join(missing)}; initial_value(name) says how a parameter is "
+            f"initialized, and parallel_plan() how the model is laid out"
         )
     return found
 
 
 def config_class_of(name: str) -> type[ModelConfig]:
-    """The class of the model's config: the annotation of the first argument of __init__.
+    """The class of the model's config, from the annotation of the first argument of __init__.
 
-    A type variable, as `Decoder` has there, stands for the class's own argument: NetConfig of `class Net(Decoder[NetConfig])`.
-    Raises ValueError for an annotation that is no dataclass derived from ModelConfig.
+    The annotation may be a type variable, as in a class derived from `Decoder`. Then its value in the class counts,
+    NetConfig for `class Net(Decoder[NetConfig])`.
+    Raises ValueError if the annotation is not a dataclass derived from ModelConfig.
     """
     found = find_class(name)
     try:
@@ -71,19 +77,20 @@ def config_class_of(name: str) -> type[ModelConfig]:
     if not (isinstance(hint, type) and issubclass(hint, ModelConfig) and is_dataclass(hint)) or hint is ModelConfig:
         shown = getattr(hint, "__name__", repr(hint))
         raise ValueError(
-            f"--model {name}: the config that __init__ takes is {'not annotated' if hint is None else f'a {shown}'}; annotate "
-            f"it with a dataclass that is derived from weft.models.config.ModelConfig, as config: {name.partition(':')[2]}Config"
+            f"--model {name}: the config that __init__ takes is {'not annotated' if hint is None else f'a {shown}'}; "
+            f"annotate it with a dataclass derived from weft.models.config.ModelConfig, as config: "
+            f"{name.partition(':')[2]}Config"
         )
     return hint
 
 
 def make_model_of(config: ModelConfig, name: str | None) -> nn.Module:
-    """The model of a config, the parameters unset: of a family, or from outside. name: MODULE:CLASS; None of a family."""
+    """Make the model of a config, of Weft or the user's class, with uninitialized parameters."""
     return make_model(config) if name is None else find_class(name)(config)
 
 
 def inputs_of(name: str | None) -> tuple[str, ...]:
-    """The names in INPUTS that the model's forward takes. name: MODULE:CLASS; None of a family."""
+    """The names in INPUTS accepted by the model's forward; all names for a model of Weft."""
     if name is None:
         return INPUTS
     parameters = inspect.signature(find_class(name).forward).parameters.values()
@@ -93,32 +100,36 @@ def inputs_of(name: str | None) -> tuple[str, ...]:
 
 
 def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) -> None:
-    """Raises ValueError where a run has an input that the model's forward does not take, or compiles blocks of a model without.
+    """Raise ValueError if the user's model class lacks an attribute or a parameter needed by the run.
 
-    name: MODULE:CLASS. ordered: whether tokens lie in another order than in the text. documents: whether rows have several
-    documents, each with attention of its own. compiled: whether blocks are compiled.
+    ordered: whether the token order is changed, as under context parallelism by all_gather; forward then needs
+    positions.
+    documents: whether rows hold several documents with separate attention; forward then needs positions and
+    documents.
+    compiled: whether blocks are compiled; the class then needs `blocks`.
     """
-    taken = inputs_of(name)
-    if ordered and "positions" not in taken:
+    accepted = inputs_of(name)
+    if ordered and "positions" not in accepted:
         raise ValueError(
-            f"--model {name}: its forward takes no positions, which say the order of the tokens that plan.context all_gather "
-            f"cuts; let it take positions, or leave mesh.cp at 1"
+            f"--model {name}: its forward takes no positions, but plan.context all_gather changes the order of the "
+            f"tokens; add the parameter positions, or leave mesh.cp at 1"
         )
-    missing = [each for each in ("positions", "documents") if each not in taken]
+    missing = [each for each in ("positions", "documents") if each not in accepted]
     if documents and missing:
         raise ValueError(
-            f"--model {name}: its forward takes no {' and no '.join(missing)}, by which tokens see their own document alone; let "
-            f"it take them, or give --data.no-pack"
+            f"--model {name}: its forward takes no {' and no '.join(missing)}, which keep attention within a document; "
+            f"add these parameters, or give --data.no-pack"
         )
     if compiled and not hasattr(find_class(name), "blocks"):
         raise ValueError(f"--model {name} has no blocks, which --compile compiles one by one; leave out --compile")
 
 
 def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
-    """The number of the model's parameters, and of the parameters that multiply, which leaves out tables for look-ups alone.
+    """Count (all parameters, parameters in matrix products).
 
-    name: MODULE:CLASS; None of a family. The parameters of a model from outside are counted in the model, made without data: the
-    config may inherit the number of another model.
+    The second excludes embedding tables used for look-ups only.
+    For a class of the user, the parameters of the model itself are counted, on the meta device: the config may
+    inherit the count of another model.
     """
     if name is None:
         return config.num_parameters, config.num_parameters - config.num_looked_up
@@ -128,17 +139,18 @@ def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
     with torch.device("meta"):
         model = make_model_of(config, name)
     tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
-    others = {
+    multiplying = {
         each
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
         for each in module.parameters(recurse=False)
     }
     total = sum(each.numel() for each in model.parameters())
-    return total, total - sum(each.numel() for each in tables - others)
+    return total, total - sum(each.numel() for each in tables - multiplying)
 
 
 def _hint_of(found: type) -> Any:
+    """The annotation of the first argument of the class's __init__; None without arguments or annotation."""
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(found).parameters
     if not parameters:
         return None
@@ -148,7 +160,7 @@ def _hint_of(found: type) -> Any:
 
 
 def _filled_in(found: type, variable: TypeVar) -> Any:
-    """The argument of the nearest generic base for a type variable."""
+    """The value of a type variable in the nearest generic base class; the variable itself if none sets it."""
     for each in found.__mro__:
         for base in getattr(each, "__orig_bases__", ()):
             origin = get_origin(base)

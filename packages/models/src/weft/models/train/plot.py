@@ -1,4 +1,4 @@
-"""The loss and the speed of a run, as pictures of its metrics.jsonl."""
+"""Plots of a run's loss and speed from metrics.jsonl: on the terminal, and as a picture file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 from .files import write_anew
 from .logged import read_logged
 
-HEIGHT = 10  # lines of the picture on a terminal, without its axis
-AXIS = 24  # columns of what stands beside it
-NARROW = 50  # columns that a picture needs beside another
-NARROWEST = AXIS + 10  # and those that it needs at all
+HEIGHT = 10  # lines of a plot on a terminal, without the axis
+AXIS = 24  # columns left of the plot, for axis and labels
+NARROW = 50  # columns of a plot if two stand side by side
+NARROWEST = AXIS + 10  # fewest columns of a plot
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The numbers of the steps that were logged; held_out: (step, loss) of those that took it."""
+    """The curves of a run: one number per logged step."""
 
     steps: list[int]
     losses: list[float]
-    speeds: list[float]
-    held_out: list[tuple[int, float]]
+    speeds: list[float]  # tokens per second
+    held_out: list[tuple[int, float]]  # (step, held-out loss), for the steps with an evaluation
 
 
 def read_curves(metrics: Path) -> Curves:
-    """The curves of a metrics.jsonl. Raises ValueError as `read_logged`."""
+    """Read the curves of a metrics.jsonl. Raises ValueError as `read_logged`."""
     lines = read_logged(metrics)
     return Curves(
         [line.step for line in lines],
@@ -37,7 +37,7 @@ def read_curves(metrics: Path) -> Curves:
 
 
 def drawn(curves: Curves, width: int) -> str:
-    """Loss and speed for a terminal of `width` columns, beside one another where they find room; without colors."""
+    """Text plots of loss and speed for a terminal of `width` columns: side by side if wide enough. No colors."""
     beside = width >= 2 * NARROW
     panels = [
         _panel(title, curves.steps, values, width // 2 - 1 if beside else width)
@@ -47,28 +47,29 @@ def drawn(curves: Curves, width: int) -> str:
         return "\n".join(panels)
     left, right = (panel.splitlines() for panel in panels)
     wide = max(map(len, left))
-    return "\n".join(f"{one:{wide}}  {other}".rstrip() for one, other in zip(left, right, strict=True))
+    return "\n".join(f"{a:{wide}}  {b}".rstrip() for a, b in zip(left, right, strict=True))
 
 
 def _panel(title: str, steps: list[int], values: list[float], width: int) -> str:
+    """A text plot of `values` over `steps`, `width` columns wide."""
     from plotille import Figure
 
     low, high = min(values), max(values)
-    room = (high - low or abs(high) or 1.0) * 0.05  # a curve that is flat has a picture too
+    margin = (high - low or abs(high) or 1.0) * 0.05  # a flat curve needs some height too
     figure = Figure()
     figure.width, figure.height, figure.with_colors = width - AXIS, HEIGHT, False
     figure.x_label, figure.y_label = "step", title
     figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
     figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
     figure.set_x_limits(0, steps[-1])
-    figure.set_y_limits(low - room, high + room)
+    figure.set_y_limits(low - margin, high + margin)
     figure.plot(steps, values)
     picture: str = figure.show()
     return picture
 
 
 def save_picture(curves: Curves, path: Path) -> None:
-    """Loss and speed over the steps, as SVG or PNG, by the path's suffix."""
+    """Save plots of loss and speed as SVG or PNG, by the suffix of `path`. Raises OSError as `write_anew`."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 

@@ -1,4 +1,7 @@
-"""Processes that start together and end together: with the first of them that fails, and with the one that started them."""
+"""Processes of this machine that start together and end together.
+
+All end when one fails, and when their parent ends. `launch` runs training processes this way.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,16 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 2.0  # for the others to end by themselves once one has failed, and again once they are told to
-LOOK_SECONDS = 0.5  # between two looks at who the parent is
-RAISED = 1  # exit status of a process whose function raised
+GRACE_SECONDS = 2.0  # for processes to end by themselves after a failure, and again after SIGTERM
+LOOK_SECONDS = 0.5  # between two looks whether the parent still exists
+RAISED = 1  # exit status of a process whose function raised an exception
 
 
 class ProcessFailed(RuntimeError):
-    """A process ended with another status than 0; the message says which and how, with its traceback where it raised."""
+    """A process ended with a nonzero status.
+
+    The message names the rank and the cause: the traceback of an exception, a signal, or an exit status.
+    """
 
     def __init__(self, rank: int, status: int, trace: str) -> None:
         self.status = status
@@ -45,20 +51,21 @@ def run_together(
     preload: Sequence[str] = (),
     patience: float = GRACE_SECONDS,
 ) -> None:
-    """Calls `function(rank, *arguments)` in each of `processes`, and waits until all have ended.
+    """Call `function(rank, *arguments)` in each of `processes` new processes, and wait until all have ended.
 
-    function: of a module's top level; the arguments are pickled.
-    folder: where the call and the reports of those that fail are written.
-    preload: modules that are imported once, in the process that the others are forked from.
-    patience: seconds that they have to end by themselves, once this one is interrupted and has told them to by SIGTERM.
-    However this process ends, by a signal too, the others end with it: each waits for that in a thread of its own.
-    Raises ProcessFailed for the first process that fails, with the others ended.
+    function: defined at the top level of a module. The function and the arguments are pickled.
+    folder: for the pickled call and the tracebacks of failed processes.
+    preload: modules to import once, in the fork server.
+    patience: seconds for the processes to end by themselves, after an interrupt of this process has sent them
+    SIGTERM.
+    If this process ends, even by SIGKILL, all end: a thread in each waits for the parent's end.
+    Raises ProcessFailed for the first failure, after ending all processes.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     with _interrupts_blocked():
         forkserver.ensure_running()
-    # In a file: a pipe might take no more of it before there is a process that reads.
+    # In a file, because a pipe may fill up before any process reads.
     (folder / "call").write_bytes(pickle.dumps((function, arguments)))
     started: list[ForkServerProcess] = []
     grace = GRACE_SECONDS
@@ -82,8 +89,13 @@ def run_together(
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """What is started here does not hear Ctrl-C, which goes to every process of the terminal; this process hears it after."""
-    resource_tracker.ensure_running()  # not within: as it starts, Python 3.11 unblocks them
+    """Context in which SIGINT is blocked, for starting the fork server.
+
+    The server, and all processes forked from the server, start with SIGINT blocked. Ctrl-C reaches every process of
+    the terminal; this process handles the signal after the context.
+    """
+    # before the block, because starting the tracker unblocks SIGINT in Python 3.11
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -92,7 +104,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _first_failure(started: list[ForkServerProcess]) -> int | None:
-    """The rank that ends first with another status than 0; None where all end with 0."""
+    """The rank of the first process with a nonzero exit status; None if all end with 0."""
     running = list(enumerate(started))
     while running:
         ready = wait([process.sentinel for _, process in running])
@@ -106,13 +118,14 @@ def _first_failure(started: list[ForkServerProcess]) -> int | None:
 
 
 def _wait(started: list[ForkServerProcess], seconds: float) -> None:
+    """Wait until all processes have ended, at most `seconds`."""
     end = time.monotonic() + seconds
     for process in started:
         process.join(max(0.0, end - time.monotonic()))
 
 
 def _end(started: list[ForkServerProcess], grace: float) -> None:
-    """Ends those that still run: by SIGTERM, and after `grace` seconds by SIGKILL."""
+    """End the remaining processes: by SIGTERM, and after `grace` seconds by SIGKILL."""
     begun = [process for process in started if process.pid is not None]
     for process in begun:
         process.terminate()
@@ -122,36 +135,42 @@ def _end(started: list[ForkServerProcess], grace: float) -> None:
 
 
 def _call(rank: int, folder: str) -> None:
-    """The life of a process."""
-    # The first to be done: a parent that is gone already ends it, too.
+    """The main function of each process: run the pickled call; after an exception, write the traceback to a file."""
+    # First of all: the parent may be gone already, and this process then ends.
     parent = multiprocessing.parent_process()
-    assert parent is not None, "it was started by multiprocessing"
-    _end_after(parent.join)  # the pipe is closed then that only the one that called `run_together` holds
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell has it for what runs in the background
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it in silence: its parent speaks for all
+    assert parent is not None, "multiprocessing started this process"
+    # join() returns when the parent is gone: it waits for a pipe held open by the parent alone
+    _end_after(parent.join)
+    # a shell sets SIG_IGN for background jobs
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end silently: the parent prints the message for all
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         function, arguments = pickle.loads((Path(folder) / "call").read_bytes())
         function(rank, *arguments)
     except Exception:
-        with suppress(FileNotFoundError):  # the folder went with the parent: nobody reads it
+        # the parent is gone and has removed the folder: nobody reads the traceback
+        with suppress(FileNotFoundError):
             _report(Path(folder), rank).write_text(traceback.format_exc(), encoding="utf-8")
         sys.exit(RAISED)
 
 
 def end_with_parent() -> None:
-    """Ends this process once the one that started it, which knows nothing of that, is gone, whatever this one does by then."""
+    """End this process once the parent is gone, whatever this process is doing then.
+
+    For processes of a launcher, which does not cooperate: a thread compares the parent's id.
+    """
     parent = os.getppid()
 
     def gone() -> None:
-        while os.getppid() == parent:  # an orphan is given to another
+        while os.getppid() == parent:  # an orphan gets another parent
             time.sleep(LOOK_SECONDS)
 
     _end_after(gone)
 
 
 def _end_after(wait: Callable[[], object]) -> None:
-    """Ends this process once `wait`, in a thread of its own, returns."""
+    """Start a thread to call `wait`, then kill this process."""
 
     def end() -> None:
         wait()
@@ -161,5 +180,5 @@ def _end_after(wait: Callable[[], object]) -> None:
 
 
 def _report(folder: Path, rank: int) -> Path:
-    """Where a process leaves its traceback."""
+    """The file for the traceback of a failed process."""
     return folder / f"failed-{rank}"

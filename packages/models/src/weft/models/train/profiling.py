@@ -1,4 +1,4 @@
-"""A profile of a few steps, one trace a rank."""
+"""torch profiler traces of a few steps, a file per rank (`--profile`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .config import PROFILED_FROM, PROFILED_STEPS
 
 @contextmanager
 def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
-    """Gives what to call after each step; the trace is written to FOLDER/rank-N.json, for chrome://tracing or Perfetto.
+    """Context manager whose value is a function to call after each step.
 
-    Without a folder nothing is profiled.
+    The trace of steps 3 to 5 is written to FOLDER/rank-N.json, for chrome://tracing or Perfetto. Nothing is profiled
+    if `folder` is None.
     """
     if folder is None:
         yield lambda: None
@@ -26,8 +27,8 @@ def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
     def save(found: torch.profiler.profile) -> None:
         found.export_chrome_trace(str(folder / f"rank-{rank}.json"))
 
-    # The first steps begin with what is done once; the profiler itself is slow in the step before those that count.
+    # Steps 1 and 2 include warm-up work. The profiler itself slows down the step before the recorded ones.
     steps = schedule(wait=PROFILED_FROM - 2, warmup=1, active=PROFILED_STEPS, repeat=1)
-    # acc_events: there is one cycle, whose events are kept in any case; without it torch 2.11 warns that others are not.
+    # acc_events keeps the events of all cycles. There is a single cycle, but without the flag torch 2.11 warns.
     with profile(schedule=steps, on_trace_ready=save, acc_events=True) as profiler:
         yield profiler.step

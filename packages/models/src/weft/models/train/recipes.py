@@ -1,4 +1,4 @@
-"""Runs that have a name."""
+"""The named runs of `weft train RECIPE`: tiny models for a test of a minute, and published models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..qwen.config import QwenConfig
 from .config import DataConfig, OptimizerConfig, TrainConfig
 from .outside import parameters_of
 
-# Near 1 / sqrt(hidden_size). At 0.02, which is made for widths above 1000, the residual stream starts so small that
-# every norm multiplies gradients by 50: they spike, and rounding grows to percents of the loss within 40 steps.
+# Near 1 / sqrt(hidden_size). At 0.02, which is meant for widths above 1000, the residual stream starts very small and
+# every norm multiplies gradients by 50: gradients spike, and rounding errors grow to percents of the loss within 40
+# steps.
 _INITIALIZER_RANGE = 0.06
 
 _SIZES: dict[str, Any] = {
@@ -29,28 +30,32 @@ _SIZES: dict[str, Any] = {
 }
 _GATED: dict[str, Any] = {**_SIZES, "intermediate_size": 384, "num_kv_heads": 4}
 
-# At 4e-3 and 0.95 the gradient's norm, which is else below 3, goes up to 6 at single steps, of Qwen 2, whose keys have no norm, too.
+# At lr 4e-3 and beta2 0.95 the gradient's norm, otherwise below 3, jumps to 6 at single steps; also for Qwen 2, whose
+# keys have no norm.
 _LLAMA = OptimizerConfig(lr=3e-3, beta2=0.98)
 
-# Runs that take a minute; their losses are one on every mesh.
+# Runs of about a minute. Their losses are the same on every mesh.
 TINY = {
     "llama-tiny": TrainConfig(model=LlamaConfig(**_GATED), optimizer=_LLAMA),
-    # Within 20 steps it goes up to 3.6 at single steps later on.
+    # With 20 steps of warmup the gradient's norm jumps to 3.6 at single steps later in the run.
     "llama-tiny-tied": TrainConfig(
         model=LlamaConfig(**_GATED, tie_embeddings=True), optimizer=replace(_LLAMA, warmup_steps=40)
     ),
     "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED), optimizer=_LLAMA),
     "qwen3-tiny": TrainConfig(model=QwenConfig(version=3, **_GATED)),
-    # At 4e-3, reached within 20 steps, the gradient's norm jumps to 4.3 just after in one of two orders of the samples; so in neither.
+    # At lr 4e-3 with 20 steps of warmup, the gradient's norm jumps to 4.3 right after the warmup in a run with one of
+    # two orders of the samples. At the values below it stays low in both.
     "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES), optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40)),
 }
 
-# The highest learning rates: of Llama 2, table 1 and section 2.2 of Touvron et al. 2023; of Llama 3, table 3 of Grattafiori et al. 2024.
+# Peak learning rates. Llama 2: table 1 and section 2.2 of Touvron et al. 2023; Llama 3: table 3 of Grattafiori et al.
+# 2024.
 _RATES = {"llama2-7b": 3e-4, "llama2-70b": 1.5e-4, "llama3-8b": 3e-4, "llama3-70b": 1.5e-4, "llama3.1-405b": 8e-5}
-_LONGEST = 8192  # tokens of a sequence; longer ones were trained on at the end alone
+_LONGEST = 8192  # tokens per sequence; the published models saw longer ones only at the end of training
 
 
 def _published(name: str, model: ModelConfig) -> TrainConfig:
+    """The recipe of a published model: bfloat16, and the published peak learning rate or 3e-4."""
     return TrainConfig(
         model=model,
         dtype="bfloat16",
@@ -61,12 +66,14 @@ def _published(name: str, model: ModelConfig) -> TrainConfig:
 
 RECIPES = {**TINY, **{name: _published(name, model) for name, model in PUBLISHED.items()}}
 
-# For weights that are trained already. The rate: of fine-tuning Llama 2, section 3.1 of Touvron et al. 2023. The model gives way.
+# The base of runs without a recipe; `base_of` replaces the model, and for --model without --from also the optimizer.
+# The learning rate is meant for trained weights: from fine-tuning Llama 2, section 3.1 of Touvron et al.
+# 2023.
 WITHOUT_RECIPE = TrainConfig(model=TINY["llama-tiny"].model, optimizer=OptimizerConfig(lr=2e-5))
 
 
 def recipe(name: str) -> TrainConfig:
-    """The recipe of that name. Raises ValueError for an unknown one, naming those there are."""
+    """The recipe called `name`. Raises ValueError for an unknown name, with the names of all recipes."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -75,7 +82,10 @@ def recipe(name: str) -> TrainConfig:
 
 
 def size_in_words(model: ModelConfig, name: str | None = None) -> str:
-    """The model's kind, parameters and layers. name: MODULE:CLASS of a model from outside."""
+    """The model's kind, number of parameters and number of layers, for people.
+
+    name: MODULE:CLASS for a model class of the user; None for a model of Weft.
+    """
     title = model.title if name is None else name.partition(":")[2]
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
     count, _ = parameters_of(model, name)

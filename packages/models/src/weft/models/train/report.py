@@ -1,4 +1,4 @@
-"""What a training run says on the terminal, in order."""
+"""The terminal output of a training run, printed by `Report` on rank 0, in the order of the run."""
 
 from __future__ import annotations
 
@@ -19,39 +19,34 @@ from .config import Run, TrainConfig, general_name
 from .recipes import size_in_words
 from .suggestions import suggestions
 
-NAMED = 3  # files that are named of those that were left out
-# By how much the mean loss of two meshes may differ, relative: float32 keeps 24 bits of each of their sums, bfloat16 keeps 8,
-# and the errors of the tokens average out.
+NAMED = 3  # skipped files whose names are printed
+# Largest relative difference of the mean loss between two meshes. float32 keeps 24 bits of every partial sum and
+# bfloat16 8, and the rounding errors of the tokens average out.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
-BESIDE_BAR = 139  # columns of what stands beside the bar: without as many and more there is none
+BESIDE_BAR = 139  # columns of the text beside the progress bar; a narrower terminal gets no bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One step: what metrics.jsonl holds and the terminal shows.
+    """The metrics of a step: a line of metrics.jsonl, also shown on the terminal and sent to trackers."""
 
-    done: the share of the run that is behind. tokens_per_second: of all processes. tflops: 10^12 operations a second, of a
-    process. mfu: their share of the chip's peak; None where that is not known. memory_bytes: at the most so far, of this
-    process, and memory_share of what its device has. communication_share: of the step's time, in which its work stood still
-    for communication; data_share: in which the batch was still being read. seconds_left: to the last step. held_out_loss: None
-    in steps that do not take it. perplexity: e to that, at most e to 700, which is near the largest number that there is.
-    """
-
-    step: int
-    done: float
+    step: int  # from 1
+    done: float  # finished share of the run's steps
     loss: float
-    grad_norm: float
+    grad_norm: float  # before clipping
     lr: float
-    tokens_per_second: float
-    tflops: float
-    mfu: float | None
-    memory_bytes: int
-    memory_share: float
-    communication_share: float
-    data_share: float
-    seconds_left: float
-    held_out_loss: float | None = None
-    perplexity: float | None = field(init=False, default=None)
+    tokens_per_second: float  # of all processes together
+    tflops: float  # 10^12 floating-point operations per second, per process
+    mfu: float | None  # model FLOPs utilization: tflops over the chip's peak; None if the peak is unknown
+    memory_bytes: int  # peak of this process until now
+    memory_share: float  # memory_bytes over the memory of the device
+    communication_share: float  # share of the step's time in which the device stood still for communication
+    data_share: float  # share of the step's time spent waiting for the batch to be read
+    seconds_left: float  # until the last step is done
+    held_out_loss: float | None = None  # None in steps without an evaluation
+    perplexity: float | None = field(
+        init=False, default=None
+    )  # e**held_out_loss, at most e**700, near the largest float
 
     def __post_init__(self) -> None:
         if self.held_out_loss is not None:
@@ -78,19 +73,16 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A parameter, as some ranks hold it.
-
-    layout: None of one that is whole, on one process. stage_rank: their coordinate on "pp"; None without stages.
-    """
+    """A parameter with its layout on some ranks: made by `find_parts` and `explain`, printed by `Report.layout`."""
 
     name: str
     shape: tuple[int, ...]
-    layout: Layout | None
-    stage_rank: int | None = None
+    layout: Layout | None  # None if unsharded, on a single process
+    stage_rank: int | None = None  # coordinate of these ranks on "pp"; None without a pipeline
 
 
 class Report:
-    """Prints on one rank; silent on the others."""
+    """Prints the progress of a run. speaks: whether to print at all; true on rank 0 only."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
@@ -104,13 +96,13 @@ class Report:
 
     @property
     def width(self) -> int:
-        """Columns of the terminal, and not too many of a wide one."""
+        """Columns of the terminal, at most 120."""
         return min(self._console.width, 120)
 
     def layout(self, parts: Sequence[Part], whose: str = "") -> None:
-        """A line for each kind of parameter: its shape, its layout, the shapes of its shards, and the stages' ranks that hold it.
+        """Print a line per kind of parameter: shape, layout, shard shapes, and the ranks along "pp" that hold it.
 
-        parts: in the model's order, of every stage or of the one that `whose` names.
+        parts: in the model's order: of all stages, or of a single stage that `whose` names in the heading.
         """
         kinds: dict[tuple[str, ...], list[Part]] = {}
         for part in parts:
@@ -129,14 +121,17 @@ class Report:
             self.line("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
 
     def schedule(self, schedule: Schedule) -> None:
+        """Print the pipeline schedule."""
         self.line(f"schedule of the pipeline\n{schedule}")
 
     def predicted(self, predicted: Communication, rank: int = 0) -> None:
+        """Print the predicted collectives of a step, with the bytes received by `rank`."""
         self.line(f"collectives a step, predicted by running the model on shapes; bytes that rank {rank} receives")
         for line in str(predicted).splitlines():
             self.line(f"  {line}")
 
     def issued(self, predicted: Communication, issued: Communication) -> None:
+        """Print the collectives issued by step 1, and whether each phase is as predicted."""
         self.line("collectives of step 1, as issued")
         wide = max(len(issued.select(phase=phase).summary) for phase in PHASES)
         for phase in PHASES:
@@ -149,52 +144,61 @@ class Report:
             self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
 
     def check(self, loss: float, alone: float, processes: int, dtype: str) -> bool:
-        """Compares the loss of step 1 with that of one process, `alone`; whether they differ by no more than rounding.
+        """Print the loss of step 1 beside `alone`, the loss on one process; return whether both agree within
+        rounding.
 
-        The difference is relative to the loss, or to 1 where the loss is lower: what is rounded are the logits.
+        The difference is relative to the loss, or absolute for a loss below 1, because the rounded values are the
+        logits.
         """
         difference = abs(loss - alone) / max(abs(alone), 1.0)
         is_within = difference <= ROUNDING[dtype]
         self.line(
-            f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} on "
-            f"one: {'within' if is_within else 'NOT within'} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative difference "
-            f"{difference:.1e}"
+            f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} "
+            f"on one: {'within' if is_within else 'NOT within'} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative "
+            f"difference {difference:.1e}"
         )
         return is_within
 
     def saved(self, count: int, *, blocked: float, writing: float) -> None:
-        """What checkpoints have cost. blocked, writing: seconds that training waited, and in which they were written."""
+        """Print the cost of the checkpoints.
+
+        blocked: seconds of training spent waiting for checkpoints. writing: seconds of writing.
+        """
         self.line(
-            f"checkpoints  {count} written in {writing:.2f} s, while the run went on; it waited {blocked:.3f} s for them, "
-            f"{blocked / writing:.1%} of that"
+            f"checkpoints  {count} written in {writing:.2f} s, while the run went on; it waited {blocked:.3f} s for "
+            f"them, {blocked / writing:.1%} of that"
         )
 
     @contextlib.contextmanager
     def steps(self, config: TrainConfig) -> Iterator[_Steps]:
-        """Where metrics are shown: a bar on a terminal, lines otherwise."""
-        # rich takes a pipe for a terminal where FORCE_COLOR is set: colours are welcome there, a moving cursor is not
+        """Context in which metrics are shown: as a progress bar on a terminal, as lines otherwise."""
+        # With FORCE_COLOR, rich takes a pipe for a terminal. Colors are welcome there, a moving cursor is not.
         if self._console.quiet or not (self._console.is_interactive and self._console.file.isatty()):
             yield _Steps(self, config, None)
             return
         room = min(self._console.width - BESIDE_BAR, 40)
         columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total} {task.percentage:3.0f}%")]
         columns += [BarColumn(bar_width=room)] if room > 0 else []
-        columns += [TextColumn("{task.description}", table_column=Column())]  # the one that is wrapped
+        # wraps on a narrow terminal
+        columns += [TextColumn("{task.description}", table_column=Column())]
         with Progress(*columns, console=self._console) as bar:
             yield _Steps(self, config, bar)
 
 
 class _Steps:
+    """Shows the metrics of steps, on the progress bar or as lines. Made by `Report.steps`."""
+
     def __init__(self, report: Report, config: TrainConfig, bar: Progress | None) -> None:
         self._report, self._config, self._bar = report, config, bar
         self._task = bar.add_task("", total=config.steps) if bar else None
 
     def begun(self, step: int) -> None:
-        """The step's work was given to the device, and may go on there."""
+        """Advance the bar: the step is queued on the device, and may still be running."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
     def show(self, metrics: Metrics) -> None:
+        """Show a step's metrics."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=metrics.step, description=str(metrics))
         elif (
@@ -207,54 +211,60 @@ class _Steps:
 
 
 def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
-    """The distinct shapes of the shards, as the ranks hold them. Of ranks that replicate each other one is asked: there may be thousands."""
+    """The distinct shard shapes over the ranks, as text; empty if every shard has the full shape.
+
+    Only a single rank per distinct shard is asked, because there may be thousands of ranks.
+    """
     repeats = [
         axis
         for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
         if not isinstance(placement, Shard)
     ]
-    apart = len(repeats) < layout.mesh.ndim
-    ranks = layout.mesh.select(**dict.fromkeys(repeats, 0)).ranks if apart else layout.mesh.ranks[:1]
+    is_sharded = len(repeats) < layout.mesh.ndim
+    ranks = layout.mesh.select(**dict.fromkeys(repeats, 0)).ranks if is_sharded else layout.mesh.ranks[:1]
     shapes = list(dict.fromkeys(layout.local_shape(shape, rank) for rank in ranks))
     return "" if shapes == [shape] else "shards " + ", ".join(str(list(shard)) for shard in shapes[:4])
 
 
 def mesh_in_words(axes: Mapping[str, int]) -> str:
-    """ "4 processes, mesh dp=2 x tp=2" """
+    """The mesh as text: "4 processes, mesh dp=2 x tp=2"."""
     count = math.prod(axes.values())
-    return f"{count:,} process{'es' if count > 1 else ''}, mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"
+    return (
+        f"{count:,} process{'es' if count > 1 else ''}, "
+        f"mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"
+    )
 
 
 def describe(run: Run, *, gpus: int) -> str:
-    """What runs, in one line, and what was left out of its text, in another."""
+    """The first lines of a run's output: the model, data and mesh, then the files left out of the data."""
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
-        f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, {backend}, "
-        f"{mesh_in_words(run.axes)}"
+        f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, "
+        f"{backend}, {mesh_in_words(run.axes)}"
     )
     left_out = (
         (run.corpus.skipped, "skipped", "file", "files", ", not UTF-8 text"),
         (run.corpus.passed, "passed over", "entry", "entries", ""),
     )
-    for found, verb, one, several, why in left_out:
+    for found, verb, singular, plural, why in left_out:
         if found:
             names = printable(", ".join(map(str, found[:NAMED]))) + (", ..." if len(found) > NAMED else "")
-            line += f"\n{verb} {len(found)} {one if len(found) == 1 else several}{why}: {names}"
+            line += f"\n{verb} {len(found)} {singular if len(found) == 1 else plural}{why}: {names}"
     return line
 
 
 def _last(run: Run) -> str:
-    """What is left of the model at the end."""
+    """The final model of the run, in words for the closing lines."""
     if run.config.model_class is None:
         return "checkpoint/ for transformers"
     return f"checkpoint-{run.config.steps}/ to resume from; a model from outside has no form for transformers"
 
 
 def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token: float, on_cpu: bool) -> str:
-    """The closing lines.
+    """The closing lines of a run: losses on held-out text, the saved files, and commands to try next.
 
-    losses: on the text that is held out, before the first step and after the last. a_token: bytes of that text for each token,
-    so that runs of several tokenizers can be compared.
+    losses: on the held-out text, before the first step and after the last.
+    a_token: bytes of held-out text per token, to print losses in bits per byte, comparable between tokenizers.
     """
     first, last = losses
     bits = " -> ".join(f"{loss / math.log(2) / a_token:.2f}" for loss in losses) + " bits a byte"

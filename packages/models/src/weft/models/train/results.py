@@ -1,4 +1,4 @@
-"""What a training run leaves on disk."""
+"""The files of a training run, without checkpoints: configuration, plan, metrics, curves and the final model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ from .trackers import Trackers
 
 
 class NotWritten(RuntimeError):
-    """Metrics or the model could not be written; the message says which, and why. What was written before is whole."""
+    """Metrics or the final model could not be written.
+
+    The message names the file and the reason. Files written earlier are intact.
+    """
 
 
 class Results:
-    """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, a picture and checkpoints; one rank writes.
+    """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, curves.svg and the final model.
 
-    From `begin` until it is left, or its process ends, no other run writes there.
+    Made by `train` on every rank; only the rank with `writes` writes.
+    From `begin` until the context is left or the process ends, the folder is locked for this run.
     """
 
     def __init__(self, folder: Path, *, writes: bool, tokenizer: Tokenizer | None = None) -> None:
@@ -46,7 +50,7 @@ class Results:
         self._aside: list[Path] = []
         self._sum = Sum()
         self._error: Exception | None = None
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # lines to print after `save`
 
     def __enter__(self) -> Results:
         return self
@@ -66,14 +70,15 @@ class Results:
         step: int = 0,
         logged: Mapping[str, Any] | None = None,
     ) -> list[Path]:
-        """Makes the folder, with all that is known before the first step; or takes it up again at `step`.
+        """Make the folder of a new run or reopen the folder of a resumed run, and write config, plan and versions.
 
-        Its metrics are then those up to that step: the lines of steps that are taken once more are cut off.
-        logged: what is known of these lines, as `check_logged` takes it.
-        Returns, on the one that writes, where it has put damaged checkpoints of later steps.
-        Communication: where there are several ranks, a broadcast of how it went on the one that writes.
-        Raises ValueError where another run is in the folder or has made it, and as `check_logged` and `read_logged`; OSError
-        where it cannot be written; on every rank.
+        step: steps taken before a run is resumed. Later lines of metrics.jsonl are cut off, because their steps are
+        taken again.
+        logged: length and checksum of the lines up to `step`, for `check_logged`.
+        Returns, on the writing rank, the new paths of damaged checkpoints of later steps.
+        Communication: with several ranks, a broadcast of the writing rank's error, if any.
+        Raises, on every rank, ValueError if another run uses the folder or has just made the folder, and as
+        `check_logged` and `read_logged`; OSError if the folder cannot be written.
         """
         error = attempt(self._begin, recipe, config, plan, mesh, parts, step, logged) if self._writes else None
         raise_on_all(error, dist.is_initialized())
@@ -106,7 +111,10 @@ class Results:
         self._trackers = Trackers(config.track, self._folder, config)
 
     def add(self, metrics: Metrics) -> None:
-        """A line of metrics.jsonl, there at once. Where it cannot be written none is after it, and `sync` says so."""
+        """Append a line to metrics.jsonl at once, and send the metrics to the trackers.
+
+        After a failed write, no more lines are written, and `sync` raises.
+        """
         if self._writes and self._error is None:
             self._error = attempt(self._add, metrics)
 
@@ -119,13 +127,13 @@ class Results:
 
     @property
     def logged(self) -> dict[str, Any]:
-        """What is known of the lines of metrics.jsonl so far, on the rank that writes."""
+        """Current length and checksum of metrics.jsonl, on the writing rank."""
         return self._sum.as_json()
 
     def picture(self, width: int) -> str:
-        """Loss and speed, for a terminal of `width` columns; the same is saved as curves.svg.
+        """Plot loss and speed for a terminal of `width` columns, and save the plot as curves.svg.
 
-        The run is done by then, so nothing is raised: what cannot be drawn or saved is told instead.
+        Never raises, because the run is complete: errors are part of the returned text.
         """
         try:
             curves = read_curves(self._metrics)
@@ -134,18 +142,19 @@ class Results:
             shown = drawn(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
         except Exception as error:
             return f"no curves are drawn: {error}"
-        said = [shown] if can_show(shown) else []
+        lines = [shown] if can_show(shown) else []
         try:
             save_picture(curves, self._folder / "curves.svg")
         except Exception as error:
-            said.append(f"curves.svg could not be written: {error}")
-        return "\n".join(said)
+            lines.append(f"curves.svg could not be written: {error}")
+        return "\n".join(lines)
 
     def sync(self) -> None:
-        """Returns when the disk has the metrics: a checkpoint of a later moment is to be found with all that came before.
+        """Wait until metrics.jsonl is on the disk.
 
-        Communication: where there are several ranks, a broadcast of how it went on the one that writes. Raises NotWritten, on
-        every rank, where a line since the last call could not be.
+        Called before a checkpoint is saved: after a crash, the metrics of all earlier steps must be there too.
+        Communication: with several ranks, a broadcast of the writing rank's error, if any.
+        Raises NotWritten, on every rank, if a line since the last call could not be written.
         """
         if self._writes and self._error is None and self._metrics.exists():
             self._error = attempt(self._sync)
@@ -158,10 +167,11 @@ class Results:
         append(self._metrics, b"", sync=True)
 
     def save(self, model: nn.Module) -> None:
-        """The folder `checkpoint` that transformers loads, with the tokenizer, in the place of one that is there.
+        """Save the final model and tokenizer as the folder `checkpoint`, which transformers loads.
 
-        That one is removed when the new one is whole. notes: has a line then where it could not be removed.
-        Communication: as of `save_pretrained` and `sync`. Raises NotWritten as that does.
+        An earlier folder `checkpoint` is replaced once the new folder is complete; after a failed removal, `notes`
+        has a line.
+        Communication: as `save_pretrained` and `sync`. Raises NotWritten on every rank.
         """
         self.sync()
         folder, new = self._folder / CHECKPOINT, self._folder / NEW
@@ -176,6 +186,7 @@ class Results:
         self.notes += exchange(new, folder)
 
     def _cut(self, step: int) -> None:
+        """Cut metrics.jsonl off after `step`, and count the remaining lines."""
         lines = read_logged(self._metrics, step)
         if os.path.lexists(self._metrics):
             self._write(METRICS, "".join(line.text for line in lines))

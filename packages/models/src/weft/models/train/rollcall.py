@@ -1,4 +1,7 @@
-"""Which rank does not answer: asked when one was waited for in vain."""
+"""Find the silent ranks after a collective has timed out.
+
+`train` asks with `RollCall.call`, and the run ends with an error naming these ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,28 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-EVERY_SECONDS = 1.0  # between two looks whether somebody asks
-ANSWER_SECONDS = 5 * EVERY_SECONDS
-STORE_SECONDS = 2 * EVERY_SECONDS  # for what the store itself takes to answer
-ASKED, CALLER = "roll call", "roll call/caller"
+EVERY_SECONDS = 1.0  # between two looks at the store for a question
+ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
+STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond
+ASKED, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
 
 
 class Unanswered(RuntimeError):
-    """Ranks do not answer; the message names them. is_told: whether this rank is the one to say it."""
+    """A roll call found ranks that do not answer; the message names them."""
 
     def __init__(self, message: str, is_told: bool) -> None:
+        """is_told: whether this rank prints the message. Only a single rank does, unless the store is silent."""
         super().__init__(message)
         self.is_told = is_told
 
 
 class RollCall:
-    """While it is entered a thread of each rank says, when it is asked, what the rank is doing. One that was stopped does not.
+    """Context in which a thread of each rank answers roll calls with the rank's current activity.
 
-    doing: gives it, in words. keeper: in whose process the store is; where that was stopped the store answers nobody.
-    Communication: a look into the world's store, a second, beside the run.
+    Questions and answers go through the world's store. A stopped process does not answer.
+    doing: returns this rank's activity in words, as "step 3, forward".
+    keeper: the store's host process in words. While the host is stopped, the store answers nobody.
+    Communication: a read of the store per second, beside the run.
     """
 
     def __init__(self, doing: Callable[[], str], keeper: str) -> None:
@@ -46,10 +52,12 @@ class RollCall:
         self._thread.join(STORE_SECONDS)
 
     def call(self, seconds: float) -> Unanswered:
-        """What is to be said after `seconds` of waiting in vain: the ranks that do not answer, or that are behind the others.
+        """Ask all ranks for their activity; return an error naming the silent ranks.
 
-        It returns within ANSWER_SECONDS + STORE_SECONDS. Where the store does not answer, each rank is to say so: none knows
-        what the others do. Where it is gone its process has ended, and has said why.
+        If all ranks answer, the error names the ranks whose activity differs from this rank's.
+        seconds: how long the collective was waited for, for the message.
+        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints an error,
+        because ranks know nothing of each other. If the store is gone, the host has ended and printed the reason.
         """
         found: list[Unanswered] = []
 
@@ -65,11 +73,12 @@ class RollCall:
         if found:
             return found[0]
         return Unanswered(
-            f"{self._keeper} answered no more for {seconds:g} s, while rank {self._rank} waited in {self._doing()}",
+            f"{self._keeper} did not answer for {seconds:g} s, while rank {self._rank} waited in {self._doing()}",
             True,
         )
 
     def _ask(self, seconds: float) -> Unanswered:
+        """Ask through the store; see `call`."""
         is_told = self._store.add(CALLER, 1) == 1
         self._store.set(ASKED, "")
         end = time.monotonic() + ANSWER_SECONDS
@@ -79,21 +88,24 @@ class RollCall:
         here = self._doing()
         if silent:
             return Unanswered(
-                f"{named_ranks(silent)} answered no more for {seconds:g} s, while the others waited in {here}", is_told
+                f"{named_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}", is_told
             )
         behind = [rank for rank, doing in answers.items() if doing != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
         return Unanswered(
-            f"a collective was not done in {seconds:g} s: this rank waits in {here}; {where or 'so do all others'}",
+            f"a collective did not finish in {seconds:g} s: this rank waits in {here}; "
+            f"{where or 'all other ranks do too'}",
             is_told,
         )
 
     def _answers(self) -> dict[int, str]:
+        """The answers received by now, by rank."""
         keys = {rank: f"{ASKED}/{rank}" for rank in range(self._ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _answer(self) -> None:
-        with suppress(RuntimeError):  # the store went with the run
+        """The thread of each rank: wait for a question, then write this rank's activity into the store."""
+        with suppress(RuntimeError):  # the store is gone because the run has ended
             while not self._store.check([ASKED]):
                 if self._over.wait(EVERY_SECONDS):
                     return
@@ -101,11 +113,11 @@ class RollCall:
 
 
 def is_silence(error: RuntimeError) -> bool:
-    """Whether a collective failed since others did not come in time."""
-    # Of a collective on whose connection another one has timed out gloo says "Application timeout".
+    """Whether a collective failed because some rank did not join in time."""
+    # If an earlier collective on the same connection timed out, gloo says "Application timeout".
     return any(word in str(error) for word in ("imed out", "imeout"))
 
 
 def named_ranks(ranks: list[int]) -> str:
-    """In words: "rank 3", "ranks 0, 1"."""
+    """The ranks in words: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

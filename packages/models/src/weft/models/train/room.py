@@ -1,4 +1,8 @@
-"""Whether a run has room on its machine: the bytes that it holds at least, counted before torch is imported."""
+"""Check a run against the memory of the machine, before torch is imported.
+
+Counts the bytes that every run needs: parameters, gradients and the optimizer's state. `weft train` calls
+`check_room`.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +18,33 @@ from .machine import MachineMemory, cpu_memory, gpu_memory
 from .outside import parameters_of
 from .recipes import RECIPES
 
-BYTES = 4  # of a float32, which parameters, their gradients and the optimizer's state are
-USED = 0.8  # of the memory, above which activations may find no room
-# Tensors of a parameter's size that each optimizer keeps.
+BYTES = 4  # of a float32: the dtype of parameters, gradients and optimizer state
+USED = 0.8  # share of the memory above which activations may not fit
+# Number of state tensors of a parameter's size, by optimizer.
 _STATES = {
     **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop"), 2),
     **dict.fromkeys(("adagrad", "asgd", "sgd"), 1),
 }
-_WITH_MOMENTUM = ("sgd", "rmsprop")  # which keep one less where beta1 is 0
+_WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers that keep one state less if beta1 is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a run holds at the least, on one GPU or on all of this machine's processes.
+    """The sizes that determine the least memory of a run, on a GPU or on all processes of this machine."""
 
-    parameters: of the whole model. processes: that are counted, 1 of a GPU. parts: into which pp and tp cut the model; across:
-    processes that hold the same part. zero: of the plan. states: tensors of a parameter's size that the optimizer keeps.
-    compares: whether the loss of step 1 is compared with that of a whole model on one process.
-    """
-
-    parameters: int
-    processes: int
-    parts: int
-    across: int
-    zero: int
-    states: int
-    compares: bool
+    parameters: int  # of the whole model
+    processes: int  # whose memory is added up; 1 for a GPU
+    parts: int  # into which pp and tp split the model
+    across: int  # processes with the same part: dp * cp
+    zero: int  # the plan's ZeRO level
+    states: int  # state tensors per parameter, each of the parameter's size
+    compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
 
     @property
     def nbytes(self) -> int:
-        """Bytes at once: in an update, or while a whole model is compared.
+        """Peak bytes: during an update of the weights, or while the whole model for the comparison exists.
 
-        The mean over the processes is taken, without activations and without copies of what is not cut, such as norms.
+        A mean over the processes. Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
         here = self.processes / self.parts
@@ -55,9 +54,11 @@ class Holding:
 
 
 def check_room(run: Run, *, gpus: int) -> list[str]:
-    """A line for a run that comes near the memory that there is; none for another run.
+    """Compare the memory needed by a run with the memory of this machine.
 
-    gpus: of this machine; each of them has a process. Raises ValueError, with what would fit, for a run that cannot be held.
+    gpus: GPUs of this machine, each with a process; 0 for a run on the CPU.
+    Returns a line of warning if the run comes close to the memory, else an empty list.
+    Raises ValueError if the run cannot fit; the error names options that would.
     """
     memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
     if memory is None:
@@ -77,7 +78,7 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
 
 
 def holding_of(run: Run, *, on_gpus: bool) -> Holding:
-    """What the run holds on one of its GPUs, or on all of its processes of this machine."""
+    """The `Holding` of a run: per GPU, or for all CPU processes on this machine."""
     config = run.config
     return Holding(
         parameters=parameters_of(config.model, config.model_class)[0],
@@ -91,17 +92,17 @@ def holding_of(run: Run, *, on_gpus: bool) -> Holding:
 
 
 def states_kept(config: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that the optimizer keeps; 0 where that is not known."""
+    """Number of state tensors per parameter, each of the parameter's size; 0 if unknown."""
     return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
 
 
 def _local_processes(run: Run) -> int:
-    """Of this machine; of a launcher that does not say how many, this one."""
+    """Processes of the run on this machine. 1 if the launcher does not tell."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
 
 
 def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
-    """What would fit: other options, or other processes; and the largest recipe."""
+    """Yield fitting options, process counts and recipes, as text for the error."""
 
     def fits(other: Holding) -> bool:
         return other.nbytes <= USED * memory.available
@@ -130,7 +131,7 @@ def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool
 
 
 def _is_cut(model: ModelConfig, tp: int) -> bool:
-    """Whether tensor parallelism of that degree can cut the model."""
+    """Whether tensor parallelism of degree `tp` can split the model."""
     try:
         check_tensor_parallel(model, tp)
     except ValueError:

@@ -1,4 +1,7 @@
-"""What a checkpoint says of its run, as JSON: written, read back, and compared with the run that goes on."""
+"""The JSON document about the run in each checkpoint: written, read back, and compared with a resumed run.
+
+`Saver` writes the document; `Saver.resume` and `weft train --resume` read the document.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from .config import Run, TrainConfig
 from .folder import CHECKPOINT
 from .logged import METRICS
 
-_DEEPEST = 8  # dots in a name; those of a config have three at most
-# What may not change: the numbers of the run would be those of neither.
+_DEEPEST = 8  # dots in an option's name; real options have at most three
+# Options fixed for a resumed run: with any change, the losses would belong to neither run.
 FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
-# What says nothing of the numbers.
+# Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
     *("data.path", "data.verify"),
@@ -27,9 +30,11 @@ FREE = (
 
 
 def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What is to be known to go on from `step`. The random numbers and the order of the data follow from the seed and the step.
+    """The JSON document for a checkpoint saved after `step` steps: enough to resume from there.
 
-    held_out_loss: before the first step. logged: what is known of the lines of metrics.jsonl, as `Sum.as_json`.
+    No random state is saved: random numbers and the order of the data are functions of the seed and the step.
+    held_out_loss: the loss before the first step. logged: the length and checksum of metrics.jsonl, from
+    `Sum.as_json`.
     """
     return {
         "step": step,
@@ -45,9 +50,10 @@ def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str,
 
 
 def read_saved(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run, each value of its type; a checkpoint that no run saved may say less.
+    """Read a checkpoint's JSON document about the run, checking the type of each value.
 
-    Raises ValueError for a value that no run writes, and as `Manifest.read`.
+    A converted checkpoint, saved by no run, may lack entries.
+    Raises ValueError for an invalid value, and as `Manifest.read`.
     """
     saved = Manifest.read(checkpoint).document(checkpoint, RUN)
     try:
@@ -61,9 +67,9 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
             )
         named = re.fullmatch(rf"{CHECKPOINT}-([0-9]+)", checkpoint.resolve().name)
         if "config" in saved and named is not None and int(named[1]) != step:
-            raise ValueError(f"step is {step}, and the folder is named {named[0]}")
+            raise ValueError(f"step is {step}, but the folder is named {named[0]}")
         if "config" in saved and not {"step", "data"} <= saved.keys():
-            raise ValueError("it has the config of a run, and no step or no data of it")
+            raise ValueError("the config of a run is there, but its step or its data is missing")
         if METRICS in saved:
             logged = as_type(_Logged, saved[METRICS], METRICS)
             if min(logged.lines, logged.bytes) < 0:
@@ -77,7 +83,7 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Logged:
-    """What `Sum.as_json` says."""
+    """The types of `Sum.as_json`'s values."""
 
     lines: int
     bytes: int
@@ -86,7 +92,7 @@ class _Logged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Data:
-    """What `_data_of` says."""
+    """The types of `_data_of`'s values."""
 
     tokens: int
     sha256: str
@@ -101,56 +107,62 @@ _TYPES: Mapping[str, Any] = {
 
 
 def logged_of(saved: Mapping[str, Any], checkpoint: Path, folder: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint says of the metrics in `folder`, where that is of its own run; None where it says nothing."""
+    """The length and checksum of metrics.jsonl in `saved`, a checkpoint's document; None if absent.
+
+    Also None for a checkpoint outside `folder`, which belongs to another run.
+    """
     logged: Mapping[str, Any] | None = saved.get(METRICS)
     return logged if checkpoint.parent.resolve() == folder.resolve() else None
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
-    """The config in what JSON has; the model's says of which kind it is."""
+    """The config as nested dicts of JSON types. The entry "model" also has the config's class, as "kind"."""
     value = {name.rstrip("_"): each for name, each in dataclasses.asdict(config).items()}
     value["model"] = {"kind": type(config.model).__name__}
     value["model"] |= dataclasses.asdict(config.model)
     plain = _plain(value)
-    assert isinstance(plain, dict), "as it was"
+    assert isinstance(plain, dict), "_plain returns a dict for a dict"
     return plain
 
 
 def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
-    """What is otherwise than in the run that saved the checkpoint, a line each.
+    """Compare a resumed run with the checkpoint's run; return a line for each changed option.
 
-    Raises ValueError where it is what the run would be another by: its model, its data, its seed.
+    saved: the checkpoint's document. Options in FREE do not count, because losses do not depend on these.
+    Raises ValueError where an option in FIXED (the model, the seed, ...) or the data differs.
     """
-    if "config" not in saved:  # it was converted from what knows of no run
+    if "config" not in saved:  # a converted checkpoint, saved by no run
         return []
     before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.resolved)))
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and not _within(name, FREE)]
     for name in changed:
         if _within(name, FIXED):
             raise ValueError(
-                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, and this run has {now.get(name)}; give it as it "
-                f"was, or start a new run"
+                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, but this run has {now.get(name)}; "
+                f"give the saved value, or start a new run"
             )
     data = _data_of(run)
     for name, value in saved["data"].items():
         if value != data[name]:
             raise ValueError(
-                f"the checkpoint was saved by a run on data of {name} {value!s:.200}, and {run.corpus.name} has {data[name]}; give the "
-                f"same data, or start a new run"
+                f"the checkpoint was saved by a run on data with {name} {value!s:.200}, but {run.corpus.name} has "
+                f"{data[name]}; give the same data, or start a new run"
             )
     return [f"{name} is {now.get(name)}, and was {before.get(name)!s:.200}" for name in changed]
 
 
 def _data_of(run: Run) -> dict[str, Any]:
-    """What tells the data of a run from others, wherever it lies."""
+    """The identity of the run's data, independent of the path."""
     return {"tokens": run.corpus.num_tokens, "sha256": run.corpus.sha256}
 
 
 def _within(name: str, names: tuple[str, ...]) -> bool:
+    """Whether `name` equals an entry of `names` or is a field below: "data.pack" is within "data"."""
     return any(f"{name}.".startswith(f"{each}.") for each in names)
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options as (dotted name, value) pairs. Below _DEEPEST dots a dict is returned as a value."""
     for name, each in value.items():
         if isinstance(each, Mapping) and prefix.count(".") < _DEEPEST:
             yield from _flat(each, f"{prefix}{name}.")
@@ -159,6 +171,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _plain(value: object) -> object:
+    """The value in JSON types: tuples as lists, anything unknown by str()."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):

@@ -1,4 +1,7 @@
-"""Checkpoints of a run, written from a copy while the run goes on, and read when it is taken up again."""
+"""Checkpoints of a run: writing in the background from a copy, and resuming.
+
+The training loop makes a `Saver` on every rank.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +26,32 @@ from .saved import describe_run, logged_of, read_saved
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written; the message says which, and why. Those before it are whole."""
+    """A checkpoint could not be written. The message says why; earlier checkpoints are complete."""
 
 
 class Saver:
-    """Writes checkpoints in a thread of each rank; one at a time, so that the next waits for it.
-
-    blocked, writing: seconds that steps waited for checkpoints, and that were spent on writing them.
-    """
+    """Writes checkpoints in a thread of each rank. Each `save` waits until the previous checkpoint is written."""
 
     def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Communication: a process group of all ranks, over which they agree on who writes what."""
+        """Communication: a new process group of all ranks, for writing beside the training's collectives."""
         self._run, self._model, self._optimizer = run, model, optimizer
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.config.timeout))
         self._thread: threading.Thread | None = None
-        self._copy: Snapshot | None = None  # kept for its memory
+        self._copy: Snapshot | None = None  # kept for reuse of the memory by the next copy
         self._error: BaseException | None = None
-        self._said: list[str] = []
-        self._told = 0  # of these lines
-        self.held_out_loss = float("nan")  # before the first step
-        self.last: Path | None = None
-        self.logged: Mapping[str, Any] | None = None  # what the checkpoint that was read says of metrics.jsonl
-        self.count = 0
-        self.blocked = self.writing = 0.0
+        self._notes: list[str] = []
+        self._notes_taken = 0  # how many of _notes `take_notes` has returned
+        self.held_out_loss = float("nan")  # the loss before the first step; set by the caller
+        self.last: Path | None = None  # the newest complete checkpoint
+        # length and checksum of metrics.jsonl, from the resumed checkpoint
+        self.logged: Mapping[str, Any] | None = None
+        self.count = 0  # checkpoints written
+        self.blocked = self.writing = 0.0  # seconds of steps waiting for checkpoints, and of writing checkpoints
 
     def resume(self) -> int:
-        """Reads the checkpoint that rank 0 goes on with; the steps that were taken, 0 where there is none.
+        """Load rank 0's checkpoint to resume from, if any; return the number of steps already taken.
 
-        Communication: a broadcast of its path, and as `load_checkpoint`. Raises ValueError as that does.
+        Communication: a broadcast of the path, then as `load_checkpoint`. Raises ValueError as `load_checkpoint`.
         """
         paths = [self._run.resume]
         dist.broadcast_object_list(paths, src=0)
@@ -70,16 +71,17 @@ class Saver:
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """What is done within it is time that steps wait for a checkpoint."""
+        """Context whose time is added to `blocked`."""
         start = time.perf_counter()
         yield
         self.blocked += time.perf_counter() - start
 
     def save(self, step: int, logged: Mapping[str, Any] | None = None) -> None:
-        """Copies all that is to be saved, and begins to write it; what is changed from now on does not show in the file.
+        """Copy the model and the optimizer's state, and start writing the copy.
 
+        Later steps do not change the checkpoint.
         logged: on rank 0, as in `describe_run`.
-        Raises NotSaved, on every rank, where the checkpoint before could not be written.
+        Raises NotSaved, on every rank, if the previous checkpoint could not be written.
         """
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss, logged)
@@ -91,7 +93,10 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when what was begun is written. Raises NotSaved, on every rank, where it could not be; what a collective does."""
+        """Wait until the checkpoint in progress is written.
+
+        Raises NotSaved, on every rank, after a failed write; an error of a collective is raised unchanged.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -103,16 +108,17 @@ class Saver:
             raise self._error
 
     def last_written(self) -> Path | None:
-        """The last checkpoint that is whole, once what was begun has been written or has failed."""
+        """Wait until the checkpoint in progress is written or has failed; return the newest complete checkpoint."""
         if self._thread is not None:
             self._thread.join()
         return self.last
 
     def _write(self, copy: Snapshot, folder: Path) -> None:
+        """The thread: write the copy, then remove old checkpoints."""
         start = time.perf_counter()
         try:
             copy.write(folder, self._group)
-        except BaseException as error:  # it is told to the thread that trains
+        except BaseException as error:  # raised by `wait` in the training thread
             self._error = error
             return
         self.last = folder
@@ -122,14 +128,17 @@ class Saver:
         self.writing += time.perf_counter() - start
 
     def _remove_old(self, folder: Path) -> None:
-        """Removes the checkpoints that are not kept. The new one is whole, so nothing ends the run."""
+        """Remove old checkpoints, as --keep and --keep-every demand.
+
+        A failure becomes a note and does not end the run, because the new checkpoint is complete.
+        """
         try:
-            said = keep(folder, self._run.config.keep, self._run.config.keep_every)
+            lines = keep(folder, self._run.config.keep, self._run.config.keep_every)
         except OSError as error:
-            said = [f"old checkpoints in {folder} could not be removed: {error.strerror}"]
-        self._said += [line for line in said if line not in self._said]
+            lines = [f"old checkpoints in {folder} could not be removed: {error.strerror}"]
+        self._notes += [line for line in lines if line not in self._notes]
 
     def take_notes(self) -> list[str]:
-        """What is to be said of checkpoints since the last call, of what was written by then."""
-        told, self._told = self._told, len(self._said)
-        return self._said[told : self._told]
+        """The lines to print about checkpoints written since the last call."""
+        start, self._notes_taken = self._notes_taken, len(self._notes)
+        return self._notes[start : self._notes_taken]

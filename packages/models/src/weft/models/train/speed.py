@@ -1,4 +1,4 @@
-"""What a step computes, beside what the chip can."""
+"""Floating-point operations of a training step, and the peak of the chip, for the metrics tflops and mfu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from ..config import ModelConfig
 
-# Dense products of bfloat16, in FLOP/s, by what the device's name has in it; the first that fits counts. From the makers' data sheets.
+# Peak FLOP/s of dense bfloat16 matrix products, by a part of the device's name; the first match counts. From the
+# makers' data sheets.
 _BF16_PEAKS = (
     ("B200", 2250e12),
     ("H200", 989e12),
@@ -21,18 +22,18 @@ _BF16_PEAKS = (
 
 
 def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
-    """Floating-point operations of a training step for each token of sequences of T.
+    """Floating-point operations of a training step per token, in sequences of T tokens.
 
-    6 for each weight that multiplies, and 12 T for each feature of a layer's attention, which a causal mask does not lower: so
-    counts Chowdhery et al., "PaLM" (2022), appendix B, whose share of the peak everyone compares.
-    multiplying: the number of these weights, where the config does not know it.
+    6 for each weight in a matrix product, plus 12 T for each feature of a layer's attention. A causal mask does not
+    lower the count: Chowdhery et al., "PaLM" (2022), appendix B, which published shares of the peak follow.
+    multiplying: the number of weights in matrix products; None takes the config's number.
     """
     weights = model.num_parameters - model.num_looked_up if multiplying is None else multiplying
     return 6 * weights + 12 * model.num_layers * model.attention_width * T
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The most FLOP/s of products on this device; None where it is not known: for other chips, and above 16 bits."""
+    """Peak FLOP/s of matrix products on this device; None for chips not in the table, and for float32."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)

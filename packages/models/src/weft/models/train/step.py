@@ -1,4 +1,7 @@
-"""The part of a training step that communicates: it is run when training, and on shapes when what it communicates is recorded."""
+"""The communicating part of a training step: forward, backward, gradient sync and clipping.
+
+Training runs `find_gradients` on data; the recording behind predictions and `weft explain` runs it on shapes.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ Computing = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a step found, on the device. loss: whole, on every rank. local_loss: this rank's part. grad_norm: None unasked."""
+    """The results of `find_gradients`: tensors on the device."""
 
-    loss: Tensor
-    local_loss: Tensor
-    grad_norm: Tensor | None
+    loss: Tensor  # scalar: the loss of the whole batch, the same on every rank
+    local_loss: Tensor  # scalar: this rank's part of the loss
+    grad_norm: Tensor | None  # scalar: the norm of the gradients before clipping; None without clip_norm
 
 
 @with_fixed_parameters
@@ -43,14 +46,18 @@ def find_gradients(
     ended: Callable[[Phase], None] = lambda phase: None,
     computing: Computing = nullcontext,
 ) -> Found:
-    """Forward, backward, gradient sync, and clipping where a `clip_norm` is given: the parameters' gradients are ready.
+    """Forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
-    criterion: of the model's output and a microbatch's targets; their losses are added up. ended: called when the forward or the
-    backward of a microbatch is over, and last of all, with the phase to which what was issued since belongs. computing: what
-    the model and the criterion are called in, as autocast.
-    Communication: in "forward" what the plan says, and the sum of the losses, which is waited for after backward; in "backward"
-    the plan's duals and the buckets of gradients that are full; in "gradients" the other buckets, those of parameters that stages
-    share, the norm's one number, and the losses of a pipeline: their sum, and what brings it to the other stages.
+    Afterwards the parameters' gradients are ready for the optimizer.
+    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
+    ended: called after the forward and after the backward of each microbatch, and once at the end, with the phase of
+    the collectives issued since the last call.
+    computing: the context for the model and the criterion, as autocast.
+    Communication, by phase:
+    "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
+    "backward": the plan's collectives in reverse, and full buckets of gradients;
+    "gradients": the remaining buckets, gradients shared between pipeline stages, the norm, and under a pipeline the
+    sum of the losses and the transfer of the sum to all stages.
     """
     losses: list[Tensor] = []
 
@@ -71,7 +78,8 @@ def find_gradients(
                 with computing():
                     output = model(*microbatch.args, **microbatch.kwargs)
                 loss = loss_of(output, microbatch)
-            if is_last:  # waited for at once, no rank would go back before all are forward
+            # not awaited here: otherwise no rank would start backward before all have finished forward
+            if is_last:
                 total = LossSum(losses, like.device, like.dtype)
             ended("forward")
             with traced("backward"):
@@ -99,7 +107,7 @@ def find_loss(
 ) -> Tensor:
     """The sum of the microbatches' losses, on every rank, without gradients.
 
-    Communication: the model's forward, the sum of the losses once, and what goes from stage to stage.
+    Communication: the model's forward, a single sum of the losses, and the transfers between pipeline stages.
     """
     pipeline, like = pipeline_of(model), next(model.parameters())
     with torch.no_grad(), computing():

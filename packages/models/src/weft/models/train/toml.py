@@ -1,4 +1,4 @@
-"""A run's configuration as a TOML file, and back as arguments of the command."""
+"""A run's configuration as a TOML file (config.toml, `--print-config`), and a TOML file as arguments of the command."""
 
 from __future__ import annotations
 
@@ -14,46 +14,49 @@ from typing import Any
 from ..documents import read_plain
 from .config import TrainConfig
 
-_OF_ONE_RUN = ("output", "resume")  # where its results go, and what it goes on with, is not taken over by another
+_OF_ONE_RUN = ("output", "resume")  # paths of a single run, left out of the file
 
-OPTIONS = {"model_class": "model"}  # in a file "model" is the table of the model's own options
-LARGEST = 2**20  # bytes of a file; a run writes about a thousand
+# fields whose option has another name; in a file "model" is the table of the model's fields
+OPTIONS = {"model_class": "model"}
+LARGEST = 2**20  # bytes of a file; a run's config.toml has about a thousand
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DEEPEST = 8  # dots in a name; options have three at most
+_DEEPEST = 8  # dots in a name; options have at most three
 
 _SUM = "# sha256 of all above: "
 
 
 def as_toml(recipe: str | None, config: TrainConfig) -> str:
-    """The recipe's name, where there is one, and every option that has a value; `weft train --config` takes it."""
-    import tomlkit  # where configurations are only read there need be none
+    """The recipe's name, if any, and every option with a value, as a file for `weft train --config`."""
+    import tomlkit  # imported here: not needed for reading a configuration
 
     values = {name.rstrip("_"): value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
     return tomlkit.dumps(_given({"recipe": recipe, **values}))
 
 
 def with_sum(text: str) -> str:
-    """The text of a TOML file, and below it a comment by which `check_sum` knows it."""
+    """The TOML text with a last line added: a comment with the text's SHA-256, for `check_sum`."""
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def check_sum(path: Path) -> None:
-    """Raises ValueError where a file of `with_sum` is not as it was written. One without that comment is passed by."""
+    """Raise ValueError if a file written with `with_sum` was changed since. A file without the comment is accepted."""
     try:
         content = read_plain(path, limit=LARGEST)
-    except (OSError, ValueError):  # which `read_toml` tells of
+    except (OSError, ValueError):  # reported by `read_toml`
         return
     text, found, total = content.rpartition(_SUM.encode())
     if found and total != f"{hashlib.sha256(text).hexdigest()}\n".encode():
         raise ValueError(
-            f"config {path} was changed after it was written; copy it again, or, where that is meant, remove its last line"
+            f"config {path} was changed after it was written; copy it again, or remove its last "
+            f"line if the change is meant"
         )
 
 
 def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None, list[str]]:
-    """The recipe that the file names, None where it names none, and its options as arguments of the command.
+    """Read a configuration file: (the recipe's name or None, the options as arguments of the command).
 
-    without: names of options that are left out. Raises ValueError for a file that cannot be read, or is not TOML.
+    without: names of options to leave out.
+    Raises ValueError for an unreadable file, invalid TOML, or an unknown option.
     """
     try:
         content = read_plain(path, limit=LARGEST)
@@ -63,30 +66,30 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
         text = content.decode("utf-8")
         if any(
             line.partition("=")[0].count(".") > _DEEPEST for line in text.splitlines()
-        ):  # which take tomllib minutes
+        ):  # tomllib would take minutes
             raise RecursionError
         values = tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"config {path} nests too deeply to be read; no option has so many dots or brackets") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number of more digits than Python reads
+    except ValueError as error:  # not TOML, not UTF-8, or a number with more digits than Python reads
         raise ValueError(f"config {path} is not TOML: {error}") from None
     recipe = values.pop("recipe", None)
     if recipe is not None and not isinstance(recipe, str):
-        raise ValueError(f"config {path} has recipe = {recipe!r:.60}; it is a name")
+        raise ValueError(f"config {path} has recipe = {recipe!r:.60}; give a recipe's name")
     known = [field.name.rstrip("_") for field in dataclasses.fields(TrainConfig)]
     if unknown := next((name for name in values if name.replace("-", "_") not in known), None):
         near = difflib.get_close_matches(unknown[:60], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(known)}"
-        raise ValueError(f"config {path} has {unknown[:60]!r}, which is no option{hint}")
-    kept = {name: value for name, value in values.items() if name.replace("-", "_") not in without}
+        raise ValueError(f"config {path} has {unknown[:60]!r}, which is not an option{hint}")
+    included = {name: value for name, value in values.items() if name.replace("-", "_") not in without}
     try:
-        return recipe, list(_arguments(kept, ""))
+        return recipe, list(_arguments(included, ""))
     except ValueError as error:
         raise ValueError(f"config {path}: {error}") from None
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that are None, which TOML has no word for."""
+    """The values for TOML: None is left out, tuples become lists, paths become strings."""
     given: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -106,9 +109,10 @@ def _written(value: Any) -> Any:
 
 
 def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield the arguments for a table of options. Raises ValueError for a name that no option can have."""
     for name, value in values.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{prefix}{name[:60]!r} is no option; take it out")
+            raise ValueError(f"{prefix}{name[:60]!r} is not an option; remove it")
         option = OPTIONS.get(name, name).replace("_", "-")
         if isinstance(value, dict):
             yield from _arguments(value, f"{prefix}{option}.")
@@ -121,11 +125,11 @@ def _arguments(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _text(name: str, value: object) -> str:
-    """A value as an argument. Raises ValueError for a text that the command would take for an option of its own."""
+    """A value as an argument. Raises ValueError for a value that the command would misread."""
     if isinstance(value, list | dict):
         raise ValueError(
-            f"{name} is a list with lists or tables in it, which no option takes; write its values one after another"
+            f"{name} is a list that contains lists or tables, which no option takes; write a list of plain values"
         )
     if isinstance(value, str) and value.startswith("-"):
-        raise ValueError(f"{name} is {value[:60]!r}, which begins as an option does; write a path as './-name'")
+        raise ValueError(f"{name} is {value[:60]!r}, which looks like an option; write a path as './-name'")
     return str(value)

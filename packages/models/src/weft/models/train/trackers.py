@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl."""
+"""Send metrics also to TensorBoard or Weights & Biases (`--track`), for `Results`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from .config import TrackerName, TrainConfig
 from .files import write_anew
 from .report import Metrics
 
-WANDB_ID = "wandb-id"  # in the run's folder: a run that goes on is the same there
-Send = Callable[[int, dict[str, float]], None]  # of a step
+WANDB_ID = "wandb-id"  # file in the run's folder: the id under which a resumed run continues at wandb
+Send = Callable[[int, dict[str, float]], None]  # sends the numbers of a step
 
 
 def check_trackers(names: tuple[TrackerName, ...]) -> None:
-    """Raises ValueError for one that is not installed."""
+    """Raise ValueError for a tracker that is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"track is {name}, which is not installed; {install_command(name)}")
 
 
 class Trackers:
-    """Sends the numbers of each step to TensorBoard, or to Weights & Biases."""
+    """Sends the metrics of each step to the named trackers. Made by `Results` on the writing rank."""
 
     def __init__(self, names: tuple[TrackerName, ...], folder: Path, config: TrainConfig) -> None:
         self._sends = [_MAKERS[name](folder, config) for name in names]
 
     def add(self, metrics: Metrics) -> None:
+        """Send the metrics of a step."""
         numbers = {
             name: float(value)
             for name, value in dataclasses.asdict(metrics).items()
@@ -42,22 +43,24 @@ class Trackers:
 
 
 def _tensorboard(folder: Path, config: TrainConfig) -> Send:
+    """A function that writes numbers into FOLDER/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = None
 
     def send(step: int, numbers: dict[str, float]) -> None:
         nonlocal writer
-        # What a run that goes on had sent of this step and later ones, before it was ended, is not shown.
+        # purge_step hides the values of this and later steps sent before the run was interrupted and resumed.
         writer = writer or SummaryWriter(str(folder / "tensorboard"), purge_step=step)
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # a run that is killed has them
+        writer.flush()  # written now, to survive a kill
 
     return send
 
 
 def _wandb(folder: Path, config: TrainConfig) -> Send:
+    """A function that sends numbers to Weights & Biases, as a single run over all resumptions."""
     import wandb
 
     file = folder / WANDB_ID

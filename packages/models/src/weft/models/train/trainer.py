@@ -1,4 +1,7 @@
-"""The model on one process of the mesh, and a step of it."""
+"""The model, optimizer and data of a process, and the computation of a step.
+
+The training loop (loop.py) makes a `Trainer` per process and calls the methods in order.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ SAMPLE_TOKENS = 60
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on; the message says where and why, and names the last checkpoint."""
+    """The run cannot continue. The message says where and why, and names the newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """A step that was taken, its numbers still on the device."""
+class _UnreadStep:
+    """A step whose loss and gradient norm are still on the device, until `Trainer.read`."""
 
     step: int
     found: Found
@@ -61,7 +64,7 @@ class _Taken:
 
 
 class Trainer:
-    """The model on this process, and one step of it."""
+    """The model, optimizer and data on this process, with the methods to train, evaluate and sample."""
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self._config, self._device = run.config, device
@@ -80,14 +83,15 @@ class Trainer:
             self.model = filled(model, device, run.config.seed)
         else:
             self.model = loaded(model, run.origin, device, self.mesh, self.plan)
-        self._origin = run.origin or run.resume  # of the weights before step 1; the Saver reads what is resumed
+        # the folder of the weights before step 1; `Saver` loads the weights of a resumed run
+        self._origin = run.origin or run.resume
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
             for layer in self.model.blocks:  # type: ignore[union-attr]
                 layer.compile(fullgraph=True)
         self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
-        self.doing = "before the first step"
+        self.doing = "before the first step"  # shown by `RollCall` if a rank does not answer
         self._prompt, self._begin, self._tokenizer = run.corpus.prompt, run.corpus.begin, run.corpus.tokenizer
         data = run.config.data
         self._batches = Batches(
@@ -100,25 +104,26 @@ class Trainer:
         self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self._rows = Prefetch(self._read_rows)
-        self.issued: dict[Phase, list[Collective]] = {}
+        self.issued: dict[Phase, list[Collective]] = {}  # collectives of step 1
         self._flops_per_token = flops_per_token(
             run.config.model,
             data.sequence_length,
             multiplying=parameters_of(run.config.model, run.config.model_class)[1],
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
-        self._taken: list[_Taken] = []
+        self._unread: list[_UnreadStep] = []
         self.waits = Waits(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
-        """What the model is called in."""
+        """The context to call the model in: autocast to the run's dtype."""
         return self._outline.computing(self._device.type)
 
     def step(self, step: int, count: CollectiveCount | None = None) -> None:
-        """Forward, backward, gradient sync, clip and update; with `count`, its phases are set apart in `issued`.
+        """Forward, backward, gradient sync, clipping and update of step `step`, counted from 0.
 
-        The host waits for no device: `read` brings the numbers.
+        count: if given, the counted collectives are added to `issued` by phase.
+        The host does not wait for the device; `read` fetches the loss and the norm.
         """
 
         def ended(phase: Phase) -> None:
@@ -144,37 +149,37 @@ class Trainer:
         with traced("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self._taken.append(_Taken(step + 1, found, lr))
+        self._unread.append(_UnreadStep(step + 1, found, lr))
 
     def read_ahead(self, step: int) -> None:
-        """Begins to read the data of the step that is taken first."""
+        """Start reading the data of the first step to be taken."""
         self._rows.begin(step)
 
     def begin_reading(self) -> None:
-        """What is read next begins now: nothing before it counts as a step's time."""
+        """Start the clock of the next `read`: earlier time does not count as time of the steps."""
         self.waits.take()
         self._read_at = time.perf_counter()
 
     def read(self, last: Callable[[], Path | None] = lambda: None) -> list[Metrics]:
-        """The metrics of the steps since it was last called, in order. The host waits for the device once.
+        """Wait for the device once, and return the metrics of the steps since the last call, in order.
 
-        last: gives the checkpoint that an error names.
-        Communication: none; where a loss is not finite, a gather of that step's parts.
-        Raises TrainingError for the first step whose loss, or whose gradients' norm, is not finite, on every rank.
+        last: returns the checkpoint to name in an error.
+        Communication: none; if a loss is not finite, an all-gather of whether each rank's part is.
+        Raises TrainingError, on every rank, for the first step whose loss or gradient norm is not finite.
         """
-        taken, self._taken = self._taken, []
-        losses = torch.stack([each.found.loss for each in taken]).tolist()
-        norms = torch.stack([each.found.grad_norm for each in taken if each.found.grad_norm is not None]).tolist()
+        steps, self._unread = self._unread, []
+        losses = torch.stack([each.found.loss for each in steps]).tolist()
+        norms = torch.stack([each.found.grad_norm for each in steps if each.found.grad_norm is not None]).tolist()
         seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
         waited_for_data, self._rows.waited = self._rows.waited, 0.0
         self.begin_reading()
-        for each, loss, norm in zip(taken, losses, norms, strict=True):
+        for each, loss, norm in zip(steps, losses, norms, strict=True):
             if not math.isfinite(loss):
                 ranks = self._ranks_where(not math.isfinite(float(each.found.local_loss)))
                 raise TrainingError(self._explain(f"the loss is {loss} at step {each.step}, on {ranks}", last))
             if not math.isfinite(norm):
                 raise TrainingError(self._explain(f"the gradients' norm is {norm} at step {each.step}", last))
-        per_second = len(taken) * math.prod(self._shape) / seconds
+        per_second = len(steps) * math.prod(self._shape) / seconds
         flops = per_second * self._flops_per_token / self.mesh.size
         used = peak_memory(self._device)
         return [
@@ -191,17 +196,17 @@ class Trainer:
                 memory_share=used / total_memory(self._device),
                 communication_share=waited / seconds,
                 data_share=waited_for_data / seconds,
-                seconds_left=(self._config.steps - each.step) * seconds / len(taken),
+                seconds_left=(self._config.steps - each.step) * seconds / len(steps),
             )
-            for each, loss, norm in zip(taken, losses, norms, strict=True)
+            for each, loss, norm in zip(steps, losses, norms, strict=True)
         ]
 
     def check_finite(self, step: int, last: Callable[[], Path | None]) -> None:
-        """To be called before the model is written, after that step. The host waits for the device once.
+        """Check before saving whether all weights and optimizer states are finite. Waits for the device once.
 
-        last: gives the checkpoint that an error names.
-        Communication: an all-reduce of a number; where one is not finite, a gather.
-        Raises TrainingError, on every rank, where a weight or what the optimizer keeps is not finite.
+        step: the steps taken, for the error. last: returns the checkpoint to name in an error.
+        Communication: an all-reduce of a number; after a failure, an all-gather.
+        Raises TrainingError, on every rank, if a value is not finite.
         """
         bounds = [each.float() for tensor in self._written() for each in torch.aminmax(tensor)]
         here = torch.stack([torch.zeros((), device=self._device), *bounds]).isfinite().all().float()
@@ -212,42 +217,42 @@ class Trainer:
             raise TrainingError(self._explain(f"weights are not finite after step {step}, on {where}", last))
 
     def _written(self) -> Iterator[Tensor]:
-        """What this rank holds of the weights and the optimizer's state, where it is not empty."""
+        """Yield this rank's nonempty local tensors of the weights and the optimizer's state."""
         states = (each for state in self.optimizer.state.values() for each in state.values())
         for each in (*self.model.parameters(), *states):
-            # What torch keeps on another device are numbers of steps.
+            # State tensors on another device are step counts.
             if isinstance(each, Tensor) and each.device.type == self._device.type and each.is_floating_point():
                 local = local_value(each)
                 if local.numel():
                     yield local
 
     def first_step(self) -> None:
-        """Step 1, never compiled: its collectives counted, its loss compared with that of one process.
+        """Take step 1 without compiling, count the collectives, and compare the loss with a single process's loss.
 
-        Communication: that of a step; where it is compared, a broadcast of the loss on one process.
-        Raises TrainingError, on every rank, where the two losses differ by more than rounding.
+        Communication: as a step, and for the comparison a broadcast of a number.
+        Raises TrainingError, on every rank, if the losses differ by more than rounding.
         """
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
         self.begin_reading()
-        drop_gathered(self.model)  # as every step it starts from shards
+        drop_gathered(self.model)  # step 1 starts from shards, like every later step
         with torch.compiler.set_stance("force_eager"), CollectiveCount() as count:
             self.step(0, count)
         if self.predicted is not None:
             self.report.issued(self.predicted, Communication.of(self.issued))
         if self._config.check:
-            self._compare(float(self._taken[0].found.loss), alone)
+            self._compare(float(self._unread[0].found.loss), alone)
         if self.pipeline is not None:
             self.report.line(_held(self.pipeline, self.model, self.optimizer))
 
     def held_out_loss(self) -> float:
-        """The mean loss over the text that is held out, without dropout; every rank takes part, and waits for its device.
+        """The mean loss over the held-out text, without dropout. Every rank takes part and waits for the device.
 
-        Communication: for each batch the model's own forward, and the sum of the losses over "dp" and "cp".
+        Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp".
         """
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
-        # Without gradients it would be compiled anew.
+        # A compiled model would be compiled again for a forward without gradients.
         eager = torch.compiler.set_stance("force_eager")
         with traced("evaluate"), eager, self._computing(), fixed_parameters(self.model):
             for start in range(0, count, size):
@@ -260,17 +265,19 @@ class Trainer:
         return total.item()
 
     def held_out_bytes(self) -> float:
-        """Bytes of the held-out text for each token of it that is predicted."""
+        """Bytes of the held-out text per predicted token."""
         count = self._batches.num_held_out
         rows = (self._batches.held_out(slice(row, row + 1)).targets[0].tolist() for row in range(count))
         return max(1, sum(map(self._tokenizer.num_bytes, rows))) / (count * self._shape[1])
 
     def sample(self) -> str:
-        """A prompt and what the model puts after it, without dropout; every rank takes part."""
+        """A prompt and the model's continuation, without dropout. Every rank takes part."""
         self.model.eval()
-        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]  # as a document of the data begins
+        # tokenized like the beginning of a document in the data
+        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
         prompt = torch.tensor([given], device=self._device)
-        with torch.compiler.set_stance("force_eager"), self._computing():  # each length would be compiled anew
+        # a compiled model would be compiled again for each length
+        with torch.compiler.set_stance("force_eager"), self._computing():
             tokens = generate(
                 *(self.model, prompt),
                 max_new_tokens=SAMPLE_TOKENS,
@@ -281,7 +288,7 @@ class Trainer:
         return self._prompt + "".join(self._tokenizer.decode_each(tokens[0, len(given) :].tolist(), after=given))
 
     def _microbatches(self, step: int) -> list[Microbatch]:
-        """This rank's part of a batch: its rows of each microbatch, which is the same whatever the mesh."""
+        """This rank's rows of each microbatch of a step. The microbatches are the same on every mesh."""
         (rows, T), parts = self._shape, []
         with traced("data"):
             batches = self._rows(step)
@@ -292,22 +299,25 @@ class Trainer:
         return parts
 
     def _read_rows(self, step: int) -> list[Rows]:
-        """This rank's rows of each microbatch, and no others."""
+        """Read only this rank's rows of each microbatch."""
         (rows, T), count = self._shape, self._outline.microbatches
         own = self._layout.local_slices((rows // count, T), self.rank)[0]
         firsts = range(0, rows, rows // count)
         return [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
 
     def _microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
-        """What the model is called with for this rank's rows, of those of the global `shape`."""
+        """The arguments of the model for this rank's rows.
+
+        shape: (rows, T) of the whole microbatch over all ranks. inputs: further inputs of the model, as dropout_key.
+        """
         given = {name: each.to(self._device) for name, each in rows.named().items()}
         laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
-        assert laid.targets is not None, "they were given"
+        assert laid.targets is not None, "rows.named() includes targets"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
-        return Microbatch(args=(laid.tokens,), kwargs=self._outline.taken(inputs), targets=laid.targets)
+        return Microbatch(args=(laid.tokens,), kwargs=self._outline.accepted(inputs), targets=laid.targets)
 
     def _loss_alone(self) -> float:
-        """The first step's loss on this process alone: the same weights, the whole batch, plain tensors."""
+        """The loss of step 1 on this process alone: the same weights, the whole batch, unsharded tensors."""
         model = self._outline.make_model()
         if self._origin is None:
             model = filled(model, self._device, self._config.seed)
@@ -315,34 +325,39 @@ class Trainer:
             model = loaded_alone(model, self._origin, self._device)
         given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
         tokens, target = given.pop("tokens"), given.pop("targets")
-        given = self._outline.taken({"dropout_key": self._outline.dropout_key(0), **given})
+        given = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **given})
         parts = divide(model, tokens, target, self._outline.microbatches, given)
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _compare(self, loss: float, alone: float | None) -> None:
-        """Compares the loss of step 1 with that of one process. alone: on rank 0.
+        """Compare the loss of step 1 with `alone`, a single process's loss, given on rank 0.
 
-        Communication: a broadcast of a number. Raises TrainingError, on every rank, where the losses differ by more than rounding;
-        a loss that is not finite is left to `read`, which names the ranks.
+        Communication: a broadcast of a number.
+        Raises TrainingError, on every rank, if the losses differ by more than rounding. An infinite or NaN loss is
+        left to `read`, which names the ranks.
         """
-        count, wrong = self.mesh.size, [alone]  # where the losses are alike, None
+        count, wrong = self.mesh.size, [alone]  # [None] if the losses agree
         if alone is not None and self.report.check(loss, alone, count, self._config.dtype):
             wrong = [None]
         dist.broadcast_object_list(wrong, src=0)
         if wrong[0] is not None and math.isfinite(loss):
             raise TrainingError(
-                f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, and {wrong[0]:.7f} on one, with the weights "
-                f"{'of the seed' if self._origin is None else f'of {self._origin}'}: this mesh or plan computes another model; "
-                f"take another --mesh or --plan, or --no-check to train it all the same"
+                f"the loss of step 1 is {loss:.7f} on {count} process{'es' if count > 1 else ''}, but {wrong[0]:.7f} "
+                f"on one, with the weights {'of the seed' if self._origin is None else f'of {self._origin}'}: this "
+                f"mesh or plan computes another model; choose another --mesh or --plan, or --no-check to train anyway"
             )
 
     def _ranks_where(self, here: bool) -> str:
-        """Names the ranks on which that is so, all where it is on none. Communication: an all-gather of a bit."""
+        """The ranks with a true `here`, in words; all ranks if there are none.
+
+        Communication: an all-gather of a bool.
+        """
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, here)
-        return named_ranks([rank for rank, is_so in enumerate(found) if is_so] or list(range(len(found))))
+        return named_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
 
     def _explain(self, what: str, last: Callable[[], Path | None]) -> str:
+        """The message of a TrainingError: the cause, the newest checkpoint, and a remedy."""
         return (
             f"{what}; last checkpoint: {last() or 'none; set --save-every to keep some'}. A lower --optimizer.lr (now "
             f"{self._config.optimizer.lr}) or a longer --optimizer.warmup-steps often helps"
@@ -350,7 +365,11 @@ class Trainer:
 
 
 def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """What each rank holds, a line each; gradients as they add up over microbatches. Communication: a gather of a few numbers."""
+    """A table of each rank's memory, in MiB, and microbatches in flight, for a pipeline.
+
+    A gradient that accumulates at full size over microbatches counts at full size. Communication: an all-gather of a
+    few numbers.
+    """
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     parameters = list(model.parameters())
     found = (each for unit in units_of(model) for each in unit.wholes().items())
