@@ -21,8 +21,8 @@ from .arguments import parse
 from .resuming import (
     checkpoint_to_resume,
     config_to_resume,
-    options_not_resumed,
     on_a_mesh_that_fits,
+    options_not_resumed,
     resume_options,
     with_resume,
 )
