@@ -21,9 +21,9 @@ def reduction(
     """Layout of the sum, avg, min, max or product over `dims`; over all elements where `dims` is None.
 
     An axis that shards a reduced dim leaves the output Partial(op). A Partial operand passes where both reductions can
-    be taken in either order: sum and avg with each other, min, max and product only with themselves.
+    be taken in either order: sum and avg with themselves and each other, min, max and product only with themselves.
 
-    shape: the global shape. An average needs parts of equal size, min and max an element on every rank.
+    shape: the global shape. An average needs parts of equal size; min and max need an element on every rank.
     Raises LayoutError where the result would be wrong. Raises ValueError for an unknown op or a dim outside the
     tensor.
     """

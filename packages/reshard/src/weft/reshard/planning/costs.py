@@ -116,7 +116,7 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
 
 
 def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Links) -> float:
-    """Time of the step on the busiest rank, by the prices of the search.
+    """Time of the step on the busiest rank, as priced by the search.
 
     Between meshes, by the messages that each rank receives.
     """

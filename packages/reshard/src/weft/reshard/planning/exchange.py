@@ -177,8 +177,8 @@ def _rank(message: tuple[int, Box]) -> int:
 def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
     """The contiguous run of memory filled by the boxes, in order, in the row-major local tensor of the box `outer`.
 
-    None where a box does not begin at the end of the previous box, or is itself not contiguous. The boxes of a run are
-    sent or received without a copy.
+    None where a box does not begin at the end of the previous box, where a box is itself not contiguous, and for no
+    boxes. The boxes of a run are sent or received without a copy.
     """
     start = end = None
     for box in boxes:

@@ -27,7 +27,7 @@ def without_partial(layout: Layout) -> Layout:
     return layout.replace(**partial) if partial else layout
 
 
-cotangent = lru_cache(maxsize=65536)(without_partial)  # the name for callers in backward, who ask often
+cotangent = lru_cache(maxsize=65536)(without_partial)  # cached, for backward, which asks for every tensor
 
 
 def dual_layout(layout: Layout) -> Layout:

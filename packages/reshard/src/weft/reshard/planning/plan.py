@@ -138,7 +138,7 @@ class Plan:
         ]
 
     def _received_by_each(self) -> list[str]:
-        """A line with the bytes received by each rank. None if all are equal, or for more than LISTED ranks."""
+        """A line with the bytes received by each rank; no line where all are equal, or for more than LISTED ranks."""
         received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
         if len(self.ranks) > LISTED or len(set(received.values())) == 1:
             return []
@@ -219,6 +219,6 @@ def _plan(
 
 
 def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:
-    """Whether the meshes of the layouts have the same axes and ranks, but for the order of axes."""
+    """Whether the two meshes have the same axes and ranks, apart from the order of the axes."""
     names = src.mesh.axis_names
     return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh
