@@ -1,6 +1,6 @@
 """Search for the nearest layout of a single tensor that an operation takes, where the tensor's shape is known.
 
-Nearest is the layout that the busiest rank reaches by receiving the fewest elements.
+Nearest is the layout with the fewest elements received by the busiest rank.
 """
 
 from __future__ import annotations

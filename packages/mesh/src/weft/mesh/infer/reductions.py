@@ -11,7 +11,7 @@ from ..placement import Partial, Placement
 from .nearest import nearest
 from .terms import Operation, Placements, checked_dims, judge, letters
 
-# Reduction -> the ops of Partial operands that pass through the reduction.
+# Reduction -> ops of the Partial operands accepted by the reduction.
 PASSING = {"sum": ("sum", "avg"), "avg": ("sum", "avg"), "min": ("min",), "max": ("max",), "product": ("product",)}
 
 
@@ -59,7 +59,7 @@ def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int,
 
 
 def _misfits(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[list[int], str]:
-    """The reduced dims that are sharded in a way that makes the result wrong, and the reason."""
+    """The reduced dims whose sharding makes the result wrong, and the reason."""
     if op == "avg":
         uneven = [dim for dim in dims if shape[dim] % layout.parts(dim)]
         return uneven, "averages of parts that differ in size differ in weight"

@@ -1,4 +1,4 @@
-"""Functions of layouts that resharding needs: duals, layouts of gradients, checks of reductions."""
+"""Functions of layouts for resharding: duals, layouts of gradients, checks of reductions."""
 
 from __future__ import annotations
 
