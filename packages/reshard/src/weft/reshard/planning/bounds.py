@@ -1,4 +1,4 @@
-"""A lower bound: elements that some rank must receive under any plan.
+"""A lower bound on the elements received by the busiest rank under any plan.
 
 Without a reduction, a rank must receive the elements that it needs and does not hold. An uneven all-to-all attains
 this bound.
@@ -27,7 +27,7 @@ LOOKED_AT = 4096  # ranks inspected; the busiest of the first ranks bounds the b
 
 
 def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
-    """Elements that the busiest rank must receive from `src` to `dst`, at least, under any plan."""
+    """Elements received by the busiest rank from `src` to `dst` under any plan, at least."""
     shape = tuple(shape)
     if src.mesh != dst.mesh:
         return _across(src, dst, shape)
@@ -69,9 +69,9 @@ def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, re
 
 
 def _across(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
-    """The bound between two meshes: elements that a rank needs and does not hold.
+    """The bound between two meshes: the elements needed and not held by a rank.
 
-    Where the source must be reduced, all elements that a rank needs count.
+    Where the source must be reduced, all elements needed by a rank count.
     """
     target = dst.replace(**{axis: Replicate() for axis in dst.mesh.axis_names if isinstance(dst[axis], Partial)})
     return _needed_and_not_held(src, target, shape, reduced=src.is_partial())

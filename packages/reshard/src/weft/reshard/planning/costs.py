@@ -43,7 +43,7 @@ from .steps import (
 
 
 def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
-    """Elements that `rank` receives from other ranks when `step` starts from `layout`."""
+    """Elements received by `rank` from other ranks when `step` starts from `layout`."""
     shape = tuple(shape)
     match step:
         case Slice() | MakePartial() | Relabel():
@@ -75,7 +75,7 @@ def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence
 
 
 def backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], rank: int) -> Messages:
-    """The messages of the exchange that the ReduceExchange runs backwards."""
+    """The messages of the exchange run backwards by the ReduceExchange."""
     return messages_of(dual_layout(step.target), dual_layout(layout), shape, rank)
 
 
@@ -116,9 +116,9 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
 
 
 def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int, topology: Links) -> float:
-    """Time of the step on the busiest rank, by the prices of the search.
+    """Time of the step on the busiest rank, as priced by the search.
 
-    Between meshes, by the messages that each rank receives.
+    Between meshes, by the messages received by each rank.
     """
     after = follow(step, layout)
     if after.mesh != layout.mesh:

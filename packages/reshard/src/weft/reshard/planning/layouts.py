@@ -1,4 +1,4 @@
-"""Functions of layouts that resharding needs: duals, layouts of gradients, checks of reductions."""
+"""Functions of layouts for resharding: duals, layouts of gradients, checks of reductions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def without_partial(layout: Layout) -> Layout:
     return layout.replace(**partial) if partial else layout
 
 
-cotangent = lru_cache(maxsize=65536)(without_partial)  # the name for callers in backward, who ask often
+cotangent = lru_cache(maxsize=65536)(without_partial)  # cached, for backward, which asks for every tensor
 
 
 def dual_layout(layout: Layout) -> Layout:

@@ -13,10 +13,10 @@ from .steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceExch
 
 
 class Move(NamedTuple):
-    """A step between two specs, before it gets its layouts."""
+    """A step between two specs, not yet with layouts."""
 
     kind: type[Step]  # class of the step
-    axes: tuple[str, ...]  # axes that the step changes; empty for a step with a target
+    axes: tuple[str, ...]  # axes changed by the step; empty for a step with a target
     dims: tuple[int, ...]  # the dims of these axes; for AllToAll, the dims before and after
     after: Spec  # spec after the step
     traffic: Traffic
@@ -82,7 +82,7 @@ class Moves:
     def reduce(self, spec: Spec, scattered: Mapping[str, int], all_reduced: tuple[str, ...]) -> Way:
         """A reduce-scatter over `scattered`, then an all-reduce over `all_reduced`.
 
-        scattered: axis -> the dim that it shards afterwards.
+        scattered: axis -> the dim sharded by the axis afterwards.
         """
         way: Way = []
         axes, dims = tuple(scattered), tuple(scattered.values())

@@ -28,7 +28,7 @@ LISTED = 16  # ranks at most whose bytes are listed rank by rank
 class Plan:
     """The steps that bring a tensor from the layout `src` to the layout `dst`; the same on every rank.
 
-    `plan()` makes it. shape, dtype: of the global tensor. topology: the links that the plan was made for.
+    `plan()` makes it. shape, dtype: of the global tensor. topology: the links assumed by the search.
     """
 
     src: Layout
@@ -56,17 +56,17 @@ class Plan:
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     def received_bytes(self, rank: int) -> int:
-        """Bytes that `rank` receives from other ranks; `costs.py` states the algorithms counted."""
+        """Bytes received by `rank` from other ranks; `costs.py` states the algorithms counted."""
         return self.dtype.itemsize * sum(self._each(received_elements, rank))
 
     @cached_property
     def max_received_bytes(self) -> int:
-        """Bytes received by the rank that receives most. Cost: computes the bytes of all ranks."""
+        """Bytes received by the busiest rank. Cost: computes the bytes of all ranks."""
         return max(self.received_bytes(rank) for rank in self.ranks)
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that some rank must receive under any plan; see `bounds.py`."""
+        """Bytes received by the busiest rank under any plan, at least; see `bounds.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
         )
@@ -104,7 +104,7 @@ class Plan:
         """The plan of the gradients, from the result's gradient to the source's: the dual of each step, in reverse.
 
         The gradient of a replicated value is Partial("sum"), and the gradient of a Partial("sum") value is replicated.
-        The transpose of the transpose is an equal plan. Raises LayoutError for reductions that are not sums.
+        The transpose of the transpose is an equal plan. Raises LayoutError for reductions other than sums.
         """
         steps = (dual(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
         src, dst = dual_layout(self.dst), dual_layout(self.src)
@@ -138,7 +138,7 @@ class Plan:
         ]
 
     def _received_by_each(self) -> list[str]:
-        """A line with the bytes received by each rank. None if all are equal, or for more than LISTED ranks."""
+        """A line with the bytes received by each rank; no line where all are equal, or for more than LISTED ranks."""
         received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
         if len(self.ranks) > LISTED or len(set(received.values())) == 1:
             return []
@@ -171,7 +171,7 @@ def plan(
         fewest bytes received by the busiest rank.
     memory_limit: bytes that may be alive at the same time on a rank: the source, a step's input, its result and
         buffers.
-    Raises LayoutError where a layout shards a dim that the shape does not have, and where the reductions of the
+    Raises LayoutError where a layout shards a dim outside the shape, and where the reductions of the
     layouts cannot be combined or do not exist for the dtype.
     Raises LayoutError where every plan found exceeds the memory limit.
     """
@@ -219,6 +219,6 @@ def _plan(
 
 
 def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:
-    """Whether the meshes of the layouts have the same axes and ranks, but for the order of axes."""
+    """Whether the two meshes have the same axes and ranks, apart from the order of the axes."""
     names = src.mesh.axis_names
     return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh

@@ -1,11 +1,11 @@
-"""The traffic of a move, from sizes alone: messages and elements that the busiest rank receives on each axis.
+"""The traffic of a move, from sizes alone: messages and elements received by the busiest rank on each axis.
 
-Every part is taken to be as large as the first rank's. Where sizes divide evenly this is exact; where they do not, it
-counts padding. The algorithms counted:
+Every part is taken to be as large as the first rank's. This is exact where sizes divide evenly, and
+otherwise counts padding. The algorithms counted:
 
 all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on each axis in turn
 all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements
-all-to-all, exchange         the elements that a rank needs and lacks, from the nearest holders
+all-to-all, exchange         the elements needed and lacked by a rank, from the nearest holders
 slice, make-partial          nothing
 
 A message uses the slowest of the axes in which its two ranks differ.
@@ -87,7 +87,7 @@ class Sizes:
         return traffic
 
     def _exchanged(self, src: Spec, dst: Spec) -> Traffic:
-        """Traffic of an exchange: elements that a rank lacks come from the nearest holder."""
+        """Traffic of an exchange: missing elements come from the nearest holder."""
         part = max(1, self.local(src))
         found, traffic = self.overlap(src, dst), {}
         near: set[str] = set()
@@ -100,7 +100,7 @@ class Sizes:
         return traffic
 
     def overlap(self, src: Spec, dst: Spec) -> int:
-        """Elements that a rank needs under `dst` and holds under `src`, on the rank with the fewest.
+        """Elements needed under `dst` and held under `src`, on the rank with the fewest.
 
         0 where both specs cut a dim in different ways. Otherwise the last part's elements, the smallest part.
         """

@@ -30,7 +30,7 @@ def cheapest(
     """Steps from `src` to `dst`, layouts of the same mesh; None where `fits` accepts none of the ways found.
 
     topology: with it, the steps take the fewest seconds for elements of `itemsize` bytes. Without it, the busiest rank
-        receives the fewest elements, and among such steps the fewest transfers are made.
+        receives the fewest elements, and among equals the fewest transfers are made.
     fits: whether steps are acceptable, as within a memory limit; by default all are.
     The layouts must have passed `layouts.check_reductions`.
     """
@@ -74,7 +74,7 @@ def _seconds(move: Move, itemsize: int, topology: Links) -> float:
 
 
 def _steps(way: Way, task: Task) -> tuple[Step, ...]:
-    """The steps of a way, with the layouts that the steps need."""
+    """The steps of a way, with their layouts."""
     mesh, unreduced = task.src.mesh, set(task.reduced)
     passing = {axis: task.src[axis] for axis in mesh.axis_names if isinstance(task.src[axis], Partial)}
     steps: list[Step] = []

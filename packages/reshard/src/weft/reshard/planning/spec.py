@@ -1,4 +1,4 @@
-"""Specs: for each dim of a tensor, the axes that shard the dim, major first."""
+"""Specs: for each dim of a tensor, the axes sharding the dim, major first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cutting(spec: Spec) -> set[str]:
 
 
 def appended(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
-    """`spec` with more axes that shard, each as the minor axis of its dim.
+    """`spec` with axes added, each as the minor axis of its dim.
 
     where: pairs of an axis and a dim. A pair without a dim, or whose axis already shards the dim, is skipped.
     """

@@ -37,7 +37,7 @@ class Task:
         return cls(src, sizes, start, end, reduced, op, whole, last)
 
     def floor(self) -> int:
-        """Elements that the busiest rank receives at least, if all sizes divide evenly; see `bounds.py`."""
+        """Elements received by the busiest rank at least, if all sizes divide evenly; see `bounds.py`."""
         need = self.sizes.local(self.end)
         if not self.reduced:
             return need - self.sizes.overlap(self.start, self.end)
@@ -47,9 +47,9 @@ class Task:
         return max(need, need * (self.sizes.parts(self.reduced) + copies - 2) // copies)
 
     def all_cut(self) -> bool:
-        """Whether a ReduceExchange can do the task: every axis taking part shards a dim at the end.
+        """Whether every axis taking part shards a dim at the end, and shards a dim or is reduced at the start.
 
-        At the start, each of these axes must shard a dim or be reduced.
+        A ReduceExchange needs this.
         """
         start, end = cutting(self.start), cutting(self.end)
         taking = {*moving(self.start, self.end), *self.reduced}

@@ -59,7 +59,7 @@ class Ways:
     def _around(self, src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec]]:
         """Specs (ahead, behind) around an exchange: `src` is sliced into `ahead`, and `dst` is gathered from `behind`.
 
-        An axis that replicates in `dst` may shard a dim of `behind`, and be gathered last.
+        An axis replicated in `dst` may shard a dim of `behind`, and be gathered last.
         """
         shardable = cutting(src) | {*self.task.whole}  # the other axes are still Partial
         idle = [axis for axis in self.task.sizes.axes if axis in shardable - cutting(dst)]
@@ -109,7 +109,7 @@ class Ways:
     def _scatterings(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Pairs of axes: reduced axes to scatter, and replicated axes to slice before.
 
-        Reduced axes that are not scattered are all-reduced.
+        The remaining reduced axes are all-reduced.
         """
         at_end = tuple(
             axis for axis in self._in_end_order(self.task.whole) if any(axis in order for order in self.task.end)
@@ -131,7 +131,7 @@ class Ways:
     def _dims(self, axis: str) -> list[int]:
         """The dims to scatter or slice `axis` over: the dim sharded by the axis at the end, where there is one.
 
-        Otherwise all dims, or only the first if the search is not thorough. Dims that divide evenly come first, then
+        Otherwise all dims, or only the first if the search is not thorough. Evenly divisible dims come first, then
         dims that can be gathered to the end spec, then larger dims.
         """
         for dim, order in enumerate(self.task.end):
