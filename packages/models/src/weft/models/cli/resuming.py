@@ -43,9 +43,7 @@ def resume_options() -> argparse.ArgumentParser:
 
 
 def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
-    """The checkpoint to resume from; None for a new run, and if the output folder has none. Raises as
-    `find_to_resume`.
-    """
+    """The checkpoint to resume from; None for a new run, or without a checkpoint. Raises as `find_to_resume`."""
     if resume == NEWEST:
         return None if output is None else newest_complete(output)[0]
     return None if resume is None else find_to_resume(Path(resume))
@@ -54,8 +52,8 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
 def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
     """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
 
-    The file may come from a stranger. With --resume without a PATH, the folder is --output itself, and the trackers
-    stay.
+    The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are
+    kept.
     """
     given, _ = resume_options().parse_known_args(arguments)
     return ("output", "resume", "profile", *(() if given.resume == NEWEST else ("track",)))

@@ -95,8 +95,8 @@ def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None =
 
     origin: the folder of --from. outside: the config of the user's model class. Sequences are cut to the model's
     length.
-    Raises ValueError for an unknown recipe, for a folder without a known model, and for two models (--model, and the
-    folder's).
+    Raises ValueError for an unknown recipe, for a folder without a known model, and if --model and --from both give a
+    model.
     """
     if name is not None:
         base = recipe(name)
@@ -161,10 +161,10 @@ def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelC
 
 
 def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:
-    """Raise ValueError if a --model option contradicts the config of the model in the folder `path`, with both
-    values.
+    """Raise ValueError if a --model option contradicts the config of the model in the folder `path`.
 
-    Values are compared before a config is made, because sizes of two models may not form a valid config.
+    The error shows both values. Values are compared before a config is made, because the sizes of two models may not
+    form a valid config.
     """
     options = _options_of_model(arguments)
     if not options:
