@@ -72,7 +72,7 @@ def test_what_plans_does_not_import_what_runs() -> None:
 def test_dtensor_is_used_by_its_public_names(package: str) -> None:
     """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long."""
     for path in sources(package):
-        allowed = {"_spec"} if module_name(path) == "weft.reshard.running.dtensor" else set()
+        allowed = {"_spec"} if module_name(path) == "weft.reshard.moving.dtensor" else set()
         text = path.read_text()
         assert private_dtensor_uses(text, imports_of(path)) == allowed, path
         assert not list(redistributions(text)), f"{path}: data is moved by weft.reshard, never by redistribute"
@@ -174,7 +174,11 @@ def test_all_that_is_excepted_is_imported() -> None:
 
 
 def test_modules_that_know_ranks_are_told_by_their_names() -> None:
-    known = {"weft.kernels.sharded", "weft.kernels.rope.sharded", "weft.kernels.cross_entropy.sharded.gather.Along"}
+    known = {
+        "weft.kernels.dispatch.sharded",
+        "weft.kernels.rope.sharded",
+        "weft.kernels.cross_entropy.sharded.gather.Along",
+    }
     assert sharded_modules(known | {"weft.kernels.cross_entropy.options", "elsewhere.sharded"}) == known
 
 

@@ -74,7 +74,7 @@ def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What rank 0 makes of the arguments of `weft train`, in a folder with a text, on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("warp and weft. " * 200)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
 
     def settle(arguments: list[str], count: int | None) -> Run:
         if count is not None:

@@ -21,7 +21,7 @@ from tests.support.limits import PATIENCE
 PROGRAM = """
 import os, signal, sys, tempfile, time
 from pathlib import Path
-from weft.models.train.processes import ProcessFailed, run_together
+from weft.models.processes import ProcessFailed, run_together
 
 PATIENCE = 5.0
 
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 # Starts one that ends with it, as a launcher of another make would, and waits.
 LAUNCHER = """
 import subprocess, sys
-computes = "from weft.models.train.processes import end_with_parent; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
+computes = "from weft.models.processes import end_with_parent; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
 subprocess.run([sys.executable, "-c", computes])
 """
 

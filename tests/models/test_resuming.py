@@ -19,11 +19,11 @@ from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
+from weft.models.train.checkpoints import check_same_run, describe_run
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
 from weft.models.train.folder import check_again
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
-from weft.models.train.saved import check_same_run, describe_run
 from weft.models.train.toml import as_toml, check_sum, with_sum
 
 from tests.models.metrics import some_metrics
@@ -38,7 +38,7 @@ TEXT = "what was saved is whole. " * 40
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """That of a run in the folder `run` with a checkpoint of step 4, where these tests stand."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     Path("text.txt").write_text(TEXT)

@@ -10,15 +10,12 @@ if TYPE_CHECKING:
     from .checkpoint.adapters import load_lora, save_lora
     from .checkpoint.huggingface import from_pretrained, save_pretrained
     from .checkpoint.states import load_checkpoint, read_run, save_checkpoint
-    from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
     from .gpt.model import GPT
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
-    from .memory import Memory, predict_memory
-    from .microbatches import forward_backward
     from .parallel import (
         Batch,
         ColwiseParallel,
@@ -36,9 +33,12 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
-    from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
-    from .schedules.plan import PipelinePlan
+    from .schedules.pipeline_plan import PipelinePlan
+    from .step.communication import Communication
+    from .step.forward_backward import forward_backward
+    from .step.memory import Memory, predict_memory
+    from .step.record import record
     from .train.optimizer import clip_gradients
 
 _HOMES = {

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.kernels.order import Runs, as_laid, as_read
+from weft.kernels.dispatch.token_order import Runs, as_laid, as_read
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.mesh.extents import chunk
-from weft.reshard.running.dtensor import as_process_mesh, wrap
-from weft.reshard.running.groups import this_rank
+from weft.reshard.moving.dtensor import as_process_mesh, wrap
+from weft.reshard.world.groups import this_rank
 
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS

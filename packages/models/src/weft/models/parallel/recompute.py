@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from weft.kernels.backend import is_compiling
-from weft.reshard.running.received import giving, keeping
-from weft.reshard.running.traced import COMMUNICATING
+from weft.kernels.dispatch.backend import is_compiling
+from weft.reshard.moving.compiled import COMMUNICATING
+from weft.reshard.moving.executor import giving, keeping
 
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest

@@ -10,12 +10,19 @@ from typing import Annotated, Any, Literal
 
 from weft.mesh.process_mesh import MOST_RANKS
 
+from ..checks import (
+    LARGEST,
+    check_above_zero,
+    check_at_least,
+    check_at_most,
+    check_decay_rates,
+    check_head_degrees,
+    divisors,
+)
 from ..config import ModelConfig, shown
 from ..data.sources import Data
-from ..degrees import check_head_degrees, divisors
-from ..schedules.bubble import Name as Schedule
-from ..schedules.plan import PipelinePlan, Split
-from .bounds import LARGEST, check_above_zero, check_at_least, check_at_most, check_decay_rates
+from ..schedules.pipeline_plan import PipelinePlan, Split
+from ..schedules.schedule import Name as Schedule
 
 MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 Context = Literal["all_gather", "ulysses"]
@@ -387,7 +394,7 @@ def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
     import torch  # imported here because torch takes seconds
 
     from ..parallel.pipeline.cut import ranges_of
-    from .outside import make_model_of
+    from .model_class import make_model_of
 
     with torch.device("meta"):
         model = make_model_of(config.model, config.model_class)

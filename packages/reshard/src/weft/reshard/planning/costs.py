@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
-from weft.mesh import Layout
-from weft.mesh.extents import largest_part
+from weft.mesh import Layout, Partial, Replicate, Shard
+from weft.mesh.extents import largest_part, overlap, volume
 
 from .exchange import Messages, messages_of, run_of
-from .layouts import dual_layout
+from .layouts import dual_layout, spec_of
 from .links import Links
-from .pricing import sizes_of
-from .spec import spec_of
+from .moves import sizes_of
 from .steps import (
     AllGather,
     AllReduce,
@@ -40,6 +40,8 @@ from .steps import (
     dims_of,
     follow,
 )
+
+LOOKED_AT = 4096  # ranks inspected; the busiest of the first ranks bounds the busiest of all from below
 
 
 def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
@@ -129,3 +131,68 @@ def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int
     axes = () if isinstance(step, Targeted) else axes_of(step)
     moved = sizes.traffic(type(step), axes, src, dst, getattr(step, "apart", ()))
     return topology.seconds({axis: (messages, elements * itemsize) for axis, (messages, elements) in moved.items()})
+
+
+def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
+    """Elements received by the busiest rank from `src` to `dst` under any plan, at least."""
+    shape = tuple(shape)
+    if src.mesh != dst.mesh:
+        return _across(src, dst, shape)
+    triples = list(zip(src.mesh.axis_names, src.placements, dst.placements, strict=True))
+    reduced = [a for a, p, q in triples if isinstance(p, Partial) and not isinstance(q, Partial)]
+    shared = [a for a, p, q in triples if isinstance(p, Shard) and isinstance(q, Partial)]
+    if shared:
+        return _shared(src, dst, shape, reduced, shared)
+    busiest = _needed_and_not_held(src, dst, shape, reduced=bool(reduced))
+    if not reduced:
+        return busiest
+    mesh = src.mesh
+    addends = mesh.axis_size(*reduced)
+    values = [a for a, p, q in triples if not isinstance(p, Partial) and isinstance(q, Partial)]
+    passing = [a for a, p, q in triples if isinstance(p, Partial) and isinstance(q, Partial)]
+    if values:
+        return busiest
+    instances = mesh.axis_size(*passing)
+    parts = mesh.axis_size(*(axis for order in dst.shard_order.values() for axis in order))
+    copies = mesh.size // instances // parts
+    elements = math.prod(shape) * instances
+    messages = elements * (addends + copies - 2)
+    if mesh.size <= LOOKED_AT:
+        already_there = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
+        messages += max(0, elements - already_there)
+    return max(busiest, -(-messages // mesh.size))
+
+
+def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, reduced: bool) -> int:
+    """The most elements needed and not held by a rank. reduced: held elements are addends, and do not count."""
+    most = 0
+    for rank in islice(dst.mesh, LOOKED_AT):
+        need = dst.local_slices(shape, rank)
+        needed = volume(need)
+        if needed > most:
+            held = 0 if reduced else volume(overlap(need, src.local_slices(shape, rank)))
+            most = max(most, needed - held)
+    return most
+
+
+def _across(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
+    """The bound between two meshes: the elements needed and not held by a rank.
+
+    Where the source must be reduced, all elements needed by a rank count.
+    """
+    target = dst.replace(**{axis: Replicate() for axis in dst.mesh.axis_names if isinstance(dst[axis], Partial)})
+    return _needed_and_not_held(src, target, shape, reduced=src.is_partial())
+
+
+def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str], shared: list[str]) -> int:
+    """The bound of Shard -> Partial: the ranks along `shared` need together the elements held by none of them."""
+    if reduced:
+        return 0
+    most = 0
+    for rank in islice(dst.mesh, LOOKED_AT):
+        group = dst.mesh.submesh(rank, *shared)
+        assert group is not None, "a rank of the mesh"
+        need = dst.local_slices(shape, rank)
+        held = sum(volume(overlap(need, src.local_slices(shape, member))) for member in group)
+        most = max(most, -(-(volume(need) - held) // group.size))
+    return most

@@ -17,7 +17,7 @@ from itertools import product
 from weft.mesh import Layout
 from weft.mesh.extents import Box, overlap, volume
 
-from .spec import moving, spec_of
+from .layouts import moving, spec_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from weft.mesh import Layout, LayoutError
 
 from .costs import backwards
 from .exchange import messages_of, within
-from .identities import identity, reduced
+from .layouts import identity, reduced
 from .plan import Plan
 from .steps import (
     AllGather,
