@@ -1,4 +1,9 @@
-"""Combines the statistics of all shards into each row's loss and the scalars of each row's gradient."""
+"""Combines the statistics of all shards into each row's loss and the scalars of each row's gradient.
+
+Token accuracy: whether a token's class has the largest logit.
+
+Each shard computes one further statistic, in the same pass over the logits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Questions about how code runs on a tensor: with Triton or plain torch, eager or traced. Ops ask here alone."""
+"""Questions about how code runs on a tensor: with Triton or plain torch, eager or traced. Ops ask here alone.
+
+Checks of operands' dtypes, run in every call of an op: nothing is allocated.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """grouped_matmul of local tensors, forward and backward.
 
 The products are custom ops of torch: where groups end is not known while tracing.
+
+Checks of the arguments of grouped_matmul: shapes, dtypes, scales and offsets.
 """
 
 from __future__ import annotations

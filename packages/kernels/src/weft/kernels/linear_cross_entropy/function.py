@@ -3,6 +3,8 @@
 For a scalar upstream gradient, forward computes the gradients as if it were 1, from each chunk's logits: three GEMMs
 a chunk. Backward multiplies the gradients by the upstream gradient. Otherwise backward computes the logits again:
 four GEMMs a chunk.
+
+Checks of the operands of linear cross-entropy's matrix product. Cross-entropy checks the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The gradients of the matrix product, as sums over chunks: of weight and bias in float32 or in 24 bits."""
+"""The gradients of the matrix product, as sums over chunks: of weight and bias in float32 or in 24 bits.
+
+Sums of matrix products kept in 24 bits, and rounded to bfloat16 after the last addition.
+
+The 24 bits are the upper bits of a float32. 16 of them are in the result's memory, and 8 in extra memory; a float32
+sum would need 16 extra bits. Each partial sum is rounded by at most 2**-16 of its value. Even if all ADDITIONS
+roundings err the same way, they add up to a quarter of the error of rounding the largest partial sum to bfloat16.
+Usually they are far less.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The manifest of a checkpoint: the tensors, which file holds which part of each, and the checksums of all files.
 
 The manifest is JSON and is written last, so a folder with a manifest is complete. Nothing here needs torch.
+
+Checks that a tensor's parts in a manifest cover the tensor exactly once. Nothing here needs torch.
 """
 
 from __future__ import annotations

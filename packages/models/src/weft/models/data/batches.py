@@ -1,4 +1,7 @@
-"""Batches of a run's data, in an order independent of meshes, workers and restarts."""
+"""Batches of a run's data, in an order independent of meshes, workers and restarts.
+
+Reads the next step's batch while the current step is computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The manifest of a prepared folder: the contents of its shards, with checksums. Written last."""
+"""The manifest of a prepared folder: the contents of its shards, with checksums. Written last.
+
+The tokens around each document of a prepared folder.
+"""
 
 from __future__ import annotations
 

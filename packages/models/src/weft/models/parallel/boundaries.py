@@ -1,4 +1,7 @@
-"""Forward hooks resharding activations at the boundaries of tensor-parallel layers."""
+"""Forward hooks resharding activations at the boundaries of tensor-parallel layers.
+
+The hooks of `PrepareInput` and `PrepareOutput`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Styles, which a plan gives to modules: the layout of a module's parameters, inputs and outputs."""
+"""Styles, which a plan gives to modules: the layout of a module's parameters, inputs and outputs.
+
+The mesh axes known to parallel plans, by name.
+"""
 
 from __future__ import annotations
 

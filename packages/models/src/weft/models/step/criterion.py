@@ -1,4 +1,12 @@
-"""Weights a criterion: the losses of microbatches and ranks then add up to the loss of the whole batch."""
+"""Weights a criterion: the losses of microbatches and ranks then add up to the loss of the whole batch.
+
+Weights of microbatches, and of each rank's rows, in the mean of a criterion without a parameter `denominator`.
+
+The criterion is probed by calls on random numbers. The loss is assumed to be N / D, where N and D are sums over
+tokens, and D depends only on targets. The probe appends a row R of tokens to the rows M of a microbatch, and scales
+R's output; N(R) grows by some x. The loss of R alone grows by x / D(R), and the loss of M and R together by x / (D(M)
++ D(R)). The ratio of both growths gives D(M) / D(R).
+"""
 
 from __future__ import annotations
 

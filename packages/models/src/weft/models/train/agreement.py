@@ -1,6 +1,17 @@
-"""Find the silent ranks after a collective has timed out.
+"""What the ranks of a run agree on: the rendezvous at the start, the step at which a signal stops the run, and the
+names of silent ranks after a timeout.
+
+Find the silent ranks after a collective has timed out.
 
 `train` asks with `RollCall.call`, and the run ends with an error naming these ranks.
+
+Rendezvous of a launcher's processes, including restarts after a failure.
+
+`launch` calls `meet` before initializing the process group.
+
+Stop a run on SIGTERM or Ctrl-C after the same step on every rank.
+
+The training loop uses a single `StopVote` per run.
 """
 
 from __future__ import annotations

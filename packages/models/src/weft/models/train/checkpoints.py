@@ -1,6 +1,12 @@
-"""Checkpoints of a run: writing in the background from a copy, and resuming.
+"""Checkpoints of a run: saving and resuming, and the JSON document about the run in each checkpoint.
+
+Checkpoints of a run: writing in the background from a copy, and resuming.
 
 The training loop makes a `Saver` on every rank.
+
+The JSON document about the run in each checkpoint: written, read back, and compared with a resumed run.
+
+`Saver` writes the document; `Saver.resume` and `weft train --resume` read the document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The output of `weft explain`: a training step, computed on shapes without weights or processes."""
+"""The output of `weft explain`: a training step, computed on shapes without weights or processes.
+
+The facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a step run on shapes.
+
+`Trainer` builds on an `Outline`; `weft explain` prints the facts, without weights or processes.
+"""
 
 from __future__ import annotations
 

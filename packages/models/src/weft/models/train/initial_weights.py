@@ -1,6 +1,10 @@
-"""The folder of `--from`, with a new run's model: find it, read its config, and compare it with the run.
+"""A run's initial weights: drawn from the seed, or loaded from the folder of `--from`.
+
+The folder of `--from`, with a new run's model: find it, read its config, and compare it with the run.
 
 The command calls these functions before torch is imported; the weights are loaded later, by beginning.py.
+
+Initial weights of a run: drawn from the seed, or loaded from a folder. Called by `Trainer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""Floating-point operations of a training step, and the peak of the chip, for the metrics tflops and mfu."""
+"""Measurements of a training step: floating-point operations, memory, collectives issued, and profiler traces.
+
+Floating-point operations of a training step, and the peak of the chip, for the metrics tflops and mfu.
+
+Memory used by this process, and memory of the device. `Trainer` logs both.
+
+Count the collectives really issued by a step, by watching torch's dispatcher.
+
+`Trainer.first_step` compares the count with the prediction, and tests assert the count.
+
+torch profiler traces of a few steps, a file per rank (`--profile`).
+"""
 
 from __future__ import annotations
 

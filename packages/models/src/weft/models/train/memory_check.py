@@ -2,6 +2,10 @@
 
 Counts the bytes that every run needs: parameters, gradients and the optimizer's state. `weft train` calls
 `check_room`.
+
+The memory of this machine's CPU and GPUs, to check whether a run fits.
+
+Asks the kernel and the CUDA driver directly, because importing torch takes seconds.
 """
 
 from __future__ import annotations

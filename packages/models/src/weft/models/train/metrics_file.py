@@ -1,4 +1,9 @@
-"""Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot."""
+"""metrics.jsonl of a run: appending without following links is in files.py; reading back and plotting are here.
+
+Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot.
+
+Plots of a run's loss and speed from metrics.jsonl: on the terminal, and as a picture file.
+"""
 
 from __future__ import annotations
 

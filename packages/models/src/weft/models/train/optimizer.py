@@ -1,4 +1,9 @@
-"""Optimizers of torch by name, and gradient clipping. Called by `Trainer`, the training step and `weft explain`."""
+"""A run's optimizer and the learning rate of each step.
+
+Optimizers of torch by name, and gradient clipping. Called by `Trainer`, the training step and `weft explain`.
+
+The learning rate of each step of a run, for `Trainer.step`.
+"""
 
 from __future__ import annotations
 

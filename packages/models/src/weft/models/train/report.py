@@ -1,4 +1,11 @@
-"""The terminal output of a training run, printed by `Report` on rank 0, in the order of the run."""
+"""What a training run prints: `Report`, and the commands suggested at the end.
+
+The terminal output of a training run, printed by `Report` on rank 0, in the order of the run.
+
+Commands to try after a run, printed as the last lines.
+
+The commands fit the run's data, options and number of processes, and the way the processes were started.
+"""
 
 from __future__ import annotations
 

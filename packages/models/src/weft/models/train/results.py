@@ -1,4 +1,9 @@
-"""The files of a training run, without checkpoints: configuration, plan, metrics, curves and the final model."""
+"""The files and trackers that receive a run's results while the run trains.
+
+The files of a training run, without checkpoints: configuration, plan, metrics, curves and the final model.
+
+Send metrics also to TensorBoard or Weights & Biases (`--track`), for `Results`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 `Pending` runs a generator, with time for other work between start and wait. Callers are the executor for the steps
 of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file decides how a backend
 performs a collective: on gloo, all-gathers and reduce-scatters go as all-to-alls.
+
+Measures how long a process waits for collectives; the training loop of weft.models logs the time.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Each step is a generator: it yields every collective that it starts, and returns the local tensor after the step.
 `execute` waits for each collective at once; with `started`, the caller computes something else between start and
 wait.
+
+Keeps the tensors that reshards receive in forward, and returns them while a recomputation repeats the forward.
+
+Selective recomputation (weft.models' parallel/recompute.py) uses this to send nothing twice. The executor starts
+every plan with communication by `run_or_replay`.
 """
 
 from __future__ import annotations

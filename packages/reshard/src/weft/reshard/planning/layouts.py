@@ -1,4 +1,11 @@
-"""Functions of layouts for resharding: duals, layouts of gradients, checks of reductions."""
+"""Layouts as the planner uses them: duals, gradients' layouts, identities of Partial ops, and specs.
+
+Functions of layouts for resharding: duals, layouts of gradients, checks of reductions.
+
+Identity elements and results of the ops of Partial.
+
+Specs: for each dim of a tensor, the axes sharding the dim, major first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Moves: single steps between specs, with their traffic. Ways, which the search compares, are lists of moves."""
+"""Moves: single steps between specs, with their traffic. Ways, which the search compares, are lists of moves.
+
+The traffic of a move, from sizes alone: messages and elements received by the busiest rank on each axis.
+
+Every part is taken to be as large as the first rank's. This is exact where sizes divide evenly, and
+otherwise counts padding. The algorithms counted:
+
+all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on each axis in turn
+all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements
+all-to-all, exchange         the elements needed and lacked by a rank, from the nearest holders
+slice, make-partial          nothing
+
+A message uses the slowest of the axes in which its two ranks differ.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose."""
+"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose.
+
+The steps of a plan as text and pictures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Search for the cheapest steps between two layouts of a mesh."""
+"""Search for the cheapest steps between two layouts of a mesh.
+
+The task of a search: the spec to start from, the spec to reach, and the axes to reduce on the way.
+
+Ways from one layout of a mesh to another: lists of moves, which the search prices.
+
+Moves have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable collective
+communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, an exchange of
+the elements needed and lacked by each rank attains the lower bound alone. Gathers come first, and are taken where they
+attain the bound, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`Leaf`: what GradientSync keeps about a parameter and its gradients; `Form`: a gradient's layout and dtype."""
+"""A parameter's gradient on the way to its layout: the state kept for it, and the placeholder in `.grad`.
+
+`Leaf`: what GradientSync keeps about a parameter and its gradients; `Form`: a gradient's layout and dtype.
+
+`Waiting`: the placeholder in a parameter's `.grad` while the gradient is being synchronized.
+
+`weakly`: hooks that do not keep objects alive.
+"""
 
 from __future__ import annotations
 

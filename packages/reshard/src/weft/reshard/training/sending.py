@@ -1,4 +1,9 @@
-"""`Sending`: fills buckets with gradients, starts the collectives of full buckets, and gives the sums to leaves."""
+"""Sends gradients to their layouts: while backward runs, and the rest at `GradientSync.wait()`.
+
+`Sending`: fills buckets with gradients, starts the collectives of full buckets, and gives the sums to leaves.
+
+Sends the remaining gradients at `GradientSync.wait()`, in the same order on all ranks, whichever they have.
+"""
 
 from __future__ import annotations
 

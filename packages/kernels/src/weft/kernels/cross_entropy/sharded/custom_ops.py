@@ -1,4 +1,7 @@
-"""cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes."""
+"""cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes.
+
+cross_entropy's custom ops on DTensors: unwrap the operands and run the same ops on local tensors.
+"""
 
 from __future__ import annotations
 

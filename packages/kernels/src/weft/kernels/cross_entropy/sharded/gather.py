@@ -1,6 +1,10 @@
-"""All-gathers of the shards' statistics, and all-reduces of sums over tokens, over process groups.
+"""Communication of cross-entropy on shards: gathers of statistics, sums over tokens, and checks among ranks.
+
+All-gathers of the shards' statistics, and all-reduces of sums over tokens, over process groups.
 
 In `vocab_parallel_cross_entropy` the all-gather also tells every rank which ranks have failed.
+
+The numbers gathered with the statistics in `vocab_parallel_cross_entropy`, and the checks of these numbers.
 """
 
 from __future__ import annotations

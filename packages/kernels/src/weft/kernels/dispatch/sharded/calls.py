@@ -1,4 +1,11 @@
-"""`Call`: an op on operands of given kinds, made once for each kind. The cache lasts as long as the process groups."""
+"""`Call`: an op on operands of given kinds, made once for each kind. The cache lasts as long as the process groups.
+
+Ops with operands on two meshes, one a refinement of the other, with axes split in parts. The finer mesh is used.
+
+An example is attention with more ranks than key heads: queries are on the model's mesh, and keys on a mesh that
+splits the tp axis into one part over the heads and one over their copies. Each output and gradient is expressed on
+the coarser mesh if possible. Nothing is moved between ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The autograd functions of ops: on plain tensors, on DTensors, and on DTensors for ops differentiated by torch."""
+"""The autograd functions of ops: on plain tensors, on DTensors, and on DTensors for ops differentiated by torch.
+
+`apply` and `apply_many`: run an `Op` on plain tensors and on DTensors.
+
+Ops have no second derivatives: asking for a second derivative raises an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`Sharding`, the answer of an op's layout rule, and helpers for rules to build one."""
+"""`Sharding`, the answer of an op's layout rule, and helpers for rules to build one.
+
+Checks the devices of an op's operands.
+"""
 
 from __future__ import annotations
 

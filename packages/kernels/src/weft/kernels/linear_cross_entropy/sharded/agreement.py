@@ -1,4 +1,9 @@
-"""The sizes to compare among the ranks of a group before the gathers of the parts, and the checks of the operands."""
+"""Agreement of the ranks before linear cross-entropy gathers: sizes, operands and failures are compared.
+
+The sizes to compare among the ranks of a group before the gathers of the parts, and the checks of the operands.
+
+Compares the ranks' sizes and failures, by one all-gather before the gathers of the parts.
+"""
 
 from __future__ import annotations
 

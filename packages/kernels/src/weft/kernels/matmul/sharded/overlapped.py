@@ -1,4 +1,10 @@
-"""all_gather_matmul and matmul_reduce_scatter: products which overlap their collective, one rank's part at a time."""
+"""all_gather_matmul and matmul_reduce_scatter: products which overlap their collective, one rank's part at a time.
+
+All-gather and reduce-scatter over a process group in steps, which overlap transfers with computation.
+
+A step moves the part of one member. Every rank sends its parts directly to each other rank: the same bytes as an
+all-gather or a reduce-scatter, without waiting for a ring. All transfers run beside the work on the rank's own part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where a model is cut: the layers, and the modules and parameters around them, that each stage has."""
+"""Where a model is cut: the layers, and the modules and parameters around them, that each stage has.
+
+Which modules and parameters each layer of a model reads.
+
+Found by running the model's own forward on shapes, and following the autograd graph.
+"""
 
 from __future__ import annotations
 
