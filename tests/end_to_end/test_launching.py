@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli.train import _settle
-from weft.models.train.config import Run
 from weft.models.train.folder import CONFIG
 from weft.models.train.launch import CPU_PROCESSES
+from weft.models.train.run import Run
 from weft.models.train.toml import as_toml
 
 from tests.architecture.rules import ROOT

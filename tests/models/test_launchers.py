@@ -16,9 +16,9 @@ from weft.models.cli import main
 from weft.models.data.text import Corpus
 from weft.models.train import agreement, launch
 from weft.models.train.agreement import meet
-from weft.models.train.config import Run
 from weft.models.train.launch import OF_A_LAUNCHER, adopt_launcher, first_host, has_launcher, world_of
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE

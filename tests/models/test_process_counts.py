@@ -9,8 +9,9 @@ import pytest
 from weft.models.cli import main
 from weft.models.cli import train as train_command
 from weft.models.cli.settings import sizes_for_processes
-from weft.models.train.config import MeshConfig, Run, TrainConfig
+from weft.models.train.config import MeshConfig, TrainConfig
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from weft.models import predict_memory
 from weft.models.cli import main
 from weft.models.data.text import Corpus
 from weft.models.train import memory_check
-from weft.models.train.config import OPTIMIZERS, MeshConfig, OptimizerConfig, Run
+from weft.models.train.config import OPTIMIZERS, MeshConfig, OptimizerConfig
 from weft.models.train.explanation import Outline
 from weft.models.train.memory_check import (
     Holding,
@@ -27,6 +27,7 @@ from weft.models.train.memory_check import (
 )
 from weft.models.train.optimizer import states_per_element
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 
 GIB = 2**30
 

@@ -14,10 +14,11 @@ from weft.models.cli.generate import GenerateOptions
 from weft.models.data.text import Corpus
 from weft.models.rope_scaling import LinearRopeScaling
 from weft.models.train import memory_check
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.memory_check import MachineMemory
 from weft.models.train.recipes import recipe
 from weft.models.train.report import suggestions
+from weft.models.train.run import Run
 
 TINY = recipe("llama-tiny")
 OTHER = replace(

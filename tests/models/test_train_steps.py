@@ -21,8 +21,9 @@ from weft.models.data.text import find_corpus
 from weft.models.step.communication import Phase
 from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.optimizer import clip_gradients, make_optimizer
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer, TrainingError
 from weft.reshard import GradientSync
 from weft.reshard.world.collective_bytes import Collective

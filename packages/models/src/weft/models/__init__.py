@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.pipeline_plan import PipelinePlan
+    from .step.clip import clip_gradients
     from .step.communication import Communication
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
     from .step.record import record
-    from .train.optimizer import clip_gradients
 
 _HOMES = {
     "load_lora": ".checkpoint.adapters",
@@ -49,15 +49,15 @@ _HOMES = {
     "load_checkpoint": ".checkpoint.states",
     "read_run": ".checkpoint.states",
     "save_checkpoint": ".checkpoint.states",
-    "Communication": ".communication",
+    "Communication": ".step.communication",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
-    "forward_backward": ".microbatches",
+    "forward_backward": ".step.forward_backward",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
-    "PipelinePlan": ".schedules.plan",
+    "PipelinePlan": ".schedules.pipeline_plan",
     "PositionParallel": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
@@ -69,14 +69,14 @@ _HOMES = {
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
-    "record": ".recording",
+    "record": ".step.record",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
-    "Memory": ".memory",
-    "predict_memory": ".memory",
-    "clip_gradients": ".train.optimizer",
+    "Memory": ".step.memory",
+    "predict_memory": ".step.memory",
+    "clip_gradients": ".step.clip",
 }  # public name -> module; `families.FAMILIES` adds the names of the model families
 __all__ = [
     "GPT",

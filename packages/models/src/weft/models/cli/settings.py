@@ -15,12 +15,13 @@ from typing import Any, get_type_hints
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from ..terminal import PROGRAM
-from ..train.config import MeshConfig, OptimizerConfig, TrainConfig, mesh_sizes, settled_plan
+from ..train.config import MeshConfig, OptimizerConfig, TrainConfig
 from ..train.folder import CONFIG, find_to_resume, newest_complete
 from ..train.initial_weights import contradictions, find_model, find_origin, model_of
 from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes, processes_for
 from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
+from ..train.run import mesh_sizes, settled_plan
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
 

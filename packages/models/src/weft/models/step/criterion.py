@@ -30,7 +30,6 @@ from weft.reshard.training.trees import tensors_of
 
 from ..parallel.pipeline.run import Microbatch, Pipeline
 
-Criterion = Callable[..., Tensor]
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
 CLASSES = 4  # candidates for the added row's class; not all may be ignored
 ALLOWED = 2e-5  # relative rounding error of a mean in float32

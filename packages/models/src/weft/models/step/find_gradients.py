@@ -19,10 +19,10 @@ from ..losses import LossSum, first_gradient, without_graph
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..tracing import traced
-from ..train.optimizer import clip_gradients
+from .clip import clip_gradients
 from .communication import Phase
+from .criterion import Criterion
 
-Criterion = Callable[[Any, Any], Tensor]
 Computing = Callable[[], AbstractContextManager[Any]]
 
 

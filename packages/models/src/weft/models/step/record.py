@@ -32,11 +32,9 @@ from ..parallel.plan import without_pipeline
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule
 from .communication import Communication, Phase
-from .criterion import ProbedCriterion, weighing
+from .criterion import Criterion, ProbedCriterion, weighing
 from .find_gradients import find_gradients
 from .forward_backward import divide
-
-Criterion = Callable[[Any, Tensor], Tensor]
 
 
 def record(

@@ -31,9 +31,10 @@ from ..checks import LARGEST
 from ..documents import as_type
 from ..tracing import traced
 from ..versions import versions
-from .config import Run, TrainConfig
+from .config import TrainConfig
 from .folder import CHECKPOINT, keep
 from .metrics_file import METRICS
+from .run import Run
 
 _DEEPEST = 8  # dots in an option's name; real options have at most three
 # Options fixed for a resumed run: with any change, the losses would belong to neither run.

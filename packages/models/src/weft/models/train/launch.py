@@ -25,7 +25,8 @@ from ..processes import ProcessFailed, end_with_parent, run_together
 from ..terminal import PROGRAM, printable
 
 if TYPE_CHECKING:
-    from .config import MeshConfig, Run
+    from .config import MeshConfig
+    from .run import Run
 import re
 from collections.abc import Mapping
 

@@ -20,11 +20,11 @@ from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .agreement import RollCall, StopVote, is_silence, keeper_of_store
 from .checkpoints import NotSaved, Saver
-from .config import Run
 from .folder import CHECKPOINT
 from .measure import profiled
 from .report import Part, next_steps
 from .results import NotWritten, Results
+from .run import Run
 from .trainer import Trainer, TrainingError
 
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
-from .config import OptimizerConfig, Run
+from .config import OptimizerConfig
 from .model_class import parameters_of
 from .recipes import RECIPES
+from .run import Run
 
 _ROOT = Path("/")
 

@@ -1,8 +1,6 @@
 """A run's optimizer and the learning rate of each step.
 
-Optimizers of torch by name, and gradient clipping. Called by `Trainer`, the training step and `weft explain`.
-
-The learning rate of each step of a run, for `Trainer.step`.
+`Trainer` makes the optimizer by its name in torch and asks for the rate of each step; `weft explain` counts states.
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.reshard import clip_grad_norm_
 
-from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
 
 
@@ -91,24 +87,6 @@ def states_per_element(config: OptimizerConfig) -> int:
     optimizer.step()
     states = optimizer.state[model.weight].values()
     return sum(isinstance(each, Tensor) and each.shape == model.weight.shape for each in states)
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
-
-    max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
-    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, called with all parameters requiring
-    gradients.
-    Under pipeline parallelism each rank passes the parameters of the local stages; a parameter shared by several
-    stages counts on the first stage only.
-    """
-    max_norm = max_norm or math.inf
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    pipeline = pipeline_of(model)
-    if pipeline is None:
-        return clip_grad_norm_(trained.values(), max_norm)
-    copies = [parameter for name, parameter in trained.items() if not pipeline.is_counted_here(name)]
-    return clip_grad_norm_(trained.values(), max_norm, mesh=pipeline.mesh, copies=copies)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -1,37 +1,25 @@
-"""What a training run prints: `Report`, and the commands suggested at the end.
-
-The terminal output of a training run, printed by `Report` on rank 0, in the order of the run.
-
-Commands to try after a run, printed as the last lines.
-
-The commands fit the run's data, options and number of processes, and the way the processes were started.
-"""
+"""The terminal output of a training run, printed by `Report` on rank 0, in the order of the run."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-import os
-import shlex
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
 from weft.mesh import Layout, Shard
 
-from ..checks import check_tensor_parallel
 from ..schedules.schedule import Schedule
 from ..step.communication import PHASES, Communication
-from ..terminal import PROGRAM, printable
-from .config import MeshConfig, Run, TrainConfig, general_name
-from .memory_check import check_room
-from .recipes import recipe, size_in_words
-from .toml import OPTIONS
+from ..terminal import printable
+from .config import TrainConfig
+from .recipes import size_in_words
+from .run import Run
+from .suggestions import suggestions
 
 NAMED = 3  # skipped files whose names are printed
 # Largest relative difference of the mean loss between two meshes. float32 keeps 24 bits of every partial sum and
@@ -290,104 +278,6 @@ def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token
     )
 
 
-def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
-    """Commands to try after a run: generate text, repeat the run on another mesh, train on the user's own text.
-
-    on_cpu: whether the run is on a CPU, where a further process can always be started.
-    Every returned command would be accepted.
-    """
-    lines = [f"{PROGRAM} generate {shlex.join([str(run.folder), *_option('prompt', run.corpus.prompt)])}"]
-    if run.config.model_class is not None:
-        lines = []  # `weft generate` does not load a model class of the user
-    train = _train_command(run.processes)
-    if train is None:
-        return lines
-    commands = []
-    try:
-        mesh = _other_mesh(run, on_cpu)
-        if mesh is not None:
-            # the new mesh has neither cp nor pp
-            plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)
-            other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
-            commands.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
-        if run.config.data.path is None and not run.config.data.mixture:
-            commands.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
-    except _NoOption:
-        return lines
-    return [*lines, *commands]
-
-
-class _NoOption(ValueError):
-    """A config value that no option of the command can set."""
-
-
-def _train_command(processes: int) -> str | None:
-    """The command to start `weft train` like this run; None under a launcher whose arguments are unknown."""
-    if "RANK" not in os.environ:
-        return f"{PROGRAM} train"
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == str(processes):
-        return f"torchrun --nproc-per-node {processes} -m weft.models.cli train"
-    return None
-
-
-def _other_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
-    """Another mesh for the run, of dp and tp only; None if no such mesh fits the model and the memory.
-
-    The number of processes is the run's, except for a single process on a CPU without a launcher: then two.
-    """
-    processes = run.processes
-    if processes == 1 and on_cpu and "RANK" not in os.environ:
-        processes = 2
-    for tp in range(1, processes + 1):
-        if processes % tp == 0 and (1, processes // tp, 1, tp) != (run.pp, run.dp, run.cp, run.tp):
-            dp = processes // tp
-            try:
-                check_tensor_parallel(run.config.model, tp)
-                check_room(
-                    dataclasses.replace(run, pp=1, dp=dp, cp=1, tp=tp, resume=None), gpus=0 if on_cpu else processes
-                )
-            except ValueError:
-                continue
-            return MeshConfig(dp=dp, tp=tp)
-    return None
-
-
-def _arguments(run: Run, config: TrainConfig) -> str:
-    """The arguments of `weft train` for `config`, without the output folder."""
-    base = run.base or recipe(run.recipe or "")
-    options = _options(dataclasses.replace(config, output=None, resume=None), base, "")
-    # for a model class of the user, no recipe has the sizes: all but the class's defaults are given
-    if config.model_class is not None:
-        defaults = {field.name: field.default for field in dataclasses.fields(config.model)}
-        options += _options(config.model, SimpleNamespace(**defaults), "model.")
-    return shlex.join([*([] if run.recipe is None else [run.recipe]), *options])
-
-
-def _options(config: object, default: object, prefix: str) -> list[str]:
-    """The options to turn `default` into `config`, two values of the same dataclass.
-
-    Raises _NoOption for a difference without an option.
-    """
-    options = []
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, unchanged = getattr(config, field.name), getattr(default, field.name, None)
-        option = OPTIONS.get(field.name, field.name).rstrip("_").replace("_", "-")
-        name = f"{prefix}{option}"
-        if value == unchanged:
-            continue
-        if dataclasses.is_dataclass(value) and type(value) is type(unchanged):
-            options += _options(value, unchanged, f"{name}.")
-        elif isinstance(value, bool):
-            options.append(f"--{name}" if value else f"--{prefix}no-{option}")
-        elif isinstance(value, tuple):
-            options += [f"--{name}", *map(str, value)]
-        elif isinstance(value, int | float | str | Path):
-            options += _option(name, str(value))
-        else:
-            raise _NoOption(f"{name} is {value!r}, but {unchanged!r} in the recipe")
-    return options
-
-
-def _option(name: str, value: str) -> list[str]:
-    """An option with a value: two arguments, or --name=value if the value begins with a dash."""
-    return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+def general_name(parameter: str) -> str:
+    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight"."""
+    return re.sub(r"\.\d+\.", ".*.", parameter)

@@ -26,11 +26,11 @@ from ..output import can_show
 from ..parallel import ParallelPlan
 from ..terminal import install_command
 from ..versions import versions
-from .config import TrackerName, TrainConfig, general_name
+from .config import TrackerName, TrainConfig
 from .files import append, write_anew
 from .folder import CHECKPOINT, CONFIG, NEW, exchange, lock, make_new, set_aside, tidy
 from .metrics_file import METRICS, NARROWEST, Sum, check_logged, drawn, read_curves, read_logged, save_picture
-from .report import Metrics, Part
+from .report import Metrics, Part, general_name
 from .toml import as_toml, with_sum
 
 WANDB_ID = "wandb-id"  # file in the run's folder: the id under which a resumed run continues at wandb

@@ -35,13 +35,13 @@ from ..step.find_gradients import Found, find_gradients, find_loss
 from ..step.forward_backward import divide, join
 from ..tracing import traced
 from .agreement import named_ranks
-from .config import Run
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
 from .measure import CollectiveCount, flops_per_token, peak_flops, peak_memory, total_memory
 from .model_class import parameters_of
 from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report
+from .run import Run
 
 SAMPLE_TOKENS = 60
 
