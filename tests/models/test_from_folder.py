@@ -256,7 +256,10 @@ def test_a_folder_without_a_tokenizer_takes_bytes_where_it_has_as_many_tokens(as
         Path(f"hf-{size}/checksums.json").unlink()
     assert asked("--from", "hf-257", *TEXT).config.model.vocab_size == 257
     said = asked.refusal("--from", "hf-300", *TEXT)
-    assert "--from hf-300 has a model of 300 tokens but no tokenizer.json, and text.txt would be read as bytes, 257" in said
+    assert (
+        "--from hf-300 has a model of 300 tokens but no tokenizer.json, and text.txt would be read as bytes, 257"
+        in said
+    )
 
 
 def main_ends(*arguments: str) -> None:

@@ -49,7 +49,7 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
     return None if resume is None else find_to_resume(Path(resume))
 
 
-def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
+def names_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
     """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
 
     The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are

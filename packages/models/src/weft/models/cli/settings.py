@@ -21,7 +21,7 @@ from .arguments import parse
 from .resuming import (
     checkpoint_to_resume,
     config_to_resume,
-    options_not_resumed,
+    names_not_resumed,
     on_a_mesh_that_fits,
     resume_options,
     with_resume,
@@ -46,7 +46,7 @@ def configured(
     before = config_to_resume([*options, *given])
     if before is not None:
         check_sum(before)
-    not_resumed = options_not_resumed([*options, *given])
+    not_resumed = names_not_resumed([*options, *given])
     of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_resumed)
     every = [*options_of_run, *options, *given]
     model = _model_options().parse_known_args(every)[0]
