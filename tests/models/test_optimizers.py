@@ -56,7 +56,9 @@ def test_a_cosine_is_half_way_down_in_the_middle() -> None:
 
 
 def test_decay_steps_are_of_one_schedule() -> None:
-    with pytest.raises(ValueError, match="decay_steps is 5, but only the schedule wsd has decay steps"):
+    with pytest.raises(
+        ValueError, match=r"decay_steps is 5, but only the schedule wsd has decay steps; optimizer\.schedule is cosine"
+    ):
         OptimizerConfig(decay_steps=5)
 
 

@@ -47,7 +47,7 @@ def configured(
     before = config_to_resume([*options, *given])
     if before is not None:
         check_sum(before)
-    not_resumed = options_not_resumed([*options, *given])
+    not_resumed = names_not_resumed([*options, *given])
     of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_resumed)
     every = [*options_of_run, *options, *given]
     model = _model_options().parse_known_args(every)[0]
@@ -230,7 +230,7 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
     return None if resume is None else find_to_resume(Path(resume))
 
 
-def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
+def names_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
     """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
 
     The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are

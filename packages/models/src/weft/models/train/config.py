@@ -20,7 +20,6 @@ from ..config import ModelConfig, shown
 from ..schedules.pipeline_plan import PipelinePlan, Split
 from ..schedules.schedule import Name as Schedule
 
-MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work

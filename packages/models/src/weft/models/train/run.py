@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..checks import MOST_MICROBATCHES, check_head_degrees, divisors
+from ..checks import check_head_degrees, divisors
 from ..data.sources import Data
 from ..schedules.pipeline_plan import PipelinePlan
 from .config import MeshConfig, PlanConfig, TrainConfig
+
+MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
