@@ -30,7 +30,8 @@ from ..parallel.resolve import parts_of, styles_of
 from ..parallel.styles import PIPELINE_AXIS
 from ..parallel.zero import check_zero, plan_of, shard_layouts
 from .communication import Phase
-from .record import Criterion, on_shapes
+from .criterion import Criterion
+from .record import on_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,10 @@ from weft.mesh import ProcessMesh, derive_key
 
 from ..parallel import ParallelPlan
 from ..parallel.parallelize import own_plan
+from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
 from ..step.memory import Memory, predict_memory
-from ..step.record import Criterion, Step, run_on_shapes
+from ..step.record import Step, run_on_shapes
 from .config import TrainConfig
 from .measure import flops_per_token
 from .model_class import inputs_of, make_model_of, parameters_of

@@ -24,7 +24,7 @@ from ...dispatch.backend import has_data
 LOW = 1 << 20  # gathered as number % LOW and number // LOW, since float32 has 24 bits
 
 
-Result = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
