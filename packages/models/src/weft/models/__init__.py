@@ -133,7 +133,7 @@ def _imported(name: str) -> object:
 
     modules = _HOMES | {each: home for family in FAMILIES.values() for each, home in family.names.items()}
     if name not in modules:
-        from weft.mesh.version import version_of
+        from weft.mesh.extension import version_of
 
         return version_of(__name__)(name)
     value = getattr(import_module(modules[name], __name__), name)

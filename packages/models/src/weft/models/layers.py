@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
-from weft.kernels.dispatch.token_order import Runs
+from weft.kernels.extension import Runs
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 ROWWISE: set[type[nn.Module]] = set()

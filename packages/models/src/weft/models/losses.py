@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, plan
-from weft.reshard.moving.collectives import Pending
-from weft.reshard.moving.dtensor import kind_of, memory_of, of_kind, wrap
-from weft.reshard.moving.executor import started
-from weft.reshard.planning.layouts import cotangent
+from weft.reshard.extension import Pending, cotangent, kind_of, memory_of, of_kind, started, wrap
 
 
 def first_gradient(loss: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from weft.mesh.version import version_of
+from weft.mesh.extension import version_of
 
 from .moving.dtensor import distribute, layout_of
 from .moving.order_check import OrderError, check_order

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from weft.mesh.random import derive_key
+from weft.mesh import derive_key
 
 from ..dispatch import backend
 from ..dispatch.op import Tensors

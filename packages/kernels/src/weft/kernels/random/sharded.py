@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.moving.dtensor import wrap
-from weft.reshard.world.groups import this_rank
+from weft.reshard.extension import this_rank, wrap
 
 from ..dispatch.backend import refuse_jit_trace, use_triton
 from . import philox

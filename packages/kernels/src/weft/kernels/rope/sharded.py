@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
-from weft.mesh.infer import terms
+from weft.mesh.extension import terms
 
 from ..attention.sharded.heads import check_heads
 from ..dispatch.backend import check_floats

@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.dispatch.sharded import cast_for
+from weft.kernels.extension import cast_for
 from weft.mesh import Layout, ProcessMesh
-from weft.mesh.refinement import axes_of
+from weft.mesh.extension import axes_of
 from weft.reshard import layout_of, reshard
-from weft.reshard.moving.dtensor import torch_layout, wrap
-from weft.reshard.world.dynamo import in_graph
+from weft.reshard.extension import in_graph, torch_layout, wrap
 
 from . import overlapped_sequence
 from .plan import ParallelPlan

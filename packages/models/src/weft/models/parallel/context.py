@@ -9,15 +9,19 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.dispatch.sharded import cast_for
-from weft.kernels.dispatch.token_order import Runs, as_laid
-from weft.kernels.packing import pack, unpack
+from weft.kernels.extension import Runs, as_laid, cast_for, pack, unpack
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
-from weft.reshard.moving.dtensor import shape_of, wrap
-from weft.reshard.moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
-from weft.reshard.world.dynamo import in_graph, is_compiling
-from weft.reshard.world.groups import this_rank
+from weft.reshard.extension import (
+    StartedReshard,
+    begin_in_graph,
+    finish_in_graph,
+    in_graph,
+    is_compiling,
+    shape_of,
+    this_rank,
+    wrap,
+)
 
 from ..checks import check_head_degrees
 from ..layers import DotProductAttention, Dropout, KeysAndValues

@@ -18,14 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from weft.kernels.dispatch.backend import is_compiling
-from weft.kernels.dispatch.sharded.calls import sliced, sliced_layout
-from weft.kernels.dispatch.sharded.functions import recorded, refusing
+from weft.kernels.extension import is_compiling, recorded, refusing, sliced, sliced_layout
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
 from weft.reshard import layout_of
-from weft.reshard.moving.dtensor import kind_of, layout_on, memory_of, of_kind, wrap
-from weft.reshard.training.gradient_sync import BUCKET_BYTES, takes_addends
-from weft.reshard.world.groups import of_this_world, this_rank
+from weft.reshard.extension import (
+    BUCKET_BYTES,
+    kind_of,
+    layout_on,
+    memory_of,
+    of_kind,
+    of_this_world,
+    takes_addends,
+    this_rank,
+    wrap,
+)
 
 from ..layers import ROWWISE, Dropout, hooks_of
 from .styles import is_of_data

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, reshard
-from weft.reshard.moving.dtensor import wrap
-from weft.reshard.training.gathered_modules import layout_in_call
-from weft.reshard.world.groups import this_rank
+from weft.reshard.extension import layout_in_call, this_rank, wrap
 
 from ..initialization import Constant, Initial, Normal, fill
 from ..low_rank import LowRank

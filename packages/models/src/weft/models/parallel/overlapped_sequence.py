@@ -13,9 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft import kernels
-from weft.kernels.dispatch.backend import is_compiling
-from weft.kernels.dispatch.sharded import cast_for
-from weft.kernels.matmul.sharded.choice import MEASURED, Form, faster_in_steps
+from weft.kernels.extension import MEASURED, Form, cast_for, faster_in_steps, is_compiling
 from weft.reshard import layout_of
 
 from ..layers import Linear

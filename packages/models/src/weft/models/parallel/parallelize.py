@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import distribute
-from weft.reshard.moving.dtensor import as_process_mesh, one_mesh
-from weft.reshard.world.groups import this_rank
+from weft.reshard.extension import as_process_mesh, one_mesh, this_rank
 
 from ..schedules.pipeline_plan import PipelinePlan
 from .boundaries import check_prepared, hook, hook_prepared

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # imports torch, which printing a Communication does not need
-    from weft.reshard.world.collective_bytes import Collective
+    from weft.reshard.extension import Collective
 
 Phase = Literal["forward", "backward", "gradients"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "gradients")

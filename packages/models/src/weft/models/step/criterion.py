@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.kernels.cross_entropy.merged import of_target
-from weft.kernels.dispatch.backend import has_data
+from weft.kernels.extension import has_data, of_target
 from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
-from weft.reshard.moving.dtensor import wrap
-from weft.reshard.training.trees import tensors_of
+from weft.reshard.extension import tensors_of, wrap
 
 from ..parallel.pipeline.run import Microbatch, Pipeline
 

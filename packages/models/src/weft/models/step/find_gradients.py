@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from weft.reshard import GradientSync
-from weft.reshard.training.gathered_modules import with_fixed_parameters
+from weft.reshard.extension import with_fixed_parameters
 
 from ..losses import LossSum, first_gradient, without_graph
 from ..parallel.parallelize import pipeline_of

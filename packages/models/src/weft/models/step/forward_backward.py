@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, derive_key
 from weft.reshard import GradientSync, layout_of
-from weft.reshard.moving.dtensor import wrap
+from weft.reshard.extension import wrap
 
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
 from ..parallel.parallelize import laid_out_by, pipeline_of

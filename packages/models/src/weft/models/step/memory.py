@@ -17,9 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.mesh import Layout, ProcessMesh
-from weft.mesh.process_mesh import as_mesh
-from weft.reshard.training.gathered_modules import units_of
-from weft.reshard.training.whole_parameters import stretch_in
+from weft.mesh.extension import as_mesh
+from weft.reshard.extension import stretch_in, units_of
 
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import parameter_layouts

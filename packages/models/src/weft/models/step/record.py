@@ -16,11 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
-from weft.mesh.process_mesh import as_mesh
+from weft.mesh.extension import as_mesh
 from weft.reshard import GradientSync, distribute
-from weft.reshard.training.gradient_sync import BUCKET_BYTES
-from weft.reshard.world.collective_bytes import Collective
-from weft.reshard.world.recording import Recorded, recording
+from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, recording
 
 from ..losses import first_gradient
 from ..parallel import ParallelPlan, parallelize

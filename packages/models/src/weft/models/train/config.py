@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from weft.mesh.process_mesh import MOST_RANKS
+from weft.mesh.extension import MOST_RANKS
 
 from ..checks import (
     LARGEST,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from weft.reshard.moving.collectives import measured_by
+from weft.reshard.extension import measured_by
 
 from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile, schedule
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.reshard.world.collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op
-from weft.reshard.world.groups import axes_of_group, group_named
+from weft.reshard.extension import Collective, axes_of_group, bytes_of_call, group_named, group_of_call, kind_of_op
 
 from ..config import ModelConfig
 from .config import PROFILED_FROM, PROFILED_STEPS

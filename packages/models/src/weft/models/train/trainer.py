@@ -19,10 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
-from weft.reshard import GradientSync, fixed_parameters
-from weft.reshard.moving.collectives import Waits
-from weft.reshard.training.gathered_modules import drop_gathered, units_of
-from weft.reshard.world.collective_bytes import Collective
+from weft.reshard import GradientSync, drop_gathered, fixed_parameters
+from weft.reshard.extension import Collective, Waits, units_of
 
 from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate

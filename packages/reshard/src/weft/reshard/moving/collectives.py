@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.mesh.extents import Box, volume
+from weft.mesh.extension import Box, volume
 
 from ..planning.exchange import Messages, run_of, within
 from ..planning.layouts import reduced

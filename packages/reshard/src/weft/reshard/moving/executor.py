@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
-from weft.mesh.extents import chunk
+from weft.mesh.extension import chunk
 
 from ..planning.costs import backwards, padded_part
 from ..planning.exchange import exchanging_axes, messages_of, taking_part

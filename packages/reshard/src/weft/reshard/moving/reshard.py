@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
-from weft.mesh.placement import as_placement
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard, as_placement
 
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from weft.mesh import Layout, Partial, Replicate, Shard
-from weft.mesh.extents import largest_part, overlap, volume
+from weft.mesh.extension import largest_part, overlap, volume
 
 from .exchange import Messages, messages_of, run_of
 from .layouts import dual_layout, spec_of

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import product
 
 from weft.mesh import Layout
-from weft.mesh.extents import Box, overlap, volume
+from weft.mesh.extension import Box, overlap, volume
 
 from .layouts import moving, spec_of
 

@@ -22,7 +22,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from weft.mesh import ProcessMesh
-from weft.mesh.extents import chunk, largest_part
+from weft.mesh.extension import chunk, largest_part
 
 from .layouts import Spec, appended, cutting, moving
 from .links import Links

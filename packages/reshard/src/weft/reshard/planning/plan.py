@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from weft.mesh import Layout, LayoutError
-from weft.mesh.picture import WIDTH as PICTURE_WIDTH
-from weft.mesh.picture import coloured, draw
+from weft.mesh.extension import WIDTH as PICTURE_WIDTH
+from weft.mesh.extension import coloured, draw
 
 from .across import cheapest_across
 from .costs import lower_bound_elements, peak_elements, received_elements, seconds_of

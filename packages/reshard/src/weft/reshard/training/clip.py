@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Partial, ProcessMesh, Shard
-from weft.mesh.refinement import parts_of_axes
+from weft.mesh.extension import parts_of_axes
 
 from ..moving.collectives import wait_for
 from ..moving.dtensor import as_process_mesh, layout_of

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
-from weft.mesh.process_mesh import as_mesh
+from weft.mesh.extension import as_mesh
 
 from .rendezvous import PREFIX
 from .world import Positions, world

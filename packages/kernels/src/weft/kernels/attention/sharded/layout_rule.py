@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
-from weft.mesh.infer.terms import Operation, infer, never
 
 from ...dispatch.sharded import Shapes, Sharding, independent
 from ...dispatch.token_order import runs_within
@@ -71,11 +70,11 @@ def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> S
 
 def _inferred(terms: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
     given = [i for i, layout in enumerate(layouts) if layout is not None]
-    operation = Operation(
+    operation = terms.Operation(
         "attention", tuple(terms[i] for i in given), terms[0], never, operands=tuple(operands[i] for i in given),
         whole=whole, why_whole="attention needs the keys of all tokens",
     )  # fmt: skip
-    return infer(operation, [layouts[i] for i in given])
+    return terms.infer(operation, [layouts[i] for i in given])
 
 
 def _check_heads(layouts: Layouts, shapes: Shapes, head_dim: int) -> None:

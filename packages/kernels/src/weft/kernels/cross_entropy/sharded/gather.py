@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.moving.collectives import Pending, Running, start_all_gather, wait_for
-from weft.reshard.world.groups import group_named, name_of, of_this_world
+from weft.reshard.extension import Pending, Running, group_named, name_of, of_this_world, start_all_gather, wait_for
 
 from ...dispatch.backend import has_data
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, Shard, infer
 from weft.reshard import layout_of
-from weft.reshard.world.groups import group_over
+from weft.reshard.extension import group_over
 
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, independent

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
-from weft.reshard.moving.dtensor import wrap
-from weft.reshard.world.dynamo import in_graph
+from weft.reshard.extension import in_graph, wrap
 
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
 from ..backend import is_compiling

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
-from weft.mesh.refinement import coarsened, parts_of_axes, refined
+from weft.mesh.extension import coarsened, parts_of_axes, refined
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.moving.dtensor import kind_of, of_kind, shape_of, wrap
-from weft.reshard.world.groups import of_this_world, process_mesh, this_rank
+from weft.reshard.extension import kind_of, of_kind, of_this_world, process_mesh, shape_of, this_rank, wrap
 
 from ..backend import is_compiling
 from ..op import Op

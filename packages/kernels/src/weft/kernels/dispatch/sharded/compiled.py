@@ -12,10 +12,7 @@ from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.moving.collectives import wait_for
-from weft.reshard.moving.dtensor import wrap
-from weft.reshard.world.dynamo import guard_shapes
-from weft.reshard.world.groups import group_named, this_rank
+from weft.reshard.extension import group_named, guard_shapes, this_rank, wait_for, wrap
 
 from ..op import Op
 from .calls import Call, wrap_gradient

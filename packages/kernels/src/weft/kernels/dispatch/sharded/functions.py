@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.reshard.world.dynamo import in_graph
+from weft.reshard.extension import in_graph
 
 from ..autocast import autocast_dtype, autocast_off, is_autocasting
 from ..backend import is_compiling, refuse_jit_trace

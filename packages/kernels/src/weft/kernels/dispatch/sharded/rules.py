@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, infer
-from weft.mesh.infer.terms import one_mesh
-from weft.reshard.world.groups import process_mesh, this_rank
+from weft.mesh.extension import terms
+from weft.reshard.extension import process_mesh, this_rank
 
 from ..op import Op
 
@@ -48,7 +48,7 @@ def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, opti
     options: (name, value) pairs, without the `varying` options.
     Raises LayoutError for operands on several meshes, and for layouts the rule cannot take.
     """
-    one_mesh([layout for layout in layouts if layout is not None], op.name)
+    terms.one_mesh([layout for layout in layouts if layout is not None], op.name)
     answer: Sharding = op.rule(layouts, shapes, dict(options))
     return answer
 

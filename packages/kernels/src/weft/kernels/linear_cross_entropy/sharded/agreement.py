@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.mesh.extents import chunk
+from weft.mesh.extension import chunk
 
 from ...cross_entropy.options import Options, check
 from ...cross_entropy.sharded.gather import Classes, attempted, check_once, values_on_ranks

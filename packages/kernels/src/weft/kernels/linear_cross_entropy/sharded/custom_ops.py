@@ -13,7 +13,7 @@ from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.moving.dtensor import wrap
+from weft.reshard.extension import wrap
 
 from ...cross_entropy.options import SCHEMA, Options
 from ...cross_entropy.sharded.custom_ops import PLACE, Place, divided_by, place_and_options, place_of

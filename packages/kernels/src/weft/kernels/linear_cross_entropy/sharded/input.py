@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, library
-from weft.mesh.extents import largest_part
-from weft.reshard.moving.collectives import Pending, reduce_scatter, start_all_gather, wait_for
-from weft.reshard.world.groups import group_named
+from weft.mesh.extension import largest_part
+from weft.reshard.extension import Pending, group_named, reduce_scatter, start_all_gather, wait_for
 
 from ...dispatch.backend import is_compiling
 from ...dispatch.op import Tensors

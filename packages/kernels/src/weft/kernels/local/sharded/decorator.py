@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, infer
 from weft.reshard import layout_of, reshard
-from weft.reshard.moving.dtensor import wrap
-from weft.reshard.world.groups import of_this_world, process_mesh, this_rank
+from weft.reshard.extension import of_this_world, process_mesh, this_rank, wrap
 
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, apply, apply_many

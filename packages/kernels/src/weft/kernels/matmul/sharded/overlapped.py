@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
-from weft.reshard.world.groups import group_named, name_of
+from weft.reshard.extension import group_named, name_of
 
 from ...dispatch.op import Op, Tensors
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices

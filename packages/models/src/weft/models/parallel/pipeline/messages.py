@@ -22,10 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
-from weft.reshard.moving.collectives import wait_for
-from weft.reshard.moving.dtensor import kind_of, of_kind, wrap
-from weft.reshard.world.groups import group_for, of_this_world
-from weft.reshard.world.world import world
+from weft.reshard.extension import group_for, kind_of, of_kind, of_this_world, wait_for, world, wrap
 
 from ..styles import PIPELINE_AXIS
 

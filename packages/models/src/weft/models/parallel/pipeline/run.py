@@ -12,14 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from weft.kernels.dispatch.delayed_weight_gradients import Later, waiting_weights, weights_may_wait
+from weft.kernels.extension import Later, waiting_weights, weights_may_wait
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.moving.collectives import wait_for
-from weft.reshard.training.gathered_modules import keeping_gathered
-from weft.reshard.training.pending_gradient import Waiting
-from weft.reshard.training.trees import tensors_of
-from weft.reshard.world.groups import group_for, this_rank
+from weft.reshard.extension import Waiting, group_for, keeping_gathered, tensors_of, this_rank, wait_for
 
 from ...losses import first_gradient
 from ...schedules.pipeline_plan import PipelinePlan
