@@ -26,10 +26,10 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     shape, key_shape, *_ = shapes
     assert shape is not None and key_shape is not None, "attention always has a query and keys"
     lead = ascii_lowercase[: len(shape) - 2]
-    terms = (lead + "th", lead + "sh", lead + "sh", lead + "s")
+    indices = (lead + "th", lead + "sh", lead + "sh", lead + "s")
     _check_heads(layouts[:2], shapes[:2], options["head_dim"])
     inputs[1:3] = keys_sharded_as_query(inputs[0], inputs[1:3], shape, key_shape, options["head_dim"])
-    output = _inferred(terms, inputs, ("the query", "the key", "the value", "the documents"), "s")
+    output = _inferred(indices, inputs, ("the query", "the key", "the value", "the documents"), "s")
     query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
     order = options.get("order")
     assert query is not None, "attention always has a query"
@@ -58,20 +58,20 @@ def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> S
     shape = shapes[0]
     assert shape is not None, "attention always has a query"
     lead = ascii_lowercase[: len(shape) - 2]
-    terms = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
+    indices = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
     operands = ("the query", "the key", "the value", *CACHED, "the documents")
     key_shape, head_dim = shapes[1], options["head_dim"]
     assert key_shape is not None, "attention always has keys"
     _check_heads(layouts[:2], shapes[:2], head_dim)
     inputs = [layouts[0], *keys_sharded_as_query(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
-    output = _inferred(terms, inputs, operands, "tc")
+    output = _inferred(indices, inputs, operands, "tc")
     return Sharding(output, shape, independent(output, layouts))
 
 
-def _inferred(terms: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
+def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
     given = [i for i, layout in enumerate(layouts) if layout is not None]
     operation = terms.Operation(
-        "attention", tuple(terms[i] for i in given), terms[0], never, operands=tuple(operands[i] for i in given),
+        "attention", tuple(indices[i] for i in given), indices[0], terms.never, operands=tuple(operands[i] for i in given),
         whole=whole, why_whole="attention needs the keys of all tokens",
     )  # fmt: skip
     return terms.infer(operation, [layouts[i] for i in given])
