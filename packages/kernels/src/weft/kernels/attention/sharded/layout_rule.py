@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
+from weft.mesh.extension import terms
 
 from ...dispatch.sharded import Shapes, Sharding, independent
 from ...dispatch.token_order import runs_within
