@@ -14,7 +14,7 @@ from ..dispatch.op import Tensors
 from . import reference
 from .guess import Once, guess
 from .merged import Merged, Shard, Upstream, correct, of_target
-from .options import Options, check, check_contiguous, form_of
+from .options import Options, check, check_contiguous
 
 # Starts the all-gather of this shard's statistics [N, 3 to 6]. Returns a function to wait for the result [shards, N,
 # 3 to 6].
@@ -48,7 +48,7 @@ def forward(
     """
     if vocab_size is None:
         vocab_size = vocab_start + (logits.shape[-1] if logits.ndim else 0)
-    all_count = check(form_of(logits), target, weight, denominator, options, vocab_start, vocab_size)
+    all_count = check(logits, target, weight, denominator, options, vocab_start, vocab_size)
     check_contiguous(logits, options)
     shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(logits)
     if options.reduction == "mean" and denominator is None:
@@ -153,13 +153,12 @@ def mean_denominator(
     `Options.weighs_apart` and `per_token`.
     all_count: see `Shard`.
     """
-    classes = target.reshape(-1).long()
     if weight is None and all_count:
         total = torch.full((), target.numel(), dtype=dtype, device=target.device)
     else:
-        total = of_target(weight, classes, options.ignore_index, dtype).sum()
+        total = of_target(weight, target.reshape(-1).long(), options.ignore_index, dtype).sum()
     if options.weighs_apart(weight):
-        total = torch.stack([total, (classes != options.ignore_index).sum().to(dtype)])
+        total = torch.stack([total, (target.long() != options.ignore_index).sum().to(dtype)])
     return total if count is None else count(total)
 
 

@@ -79,7 +79,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
             x, target.reshape(N).contiguous(), _float32(part), _weight_sum(part, shard), out, rivals,
             V, T, *x.stride(),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
-            SUM=shard.sums, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
+            SUM=shard.options.label_smoothing > 0, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return _joined(out, rivals)
 
@@ -256,7 +256,7 @@ def _float32(tensor: Tensor | None) -> Tensor | None:
 
 def _weight_sum(weight: Tensor | None, shard: Shard) -> Tensor | None:
     """The sum of the weights, a scalar in float64; None if label smoothing does not need one."""
-    return None if weight is None or not shard.sums else weight.sum(dtype=torch.float64)
+    return None if weight is None or not shard.options.label_smoothing else weight.sum(dtype=torch.float64)
 
 
 def _or_none(factor: float) -> float | None:

@@ -26,11 +26,6 @@ class Shard:
     options: Options
     all_count: bool = False  # True if the host knows every target to be a class and none to be ignored: see `check`
 
-    @property
-    def sums(self) -> bool:
-        """Whether the sum of the logits is needed."""
-        return self.options.label_smoothing > 0
-
     def part(self, weight: Tensor, V: int) -> Tensor:
         """The weights of this shard's V classes, from the weights of all classes."""
         return weight[self.start : self.start + V]
@@ -75,7 +70,7 @@ def merge(statistics: Tensor) -> Merged:
     All are float64, which is cheap: there are few next to the logits. The result depends on the statistics alone, so
     ranks with the same gathered numbers get the same bits.
     """
-    if len(statistics) == 1:
+    if statistics.shape[0] == 1:
         lse_hi, lse_lo, target_logit, *_ = statistics[0].double().unbind(-1)  # [N] each
         base = finite(torch.maximum(lse_hi, target_logit))
         non_target_lse = (lse_hi - base).add_(lse_lo)
@@ -104,11 +99,10 @@ def losses(
     options = shard.options
     base, log_sum, log_odds = merged or merge(statistics)
     lse = base + log_sum if options.z_loss or options.gives_lse else None
-    classes = target.reshape(-1).long()
     loss = F.softplus(log_odds, threshold=100)  # above the threshold, log_odds itself
     if weight is not None:
-        loss = loss * of_target(weight, classes, options.ignore_index, loss.dtype)
-    if shard.sums:
+        loss = loss * of_target(weight, target.reshape(-1).long(), options.ignore_index, loss.dtype)
+    if shard.options.label_smoothing:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
         # Both terms grow with the number of classes: divide each by it before subtracting.
         logit_sum = statistics[..., 3:5].double().sum((0, 2))
@@ -118,7 +112,7 @@ def losses(
     if options.z_loss:
         assert lse is not None, "computed above for z_loss"
         loss = loss + options.z_loss * lse.square()
-    ignored = None if shard.all_count else (classes == options.ignore_index).view(target.shape)
+    ignored = None if shard.all_count else target.long() == options.ignore_index  # in int32, the index would be cut
 
     def as_target(each: Tensor) -> Tensor:
         """`each` in the target's shape, 0 for ignored tokens.
@@ -179,7 +173,7 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
     nll_scale = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
     lse_scale = smoothing = None  # lse_scale: the gradient of the logsumexp, by z_loss, smoothing and the lse output
     target_grad = None
-    if shard.sums:
+    if shard.options.label_smoothing:
         smoothing = grad * (options.label_smoothing / shard.size)
         lse_scale = smoothing * (shard.size if weight is None else weight.to(grad.dtype).sum())
         target_grad = (

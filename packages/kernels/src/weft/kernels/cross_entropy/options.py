@@ -153,12 +153,8 @@ class Form:
     device: torch.device
 
 
-def form_of(logits: Tensor) -> Form:
-    return Form(tuple(logits.shape), logits.dtype, logits.device)
-
-
 def check(
-    logits: Form,
+    logits: Tensor | Form,
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor | None,
@@ -173,7 +169,7 @@ def check(
     """
     if not logits.shape or logits.dtype not in LOGITS_DTYPES:
         raise ValueError(
-            f"logits of shape {logits.shape} and dtype {logits.dtype}; give [..., classes] in "
+            f"logits of shape {tuple(logits.shape)} and dtype {logits.dtype}; give [..., classes] in "
             f"{', '.join(str(dtype) for dtype in LOGITS_DTYPES)}"
         )
     check_target(logits.shape, target)
@@ -230,7 +226,8 @@ def _check_shard(V: int, vocab_start: int, vocab_size: int) -> None:
 def _check_values(target: Tensor, ignore_index: int, vocab_size: int) -> bool:
     if target.numel() == 0:
         return False
-    low, high = (each.item() for each in target.aminmax())
+    smallest, largest = target.aminmax()
+    low, high = smallest.item(), largest.item()
     if low >= 0 and high < vocab_size:
         return not low <= ignore_index <= high
     target = target.long()  # in int32, ignore_index would be truncated to 32 bits

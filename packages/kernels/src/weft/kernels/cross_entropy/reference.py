@@ -45,15 +45,15 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     target the loss and the gradient are about 1 - p. In a float32 sum with the target's own exponential it would be
     rounded away.
     """
-    V, classes = logits.shape[-1], target.reshape(-1).long()  # [N]
-    out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
-    if V == 0:
+    classes = target.reshape(-1).long()  # [N]
+    if logits.numel() == 0:
+        out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
         return _without_ignored(out.copy_(_nothing(out, shard)), classes, shard)
     parts = []
-    for x, chunk_classes, workspace in _chunks(logits, classes):
+    for _, x, chunk_classes, workspace, _ in _chunks(logits, classes, logits):
         exponentials = _exponentials(x, chunk_classes, weight, shard, workspace)
         parts.append(_without_ignored(exponentials.statistics, chunk_classes, shard))
-    return _joined(parts) if parts else out
+    return _joined(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,49 +70,50 @@ class Exponentials:
 
 
 def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, workspace: Tensor) -> Exponentials:
-    """The exponentials of logits x [n, V], computed in the memory of `space`."""
-    V, local = x.shape[-1], (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
+    """The exponentials of logits x [n, V], computed in the memory of `workspace` [n, V]."""
+    V, narrow = x.shape[-1], _narrow(x.dtype)
+    local = (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     is_here = None if shard.size == V else (local >= 0) & (local < V)
     index = local if shard.all_count and is_here is None else local.clamp(0, V - 1)
-    z = _scaled((workspace if len(workspace) == len(x) else workspace[: len(x)]).copy_(x), shard)
+    z = _scaled(workspace.copy_(x), shard)
     logit = z.gather(1, index)
-    columns = [logit if is_here is None else logit.masked_fill(~is_here, 0)]
-    if shard.sums:
+    columns = [(logit if is_here is None else logit.masked_fill(~is_here, 0)).to(narrow)]
+    if shard.options.label_smoothing:
         summed = z if weight is None else z.double() * shard.part(weight, V).double()
         total = summed.sum(-1, keepdim=True, dtype=torch.float64)
-        columns += _split(total, _narrow(x.dtype))
+        columns += _split(total, narrow)
     hidden = -torch.inf if is_here is None else logit.masked_fill(is_here, -torch.inf)
     z.scatter_(1, index, hidden)
     if shard.options.return_token_accuracy:
-        columns.append(rival(z, local, _narrow(x.dtype)))
+        columns.append(rival(z, local, narrow))
     total = z.exp_().sum(-1, keepdim=True).double()  # [n, 1]
     if _all_between(total, *SUMS[x.dtype]):
         base, lse = None, total.log()
-        lse_hi = lse.to(_narrow(x.dtype))
-        lse_lo = lse - lse_hi
+        lse_hi = lse.to(narrow)
+        lse_lo = (lse - lse_hi).to(narrow)
     else:
         low, high = SUMS[x.dtype]
         z = _scaled(z.copy_(x), shard).scatter_(1, index, hidden)
         base = torch.where((total > low) & (total < high), 0, z.amax(-1, keepdim=True).double())
         total = z.sub_(finite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
         log_total = total.log()
-        lse_hi = (base + log_total).to(_narrow(x.dtype))
-        lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0)
-    return Exponentials(z, base, index, is_here, torch.cat([lse_hi, lse_lo, *columns], 1).to(lse_hi.dtype))
+        lse_hi = (base + log_total).to(narrow)
+        lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0).to(narrow)
+    return Exponentials(z, base, index, is_here, torch.cat([lse_hi, lse_lo, *columns], 1))
 
 
 def _split(numbers: Tensor, narrow: torch.dtype) -> tuple[Tensor, Tensor]:
     """Each number rounded to `narrow`, and the rounding error, 0 for an infinite number."""
     rounded = numbers.to(narrow)
-    return rounded, torch.where(rounded == numbers, 0, numbers - rounded)
+    return rounded, torch.where(rounded == numbers, 0, numbers - rounded).to(narrow)
 
 
 def _all_between(numbers: Tensor, low: float, high: float) -> bool:
     """Whether all numbers are known to be between low and high, without waiting for a device."""
     if not can_read(numbers) or numbers.numel() == 0:
         return False
-    smallest, largest = (each.item() for each in numbers.aminmax())
-    return low < smallest and largest < high  # false for NaN
+    smallest, largest = numbers.aminmax()
+    return low < smallest.item() and largest.item() < high  # false for NaN
 
 
 def _nothing(like: Tensor, shard: Shard) -> Tensor:
@@ -154,9 +155,7 @@ def gradient(
     """
     if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
         return out
-    start = 0
-    for x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
-        chunk = slice(start, start := start + len(x))
+    for chunk, x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
         exponentials = _exponentials(x, classes, weight, shard, workspace)
         _write(exponentials, x, classes, weight, merge(statistics[:, chunk]), upstream.of(chunk), shard, dx)
     return out
@@ -175,7 +174,7 @@ def statistics_and_gradient(
     if out.numel() == 0 or nothing_guessed:
         return statistics(logits, target, weight, shard), None
     parts: list[Tensor] = []
-    for x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
+    for _, x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
         exponentials = _exponentials(x, classes, weight, shard, workspace)
         parts.append(_without_ignored(exponentials.statistics, classes, shard))
         merged = merge(parts[-1].unsqueeze(0))
@@ -243,22 +242,23 @@ def _slope(x: Tensor, wide: torch.dtype, shard: Shard) -> Tensor | float | None:
     return 4 * scale * e / (1 + e).square_()  # 1 - tanh**2, without the cancellation of the difference
 
 
-def _chunks(logits: Tensor, classes: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(logits: Tensor, classes: Tensor, out: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
     """Iterate over the rows of logits [N, V] in chunks of equal size.
 
-    Yields a chunk's logits and classes, a workspace of dtype `_wide` shared by all chunks, and the chunk's rows of
-    each output. outputs: contiguous, in the logits' shape.
+    Yields a chunk's rows as a slice, its logits and classes, a workspace of dtype `_wide` shared by all chunks, and the
+    chunk's rows of `out`: a contiguous tensor in the logits' shape, or the logits.
     """
-    V = logits.shape[-1]
-    x, *written = (each if each.ndim == 2 else each.reshape(-1, V) for each in (logits, *outputs))
-    N = len(x)
+    N, V = classes.shape[0], logits.shape[-1]
     if N == 0:
         return
     most = max(1, CHUNK * torch.get_num_threads() // V)
-    step = N if x.is_meta else -(-N // -(-N // most))  # a meta tensor is a single chunk
-    workspace = torch.empty(step, V, dtype=_wide(x.dtype), device=x.device)
-    for chunk, chunk_classes, *parts in zip(*(torch.split(each, step) for each in (x, classes, *written)), strict=True):
-        yield chunk, chunk_classes, workspace, *parts
+    step = N if logits.is_meta else -(-N // -(-N // most))  # a meta tensor is a single chunk
+    workspace = torch.empty(step, V, dtype=_wide(logits.dtype), device=logits.device)
+    x = logits.reshape(N, V)
+    dx = x if out is logits else out.reshape(N, V)
+    for start in range(0, N, step):
+        chunk = slice(start, min(start + step, N))
+        yield chunk, x[chunk], classes[chunk], workspace[: chunk.stop - start], dx[chunk]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

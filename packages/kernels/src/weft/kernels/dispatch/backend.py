@@ -102,7 +102,7 @@ def multiplies(chip: str, dtype: torch.dtype) -> bool:
 
 def can_read(tensor: Tensor) -> bool:
     """Whether the host can read the tensor's values without waiting for a device: on a CPU, not traced, with data."""
-    return on_cpu(tensor) and not is_compiling() and has_data(tensor)
+    return tensor.device.type == "cpu" and not is_compiling() and not is_fake(tensor)
 
 
 def has_data(tensor: Tensor) -> bool:

@@ -82,7 +82,7 @@ def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recip
     Returns the tensors for `save_for_backward`, and the recipes for `restore`: an empty list if nothing was replaced.
     """
     for tensor in saved:  # most ops save no recomputable tensor, and should not pay for a list
-        if tensor is not None and _source(tensor) is not None:
+        if tensor is not None and hasattr(tensor.untyped_storage(), SOURCE):
             break
     else:
         return saved, []
@@ -97,7 +97,7 @@ def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recip
             source.recipe.readers += 1
             tensors += source.saved
             recipes.append((source.recipe, len(source.saved)))
-    return tensors, recipes
+    return (tensors, recipes) if any(recipes) else (saved, [])
 
 
 def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:

@@ -10,14 +10,13 @@ Checks of the operands of linear cross-entropy's matrix product. Cross-entropy c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..cross_entropy.function import Count, Gather, mean_denominator, outputs_of, passes_on, per_token
 from ..cross_entropy.merged import Shard, Upstream, correct
-from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check, form_of
+from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check
 from ..dispatch.op import Tensors
 from .chunks import Product, chunks_of, longest, part_tokens, parts_of, sweep
 from .gradients import Sums, Wanted, may_be_in_24_bits, scaled
@@ -214,7 +213,7 @@ def computed(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
             f"compute_dtype is {compute_dtype}; give one of {', '.join(map(str, LOGITS_DTYPES))}, or None for "
             f"the input's dtype"
         )
-    return replace(form_of(input), dtype=compute_dtype or input.dtype)
+    return Form(tuple(input.shape), compute_dtype or input.dtype, input.device)
 
 
 def check_factors(

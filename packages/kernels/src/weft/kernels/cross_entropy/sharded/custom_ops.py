@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ...dispatch.sharded.compiled import Placed, sum_over, to_local
 from .. import function
 from ..function import mean_denominator
-from ..options import SCHEMA, Options, check, form_of
+from ..options import SCHEMA, Options, check
 from .gather import Along, Classes, attempted, stand_in
 from .layout_rule import CROSS_ENTROPY, local_denominator
 
@@ -103,7 +103,7 @@ def _gather(
         return along
     start, vocab_size, V = place.vocab_start, place.vocab_size, logits.shape[-1] if logits.ndim else 0
     _, gather = attempted(
-        lambda: check(form_of(logits), target, weight, denominator, options, start, vocab_size),
+        lambda: check(logits, target, weight, denominator, options, start, vocab_size),
         along.groups[0],
         Classes(start, V, vocab_size),
         lambda: stand_in(target, logits, options.columns),

@@ -46,13 +46,7 @@ class Along(_Over):
         return cls(tuple(map(group_named, names))) if names else None
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
-        return Pending(self._running(statistics)).wait
-
-    def _running(self, statistics: Tensor) -> Running:
-        gathered = statistics.unsqueeze(0)
-        for group in self.groups:
-            gathered = yield from _along(group, gathered)
-        return gathered
+        return Pending(_gathered(self.groups, statistics)).wait
 
 
 class Summed(_Over):
@@ -81,7 +75,7 @@ class Checked:
 
     def _running(self, statistics: Tensor) -> Running:
         rows = self.shard_classes.as_rows(statistics) if self.failed is None else failure_rows(statistics)
-        gathered = yield from _along(self.group, torch.cat((statistics, rows)).unsqueeze(0))  # [ranks, N + 2, C]
+        gathered = yield from _gathered((self.group,), torch.cat((statistics, rows)))  # [ranks, N + 2, C]
         if self.failed is not None:
             raise self.failed
         gathered, classes = gathered[:, :-2], gathered[:, -2:, :3]
@@ -124,14 +118,16 @@ def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> No
     of_this_world()[key] = True
 
 
-def _along(group: dist.ProcessGroup, part: Tensor) -> Running:
-    """All-gather [K, ...] of each rank to [ranks * K, ...], in rank order."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return part
-    gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    yield start_all_gather(gathered, part, group)
-    return gathered
+def _gathered(groups: Sequence[dist.ProcessGroup], statistics: Tensor) -> Running:
+    """All-gather the statistics [N, C] of each rank to [ranks, N, C]: one all-gather for each group, minor first."""
+    part = statistics.unsqueeze(0)
+    for group in groups:
+        size = dist.get_world_size(group)
+        if size > 1:
+            gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
+            yield start_all_gather(gathered, part, group)
+            part = gathered
+    return part
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from ..options import (
     check,
     check_contiguous,
     check_target,
-    form_of,
 )
 from . import gather as agreement
 from .custom_ops import Place, compiled
@@ -121,7 +120,7 @@ def cross_entropy(
         return_token_accuracy=return_token_accuracy,
     )  # fmt: skip
     check_not_leaf(logits, options)
-    operands = (logits, target, weight, as_denominator(denominator, weight, form_of(logits)))
+    operands = (logits, target, weight, as_denominator(denominator, weight, logits))
     if is_compiling():
         outputs = _requested(compiled(*operands, options=options, place=Place(groups=groups_of(*operands))), options)
     else:
@@ -214,17 +213,17 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
     if is_compiling():
         _check_local(logits, target)
-        parsed, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
+        parsed, scalar = Options(**options), as_denominator(denominator, weight, logits)
         place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
         outputs = _requested(compiled(logits, target, weight, scalar, options=parsed, place=place), parsed)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[Options, Tensor | None]:
         _check_local(logits, target)
-        parsed, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
+        parsed, scalar = Options(**options), as_denominator(denominator, weight, logits)
         check_not_leaf(logits, parsed)
         check_contiguous(logits, parsed)
-        check(form_of(logits), target, weight, scalar, parsed, vocab_start, vocab_size)
+        check(logits, target, weight, scalar, parsed, vocab_start, vocab_size)
         return parsed, scalar
 
     classes = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
@@ -242,7 +241,7 @@ def _check_local(*tensors: Tensor) -> None:
         raise ValueError("vocab_parallel_cross_entropy takes local tensors; give DTensors to cross_entropy")
 
 
-def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Form) -> Tensor | None:
+def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor | Form) -> Tensor | None:
     """The denominator as a scalar tensor on the logits' device, made without a copy for which the host would wait.
 
     Raises ValueError for an invalid number, and if the denominator or the weight requires a gradient; LayoutError for

@@ -48,6 +48,7 @@ class Call:
     on the finer mesh. Each output and gradient is expressed on the coarser mesh if possible. Neither moves data.
 
     options: the rule's options for this rank's forward; None outside the mesh. outputs: layout and shape of each.
+    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
     Raises LayoutError if the op's rule cannot take the operands' layouts.
     """
 
@@ -66,6 +67,7 @@ class Call:
         self.outputs = self._meshes.coarsen(self.sharding.outputs)
         rank = this_rank()
         self.options = self.sharding.local(rank, mesh) if rank in self.sharding.output.mesh else None
+        self.constants, self.overwrites = op.constants(options), op.overwrites(options)
         self._flows: dict[Any, Flow] = {}
         self._kinds: Kinds = {}
 
@@ -74,10 +76,18 @@ class Call:
         """Return the cached call for operands of these kinds, made if missing. Raises as the constructor."""
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
-        cache = of_this_world()
-        varying = op.varying
-        fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
-        key = (op, *map(_kind, tensors), *fixed)
+        parts: list[Any] = [op]
+        for tensor in tensors:
+            if tensor is None:
+                parts.append(None)
+            elif isinstance(tensor, DTensor):
+                parts.append(kind_of(tensor))
+            else:
+                parts.append((tensor.shape, tensor.dtype))
+        for item in options.items():
+            if item[0] not in op.varying:
+                parts.append(item)
+        cache, key = of_this_world(), tuple(parts)
         call = cache.get(key)
         if call is None:
             call = cache[key] = cls(op, tensors, mesh, options)
@@ -172,12 +182,6 @@ def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: t
     if not replicated or any(not isinstance(step, Slice) for step in plan(grad, wanted, shape, dtype).steps):
         return None
     return wanted
-
-
-def _kind(tensor: Tensor | None) -> Any:
-    if isinstance(tensor, DTensor):
-        return kind_of(tensor)
-    return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:

@@ -101,7 +101,7 @@ class Plain(torch.autograd.Function):
             ctx.mark_dirty(output)
         if not ctx.many:
             return output, anchor_
-        ctx.mark_non_differentiable(*_constants(op, output, options))
+        ctx.mark_non_differentiable(*output[len(output) - op.constants(options) :])
         return *output, anchor_
 
     @staticmethod
@@ -126,12 +126,13 @@ class Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
-        ctx.call, ctx.overwritten = call, tensors[0] if call.op.overwrites(options) else None
-        ctx.given = [tensor is not None for tensor in tensors]
+        ctx.call, ctx.overwritten = call, tensors[0] if call.overwrites else None
+        if call.op.weights:
+            ctx.given = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = computed(call, options, tensors)
         anchor_ = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), False)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*_constants(call.op, outputs, options))
+        ctx.mark_non_differentiable(*outputs[len(outputs) - call.constants :])
         return *outputs, anchor_
 
     @staticmethod
@@ -279,11 +280,6 @@ def _restored(ctx: Any) -> Tensors:
     """The tensors given to `_save`, in backward."""
     tensors: Tensors = ctx.saved_tensors[:-1]
     return restore(tensors, ctx.recipes) if ctx.recipes else tensors
-
-
-def _constants(op: Op, outputs: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:
-    """The outputs without a gradient, which are the last ones."""
-    return outputs[len(outputs) - op.constants(options) :]
 
 
 def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: dict[str, Any]) -> Any:
