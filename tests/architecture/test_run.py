@@ -155,7 +155,10 @@ def test_ctrl_c_in_a_session_before_its_command_is_one_line(checkout: Path) -> N
 
 
 def test_sigint_to_nox_alone_ends_the_command_that_it_waits_for(checkout: Path) -> None:
-    sleeping = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    sleeping = (
+        "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
     beside_nox(checkout, f"session.run({sys.executable!r}, '-c', {sleeping!r}, external=True)")
     with subprocess.Popen(
         [str(checkout / "run"), "wait"],

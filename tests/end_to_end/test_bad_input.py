@@ -29,7 +29,8 @@ BAD_INPUT = [
     ),
     pytest.param(
         ("train", "--mesh.cp", "2", "--plan.context", "ulysses", "--model.num-kv-heads", "2"),
-        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which does not divide num_kv_heads 2; cp that work: 1; context",
+        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which "
+        r"does not divide num_kv_heads 2; cp that work: 1; context",
         id="ulysses-heads",
     ),
     pytest.param(("train", "--dtype", "float8"), r"(?i)invalid choice 'float8'.*bfloat16", id="dtype"),

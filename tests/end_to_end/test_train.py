@@ -83,7 +83,8 @@ def test_what_is_said_comes_in_order(run: tuple[str, Path]) -> None:
         r"^  backward   5 all-reduce +[\d,]+ bytes  as predicted$",
         r"^  gradients  2 all-reduce +[\d,]+ bytes  as predicted$",
         r"^check  loss of step 1: ",
-        r"^step 1/5  20%  loss .*  grad norm .*  lr .*  .* tokens/s  .* GFLOP/s  memory .* GiB \(\d+%\)  waiting \d+%  0:\d\d left$",
+        r"^step 1/5  20%  loss .*  grad norm .*  lr .*  .* tokens/s  "
+        r".* GFLOP/s  memory .* GiB \(\d+%\)  waiting \d+%  0:\d\d left$",
         r"^step 2/5  40%  loss \S+  held out \S+ \(perplexity .*\)  grad norm",
         r"^step 5/5 100%  .*  0:00 left$",
         r"^sample$",

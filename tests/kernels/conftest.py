@@ -37,7 +37,8 @@ HERE = Path(__file__).parent
 def _import_interpreted() -> None:
     if "triton" in sys.modules:
         raise pytest.UsageError(
-            "triton was imported before tests/kernels/conftest.py, so that its kernels would not be interpreted: import it in "
+            "triton was imported before tests/kernels/conftest.py, so that its kernels would not be interpreted: "
+            "import it in "
             "the tests that need it, not at the top of their modules"
         )
     os.environ["TRITON_INTERPRET"] = "1"

@@ -149,7 +149,8 @@ def test_every_variant_is_kept_and_no_other():
 
 
 COST = {
-    "registers": 40, "shared_bytes": 32, "warps": 4, "flop_per_byte": None, "accesses": {"load 128": 2}, "loop_accesses": {},
+    "registers": 40, "shared_bytes": 32, "warps": 4, "flop_per_byte": None,
+    "accesses": {"load 128": 2}, "loop_accesses": {},
     "tensor_core": {}, "inner_tensor_core": {}, "inner_instructions": 70,
 }  # fmt: skip
 

@@ -105,7 +105,8 @@ def test_the_accesses_of_loops_are_told_apart(code):
             id="wgmma",
         ),
         pytest.param(
-            "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%r1}, …;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 …;",
+            "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%r1}, …;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 …;",
             {"wgmma.mma_async e4m3": 1, "wgmma.mma_async tf32": 1},
             id="wgmma-dtypes",
         ),

@@ -112,7 +112,12 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         CLASSES,
     ),
     "matmul": (lambda _, a, b: kernels.matmul(a, b), lambda _, a, b: a @ b, PRODUCT, None),
-    "matmul_reduce_scatter": (lambda _, a, b: kernels.matmul_reduce_scatter(a, b), lambda _, a, b: a @ b, PRODUCT, None),
+    "matmul_reduce_scatter": (
+        lambda _, a, b: kernels.matmul_reduce_scatter(a, b),
+        lambda _, a, b: a @ b,
+        PRODUCT,
+        None,
+    ),
     "qkv_linear": (
         lambda _, *operands: torch.cat(kernels.qkv_linear(*operands, cos=TABLES[0], sin=TABLES[1]), -1),
         lambda _, x, q, k, v: torch.cat([torch_rope(F.linear(x, q)), torch_rope(F.linear(x, k)), F.linear(x, v)], -1),

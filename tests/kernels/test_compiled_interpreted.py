@@ -40,10 +40,12 @@ def layers(of: Operands) -> list[Tensor]:
 
 
 OPS = {
-    "rms_norm", "layer_norm", "rope", "rms_norm_rope", "gate", "embedding", "dropout", "matmul", "swiglu_linear", "grouped_matmul"
+    "rms_norm", "layer_norm", "rope", "rms_norm_rope", "gate",
+    "embedding", "dropout", "matmul", "swiglu_linear", "grouped_matmul"
 }  # fmt: skip
 OF_BACKWARD = {
-    "rms_norm_backward", "layer_norm_backward", "rope", "rms_norm_rope_backward", "gate_backward", "embedding_backward", "dropout",
+    "rms_norm_backward", "layer_norm_backward", "rope",
+    "rms_norm_rope_backward", "gate_backward", "embedding_backward", "dropout",
     "grouped_matmul", "grouped_matmul_weights",
 }  # fmt: skip
 
@@ -70,7 +72,8 @@ def test_each_launch_is_an_op_in_the_graph(interpreted: None) -> None:
     backward: set[str] = set()
     backend = aot_autograd(fw_compiler=recording(forward), bw_compiler=recording(backward))
     shapes = {
-        "x": (4, 8), "y": (4, 8), "weight": (8, 8), "up": (8, 8), "vector": (8,), "bias": (8,), "of_head": (4,), "stacked": (2, 8, 8)
+        "x": (4, 8), "y": (4, 8), "weight": (8, 8), "up": (8, 8),
+        "vector": (8,), "bias": (8,), "of_head": (4,), "stacked": (2, 8, 8)
     }  # fmt: skip
     made = {name: normal(*shape, seed=i).float() for i, (name, shape) in enumerate(shapes.items())}
     found = []

@@ -71,7 +71,8 @@ ROWS = [pytest.param((2, 5), id="rows"), pytest.param((0, 3), id="none"), pytest
 def operands(names: str, rows: tuple[int, ...], width: int) -> list[Tensor]:
     """In float64, of numbers that bf16 has."""
     made = {
-        "x": normal(*rows, width), "y": normal(*rows, width, seed=1), "weight": normal(width, seed=2), "bias": normal(width, seed=3),
+        "x": normal(*rows, width), "y": normal(*rows, width, seed=1),
+        "weight": normal(width, seed=2), "bias": normal(width, seed=3),
         "heads": normal(*rows, 2 * HEAD), "of_head": normal(HEAD, seed=2),
         "cos": normal(rows[-1], HEAD // 2), "sin": normal(rows[-1], HEAD // 2, seed=1),
     }  # fmt: skip

@@ -118,12 +118,16 @@ def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
     ("call", "message"),
     [
         pytest.param(
-            lambda: kernels.add_rms_norm(normal(3, 8), normal(8)), r"residual of one shape, got \(3, 8\) and \(8,\)", id="rms"
+            lambda: kernels.add_rms_norm(normal(3, 8), normal(8)),
+            r"residual of one shape, got \(3, 8\) and \(8,\)",
+            id="rms",
         ),
         pytest.param(
             lambda: kernels.add_layer_norm(normal(3, 8), normal(8)), r"got \(3, 8\) and \(8,\); expand one", id="layer"
         ),
-        pytest.param(lambda: kernels.add_rms_norm(normal(3, 8), normal(3, 8), normal(3)), r"weight \[H\], got", id="weight"),
+        pytest.param(
+            lambda: kernels.add_rms_norm(normal(3, 8), normal(3, 8), normal(3)), r"weight \[H\], got", id="weight"
+        ),
         pytest.param(
             lambda: kernels.rms_norm_rope(normal(3, 8), normal(8), normal(3, 2), normal(3, 2)),
             r"a weight \[D\] beside tables \[T, D / 2\], got \(8,\) and \(3, 2\)", id="head-weight",
@@ -132,9 +136,13 @@ def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
             lambda: kernels.rms_norm_rope(normal(3, 9), normal(4), normal(3, 2), normal(3, 2)),
             r"rms_norm_rope takes x \[..., T, heads \* D\]", id="heads",
         ),
-        pytest.param(lambda: kernels.geglu(normal(3, 8), normal(3, 4)), "geglu takes two tensors of one shape", id="gate"),
         pytest.param(
-            lambda: kernels.geglu(normal(3), normal(3), approximate="erf"), "geglu: approximate is 'erf'; give one", id="form"
+            lambda: kernels.geglu(normal(3, 8), normal(3, 4)), "geglu takes two tensors of one shape", id="gate"
+        ),
+        pytest.param(
+            lambda: kernels.geglu(normal(3), normal(3), approximate="erf"),
+            "geglu: approximate is 'erf'; give one",
+            id="form",
         ),
     ],
 )  # fmt: skip

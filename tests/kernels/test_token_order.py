@@ -134,9 +134,17 @@ def test_as_read_and_as_laid_are_each_others_reverse() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        pytest.param(lambda q: attention(q, q, q, head_dim=D, order=[(0, 3)]), r"order is \[\(0, 3\)\], but the tokens are 0 to 7", id="some"),
-        pytest.param(lambda q: attention(q, q, q, head_dim=D, order=[(0, 4), (3, 7)]), "with each token once", id="twice"),
-        pytest.param(lambda q: attention(q[:, :3], q, q, head_dim=D, order=ORDER), "3 queries and 7 keys", id="fewer-queries"),
+        pytest.param(
+            lambda q: attention(q, q, q, head_dim=D, order=[(0, 3)]),
+            r"order is \[\(0, 3\)\], but the tokens are 0 to 7",
+            id="some",
+        ),
+        pytest.param(
+            lambda q: attention(q, q, q, head_dim=D, order=[(0, 4), (3, 7)]), "with each token once", id="twice"
+        ),
+        pytest.param(
+            lambda q: attention(q[:, :3], q, q, head_dim=D, order=ORDER), "3 queries and 7 keys", id="fewer-queries"
+        ),
         pytest.param(lambda q: dropout(q, 0.5, 1, order=[(7, 0)]), "dropout: order is", id="backwards"),
     ],
 )  # fmt: skip

@@ -137,7 +137,8 @@ class TestHelp:
         program = """
 import sys
 from weft.models.cli import main
-for arguments in (["--help"], ["train", "--help"], ["explain", "--help"], ["layout", "--help"], ["layout", "dp: S(0)", "--mesh", "dp=2"]):
+HELP = (["--help"], ["train", "--help"], ["explain", "--help"], ["layout", "--help"])
+for arguments in (*HELP, ["layout", "dp: S(0)", "--mesh", "dp=2"]):
     try:
         main(arguments)
     except SystemExit as end:
@@ -178,10 +179,14 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            pytest.param("'dp: S(0)'", "the mesh is missing; give its axes and their sizes, as --mesh dp=2,tp=4", id="no-mesh"),
+            pytest.param(
+                "'dp: S(0)'", "the mesh is missing; give its axes and their sizes, as --mesh dp=2,tp=4", id="no-mesh"
+            ),
             pytest.param("'pp: S(0)' --mesh dp=2", "the mesh has no axis 'pp'; its axes are dp", id="axis"),
             pytest.param("R 'pp: R' --mesh dp=2 --shape 4", "'R' in layout 'R' is not 'axis: placement'", id="no-axis"),
-            pytest.param("R --mesh dp", "'dp' in --mesh 'dp' is not 'axis=size'; write it like --mesh dp=2,tp=4", id="mesh"),
+            pytest.param(
+                "R --mesh dp", "'dp' in --mesh 'dp' is not 'axis=size'; write it like --mesh dp=2,tp=4", id="mesh"
+            ),
             pytest.param("R --mesh dp=two", "'dp=two' in --mesh", id="size"),
             pytest.param("R --mesh dp=0", "axis 'dp' has size 0; a size is an int >= 1", id="no-rank"),
             pytest.param("R --mesh dp=2,dp=2", "axis 'dp' is given twice in --mesh", id="axis-twice"),
@@ -192,9 +197,17 @@ class TestLayout:
             pytest.param("'dp: S(1)' --mesh dp=2 --shape 8", "shards dim 1 of a tensor of shape (8,)", id="dims"),
             pytest.param("'dp: R' --mesh dp=2 --shape 8x6", "--shape '8x6' is not a list of sizes", id="shape"),
             pytest.param("'dp: R' --mesh dp=2 --shape -8,6", "--shape '-8,6' is not a list of sizes", id="below-0"),
-            pytest.param("'dp: R' 'dp: S(0)' --mesh dp=2", "needs the shape of the whole tensor; give it, as --shape 8,6", id="no-shape"),
+            pytest.param(
+                "'dp: R' 'dp: S(0)' --mesh dp=2",
+                "needs the shape of the whole tensor; give it, as --shape 8,6",
+                id="no-shape",
+            ),
             pytest.param("'dp: R' 'dp: S(1)' --mesh dp=2 --shape 8", "shards dim 1", id="dims-of-the-target"),
-            pytest.param("'dp: P' 'dp: P(max)' --mesh dp=2 --shape 8", "goes from P(sum) to P(max); reshard to Replicate() in between", id="reductions"),
+            pytest.param(
+                "'dp: P' 'dp: P(max)' --mesh dp=2 --shape 8",
+                "goes from P(sum) to P(max); reshard to Replicate() in between",
+                id="reductions",
+            ),
             pytest.param(
                 "'dp: R' 'dp: S(0)' --mesh dp=2000 --shape 8",
                 "2,000 ranks, but at most 1,024 can be planned for; give a smaller --mesh",

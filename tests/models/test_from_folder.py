@@ -62,20 +62,71 @@ def test_every_config_that_transformers_writes_is_taken(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        pytest.param(LLAMA, ("--model.rope-theta", "10000"), "--model.rope-theta 10000.0 contradicts rope_theta 500000.0", id="theta"),
-        pytest.param(LLAMA, ("--model.num-heads", "2"), "--model.num-heads 2 contradicts num_heads 4", id="heads-of-one-shape"),
-        pytest.param(LLAMA, ("--model.num-heads", "5"), "--model.num-heads 5 contradicts num_heads 4", id="heads-that-fit-nothing"),
-        pytest.param(LLAMA, ("--model.num-kv-heads=4",), "--model.num-kv-heads 4 contradicts num_kv_heads 2", id="one-word"),
-        pytest.param(LLAMA, ("--model.norm-eps", "1e-6"), "--model.norm-eps 1e-06 contradicts norm_eps 1e-05", id="eps"),
-        pytest.param(LLAMA, ("--model.rope-scaling.factor", "4"), "factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16) contradicts rope_scaling Llama3RopeScaling(factor=8.0", id="scaling"),
-        pytest.param(LLAMA, ("--model.max-seq-len", "32"), "--model.max-seq-len 32 contradicts max_seq_len 64", id="shorter"),
-        pytest.param(LLAMA, ("--model.tie-embeddings",), "--model.tie-embeddings True contradicts tie_embeddings False", id="tied"),
+        pytest.param(
+            LLAMA,
+            ("--model.rope-theta", "10000"),
+            "--model.rope-theta 10000.0 contradicts rope_theta 500000.0",
+            id="theta",
+        ),
+        pytest.param(
+            LLAMA, ("--model.num-heads", "2"), "--model.num-heads 2 contradicts num_heads 4", id="heads-of-one-shape"
+        ),
+        pytest.param(
+            LLAMA,
+            ("--model.num-heads", "5"),
+            "--model.num-heads 5 contradicts num_heads 4",
+            id="heads-that-fit-nothing",
+        ),
+        pytest.param(
+            LLAMA, ("--model.num-kv-heads=4",), "--model.num-kv-heads 4 contradicts num_kv_heads 2", id="one-word"
+        ),
+        pytest.param(
+            LLAMA, ("--model.norm-eps", "1e-6"), "--model.norm-eps 1e-06 contradicts norm_eps 1e-05", id="eps"
+        ),
+        pytest.param(
+            LLAMA,
+            ("--model.rope-scaling.factor", "4"),
+            "factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16) "
+            "contradicts rope_scaling Llama3RopeScaling(factor=8.0",
+            id="scaling",
+        ),
+        pytest.param(
+            LLAMA, ("--model.max-seq-len", "32"), "--model.max-seq-len 32 contradicts max_seq_len 64", id="shorter"
+        ),
+        pytest.param(
+            LLAMA,
+            ("--model.tie-embeddings",),
+            "--model.tie-embeddings True contradicts tie_embeddings False",
+            id="tied",
+        ),
         pytest.param(QWEN, ("--model.version", "3"), "--model.version 3 contradicts version 2", id="version"),
-        pytest.param(QWEN, ("--model.sliding-window", "9"), "--model.sliding-window 9 contradicts sliding_window 8", id="window"),
-        pytest.param(QWEN, ("--model.sliding-layers", "0", "1"), "--model.sliding-layers (0, 1) contradicts sliding_layers (1,)", id="layers"),
-        pytest.param(GPT2, ("--model.activation", "gelu_new"), "--model.activation 'gelu_new' contradicts activation 'gelu'", id="activation"),
-        pytest.param(GPT2, ("--model.max-seq-len", "128"), "--model.max-seq-len 128 contradicts max_seq_len 64", id="longer-table"),
-        pytest.param(GPT2, ("--model.no-scale-attention-by-layer",), "--model.scale-attention-by-layer False contradicts scale_attention_by_layer True", id="scale"),
+        pytest.param(
+            QWEN, ("--model.sliding-window", "9"), "--model.sliding-window 9 contradicts sliding_window 8", id="window"
+        ),
+        pytest.param(
+            QWEN,
+            ("--model.sliding-layers", "0", "1"),
+            "--model.sliding-layers (0, 1) contradicts sliding_layers (1,)",
+            id="layers",
+        ),
+        pytest.param(
+            GPT2,
+            ("--model.activation", "gelu_new"),
+            "--model.activation 'gelu_new' contradicts activation 'gelu'",
+            id="activation",
+        ),
+        pytest.param(
+            GPT2,
+            ("--model.max-seq-len", "128"),
+            "--model.max-seq-len 128 contradicts max_seq_len 64",
+            id="longer-table",
+        ),
+        pytest.param(
+            GPT2,
+            ("--model.no-scale-attention-by-layer",),
+            "--model.scale-attention-by-layer False contradicts scale_attention_by_layer True",
+            id="scale",
+        ),
     ],
 )  # fmt: skip
 def test_an_option_that_contradicts_the_folder_is_refused_with_both_values(
@@ -278,7 +329,10 @@ import sys
 from weft.models.cli import main
 for arguments in (
     *(["train", "--from", name, "--model.num-heads", "8"] for name in ("llama", "qwen-begin", "gpt")),
-    ["train", "gpt-tiny", "--resume", "llama-begin", "--output", "run", "--data.path", "text.txt", "--data.sequence-length", "16"],
+    [
+        "train", "gpt-tiny", "--resume", "llama-begin", "--output", "run",
+        "--data.path", "text.txt", "--data.sequence-length", "16",
+    ],
 ):
     try:
         main(arguments)

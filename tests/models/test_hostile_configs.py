@@ -299,7 +299,12 @@ def test_the_config_of_a_strangers_run_names_no_place_to_write(
     line: str, run: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path("run/config.toml")
-    path.write_text(f"{line}\n" + "\n".join(each for each in path.read_text().splitlines() if not each.startswith(("# ", line.partition(" ")[0]))))  # fmt: skip
+    path.write_text(
+        f"{line}\n"
+        + "\n".join(
+            each for each in path.read_text().splitlines() if not each.startswith(("# ", line.partition(" ")[0]))
+        )
+    )  # fmt: skip
     for what in (["--output", "run", "--resume"], ["--resume", "run/checkpoint-2", "--output", "new"]):
         with pytest.raises(SystemExit) as ended:
             main(["train", *what, "--print-config"])

@@ -149,7 +149,16 @@ def test_a_name_of_a_tokenizers_file_stays_in_the_folder(name: str, capsys: pyte
         assert "a plain name within the folder is needed" in refused(capsys, *door)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "tokens-00000.bin", "documents-00000.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "tokens-00000.bin",
+        "documents-00000.bin",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    ],
+)
 @pytest.mark.parametrize("what", ["pipe", "folder", "link to nothing", "nothing", "/dev/zero"])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_no_plain_file_is_not_waited_for(
@@ -183,7 +192,10 @@ def test_what_is_no_plain_file_is_not_waited_for(
 )
 def test_documents_that_do_not_end_one_after_another(ends: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     rewritten(ENDS, np.array(ends, dtype="<u8").tobytes(), 1)
-    said = f"out/{ENDS.name} is not what was prepared: its 2 documents do not end one after another, the last at token {COUNT}"
+    said = (
+        f"out/{ENDS.name} is not what was prepared: "
+        f"its 2 documents do not end one after another, the last at token {COUNT}"
+    )
     assert said in refused(capsys, "data", "verify", "out")
     data = find_data(Path("out"))
     with pytest.raises(ValueError, match="do not end one after another"):
@@ -242,7 +254,9 @@ def test_a_manifest_that_is_no_document(text: str, door: tuple[str, ...], capsys
     assert "out/manifest.json is not a manifest of prepared data: the file " in refused(capsys, *door)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"]
+)
 @pytest.mark.parametrize(
     "content",
     [

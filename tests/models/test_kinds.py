@@ -178,13 +178,21 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("a.jsonl.gz", gzip.compress(b"{}"), "a.jsonl.gz is compressed by gzip, not text in UTF-8; unpack the file first"),
+            (
+                "a.jsonl.gz",
+                gzip.compress(b"{}"),
+                "a.jsonl.gz is compressed by gzip, not text in UTF-8; unpack the file first",
+            ),
             ("a.txt", gzip.compress(b"text"), "a.txt is compressed by gzip"),
             ("a.jsonl", gzip.compress(b"text"), "a.jsonl is compressed by gzip"),
             ("a.bz2", bz2.compress(b"text"), "a.bz2 is compressed by bzip2"),
             ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04", "a.jsonl.zst is compressed by zstd"),
             ("a.data", parquet, "a.data is a Parquet file, not text in UTF-8; name it .parquet"),
-            ("a.txt", "Kette".encode("utf-16"), "a.txt is text in UTF-16 or UTF-32, not text in UTF-8; convert it to UTF-8"),
+            (
+                "a.txt",
+                "Kette".encode("utf-16"),
+                "a.txt is text in UTF-16 or UTF-32, not text in UTF-8; convert it to UTF-8",
+            ),
             ("a.csv", b"\xfe\xff\x00t", "a.csv is text in UTF-16"),
             ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl is text in UTF-16 or UTF-32"),
             ("a", b"text\x00text", "a is binary (byte 4 is 0), not text in UTF-8"),
@@ -192,7 +200,11 @@ class TestRefused:
             ("a.jsonlines", lines, "a.jsonlines holds JSON, and its suffix '.jsonlines' does not say so"),
             ("a.dat", lambda: json.dumps(records()), "a.dat holds JSON"),
             ("a.geojson", '{\n "type": "FeatureCollection"\n}', "a.geojson holds JSON"),
-            ("a.json", '{\n "data": []\n}', "a.json holds no records: neither a list of objects nor an object in each line"),
+            (
+                "a.json",
+                '{\n "data": []\n}',
+                "a.json holds no records: neither a list of objects nor an object in each line",
+            ),
             ("a.json", "[1, 2]", "a.json holds no records"),
             ("a.json", "Call me Ishmael.", "a.json holds no records"),
         ],
@@ -219,8 +231,16 @@ class TestRefused:
         ("name", "content", "message"),
         [
             ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n{"text" "c"}\n', "a.jsonl: line 4, at byte 29, is not JSON"),
-            ("a.jsonl", '{"text": "a"}\n{"text": null}\n', "a.jsonl: line 2, at byte 14, has no text in its field 'text', but null"),
-            ("a.json", '[{"text": "a"}, {"id": 1}]', "a.json: item 2 has no field 'text' (it has id: name one with --field)"),
+            (
+                "a.jsonl",
+                '{"text": "a"}\n{"text": null}\n',
+                "a.jsonl: line 2, at byte 14, has no text in its field 'text', but null",
+            ),
+            (
+                "a.json",
+                '[{"text": "a"}, {"id": 1}]',
+                "a.json: item 2 has no field 'text' (it has id: name one with --field)",
+            ),
             ("a.json", '[{"text": "a"}, 7]', "a.json: item 2 has no field 'text': it is int, not an object"),
             ("a.json", '[{"text": 4}]', "a.json: item 1 has no text in its field 'text', but int"),
             ("a.json", '[{"text": "a"}', "a.json begins as a list of objects, and is not JSON: "),
@@ -308,8 +328,8 @@ class TestFolders:
             status, out, _ = weft(capsys, "data", "prepare", "in", "--output", "out", "--workers", "1")
         assert status == 0 and documents() == ["text"]
         assert (
-            "passed over 4 entries: in/gone.txt (a link to nothing), in/more (a link to a folder), in/pipe (a fifo), ..."
-            in out
+            "passed over 4 entries: in/gone.txt (a link to nothing), in/more (a link to a folder), "
+            "in/pipe (a fifo), ..." in out
         )
         assert read_manifest(Path("out")).shards[0].passed[-1] == "in/socket (a socket)"
         assert find_data(Path("in")).passed[:2] == ("in/gone.txt (a link to nothing)", "in/more (a link to a folder)")

@@ -212,12 +212,28 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
         pytest.param({"MASTER_PORT": "0"}, "MASTER_PORT is 0; a port is 1 to 65535", id="no-port"),
         pytest.param({"MASTER_PORT": "-5"}, "MASTER_PORT is -5; a port is 1 to 65535", id="below-0"),
         pytest.param({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', which is not a number", id="port-in-words"),
-        pytest.param({"MASTER_PORT": None}, "RANK and WORLD_SIZE are set, but MASTER_PORT is not; set it in every process to", id="no-port-at-all"),
-        pytest.param({"MASTER_ADDR": None}, "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to", id="no-address"),
-        pytest.param({"MASTER_ADDR": ""}, "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to", id="empty-address"),
+        pytest.param(
+            {"MASTER_PORT": None},
+            "RANK and WORLD_SIZE are set, but MASTER_PORT is not; set it in every process to",
+            id="no-port-at-all",
+        ),
+        pytest.param(
+            {"MASTER_ADDR": None},
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to",
+            id="no-address",
+        ),
+        pytest.param(
+            {"MASTER_ADDR": ""},
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to",
+            id="empty-address",
+        ),
         pytest.param({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is not a number", id="size"),
-        pytest.param({"RANK": "zero"}, "RANK is 'zero', which is not a number", id="rank", marks=pytest.mark.exhaustive),
-        pytest.param({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2; ranks are 0 to WORLD_SIZE - 1", id="rank-of-another"),
+        pytest.param(
+            {"RANK": "zero"}, "RANK is 'zero', which is not a number", id="rank", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2; ranks are 0 to WORLD_SIZE - 1", id="rank-of-another"
+        ),
     ],
 )  # fmt: skip
 def test_a_world_that_cannot_meet_is_one_line(

@@ -39,11 +39,15 @@ ONE_LAYER = {"vocab_size": 7, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
     ("options", "expected"),
     [
         pytest.param({"schedule": "constant"}, [0.5, 1.0, *[1.0] * 8], id="constant"),
-        pytest.param({"schedule": "linear"}, [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125], id="linear"),
+        pytest.param(
+            {"schedule": "linear"}, [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125], id="linear"
+        ),
         pytest.param({"schedule": "wsd"}, [0.5, *[1.0] * 8, 0.55], id="wsd-a-fifth"),
         pytest.param({"schedule": "wsd", "decay_steps": 4}, [0.5, *[1.0] * 6, 0.775, 0.55, 0.325], id="wsd-four"),
         pytest.param({"schedule": "wsd", "decay_steps": 0}, [0.5, *[1.0] * 9], id="wsd-none"),
-        pytest.param({"schedule": "linear", "final_share": 0.0, "warmup_steps": 0}, [1 - i / 10 for i in range(10)], id="to-zero"),
+        pytest.param(
+            {"schedule": "linear", "final_share": 0.0, "warmup_steps": 0}, [1 - i / 10 for i in range(10)], id="to-zero"
+        ),
     ],
 )  # fmt: skip
 def test_the_rate_over_ten_steps(options: dict[str, object], expected: list[float]) -> None:
@@ -57,9 +61,7 @@ def test_a_cosine_is_half_way_down_in_the_middle() -> None:
 
 
 def test_decay_steps_are_of_one_schedule() -> None:
-    with pytest.raises(
-        ValueError, match="decay_steps is 5, but only the schedule wsd has decay steps"
-    ):
+    with pytest.raises(ValueError, match="decay_steps is 5, but only the schedule wsd has decay steps"):
         OptimizerConfig(decay_steps=5)
 
 

@@ -69,7 +69,8 @@ class Bigram(torch.nn.Module):
 
     def parallel_plan(self):
         styles = {"embed_tokens": VocabParallel(), "mlp.down_proj": RowwiseParallel()}
-        return ParallelPlan(tensor=styles | dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "lm_head"), ColwiseParallel()))
+        columns = ("mlp.gate_proj", "mlp.up_proj", "lm_head")
+        return ParallelPlan(tensor=styles | dict.fromkeys(columns, ColwiseParallel()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,13 +264,29 @@ def test_help_shows_the_options_of_its_config(folder: Path, capsys: pytest.Captu
     ("arguments", "said"),
     [
         pytest.param(("--model", "my_models"), "--model 'my_models' is not MODULE:CLASS; write it like", id="no-class"),
-        pytest.param(("--model", "nowhere:Net"), "there is no module 'nowhere'; start in its folder, or put", id="no-module"),
+        pytest.param(
+            ("--model", "nowhere:Net"), "there is no module 'nowhere'; start in its folder, or put", id="no-module"
+        ),
         pytest.param(("--model", "my_models.deep:Net"), "there is no module 'my_models.deep'", id="no-submodule"),
-        pytest.param(("--model", "my_models:Bigramm"), "my_models has no model 'Bigramm'; did you mean Bigram?", id="typo"),
-        pytest.param(("--model", "my_models:number"), "my_models has no model 'number'; give a class", id="no-module-class"),
-        pytest.param(("--model", "my_models:NoPlan"), "the class has no initial_value and no parallel_plan; initial", id="no-plan"),
-        pytest.param(("--model", "my_models:Own"), "the config that __init__ takes is a int; annotate it with", id="other-config"),
-        pytest.param(("--model", "my_models:Bare"), "the config that __init__ takes is not annotated; annotate it", id="no-annotation"),
+        pytest.param(
+            ("--model", "my_models:Bigramm"), "my_models has no model 'Bigramm'; did you mean Bigram?", id="typo"
+        ),
+        pytest.param(
+            ("--model", "my_models:number"), "my_models has no model 'number'; give a class", id="no-module-class"
+        ),
+        pytest.param(
+            ("--model", "my_models:NoPlan"),
+            "the class has no initial_value and no parallel_plan; initial",
+            id="no-plan",
+        ),
+        pytest.param(
+            ("--model", "my_models:Own"), "the config that __init__ takes is a int; annotate it with", id="other-config"
+        ),
+        pytest.param(
+            ("--model", "my_models:Bare"),
+            "the config that __init__ takes is not annotated; annotate it",
+            id="no-annotation",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_model_is_refused(
@@ -284,9 +301,15 @@ def test_what_is_no_model_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(("--mesh.cp", "2", "--mesh.tp", "1"), "its forward takes no positions, but plan.context all_gather changes", id="context"),
+        pytest.param(
+            ("--mesh.cp", "2", "--mesh.tp", "1"),
+            "its forward takes no positions, but plan.context all_gather changes",
+            id="context",
+        ),
         pytest.param(("--compile",), "has no blocks, which --compile compiles one by one", id="compile"),
-        pytest.param(("--data.path", "prepared"), "its forward takes no positions and no documents, which keep", id="packed"),
+        pytest.param(
+            ("--data.path", "prepared"), "its forward takes no positions and no documents, which keep", id="packed"
+        ),
     ],
 )  # fmt: skip
 def test_what_its_forward_would_not_be_told_is_refused(

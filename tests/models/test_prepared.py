@@ -161,7 +161,11 @@ def test_a_manifest_that_is_another_is_refused(
     ("arguments", "message"),
     [
         pytest.param("--data.sequence-length 256", "out has 881 tokens", id="enough"),
-        pytest.param("--data.sequence-length 450 --model.max-seq-len 512", "out has 881 tokens, fewer than two sequences of data.sequence_length 450", id="fewer-than-two-sequences"),
+        pytest.param(
+            "--data.sequence-length 450 --model.max-seq-len 512",
+            "out has 881 tokens, fewer than two sequences of data.sequence_length 450",
+            id="fewer-than-two-sequences",
+        ),
         pytest.param("--model.vocab-size 256", "model.vocab_size 256 is below 257", id="bytes"),
         pytest.param("--data.mixture out=1", "data.path out and data.mixture are both given", id="both"),
     ],
@@ -225,7 +229,9 @@ def test_a_vocabulary_larger_than_the_models_is_refused(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param(["other.txt", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"),
+        pytest.param(
+            ["other.txt", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"
+        ),
         pytest.param(["good.txt", "--output", "nothing/.."], "exists and holds something else", id="something-else"),
         pytest.param(["good.txt", "--output", "good.txt"], "good.txt cannot be made: ", id="a-file"),
         pytest.param(["good.txt", "--output", "/proc/x"], "/proc/x cannot be made: ", id="nobody-writes-there"),

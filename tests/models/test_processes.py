@@ -69,7 +69,8 @@ if __name__ == "__main__":
 # Starts one that ends with it, as a launcher of another make would, and waits.
 LAUNCHER = """
 import subprocess, sys
-computes = "from weft.models.train.processes import end_with_parent; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
+imports = "from weft.models.train.processes import end_with_parent"
+computes = imports + "; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
 subprocess.run([sys.executable, "-c", computes])
 """
 
@@ -213,8 +214,17 @@ def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        pytest.param("raise ValueError('no such thing')", r"1: rank 1 failed:\nTraceback [\s\S]*ValueError: no such thing\n", id="raises"),
-        pytest.param("raise SystemExit(7)", "7: rank 1 exited with status 7; the other processes were ended", id="exits", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "raise ValueError('no such thing')",
+            r"1: rank 1 failed:\nTraceback [\s\S]*ValueError: no such thing\n",
+            id="raises",
+        ),
+        pytest.param(
+            "raise SystemExit(7)",
+            "7: rank 1 exited with status 7; the other processes were ended",
+            id="exits",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("os.abort()", "-6: rank 1 killed by SIGABRT; the other processes were ended", id="is-killed"),
     ],
 )  # fmt: skip

@@ -24,7 +24,8 @@ TABLES = (ANGLES.cos(), ANGLES.sin())
 
 def llama(bias: bool = False, norm: bool = False) -> Attention:
     return Attention(
-        H, num_heads=4, num_kv_heads=2, head_dim=D, qkv_bias=bias, output_bias=False, qk_norm_eps=1e-6 if norm else None,
+        H, num_heads=4, num_kv_heads=2, head_dim=D, qkv_bias=bias,
+        output_bias=False, qk_norm_eps=1e-6 if norm else None,
         window=None, dropout=0.0, name="attention",
     )  # fmt: skip
 

@@ -106,7 +106,16 @@ def test_a_mesh_for_which_there_are_no_processes_gives_way(
 PLACES = 'output = "elsewhere"\nprofile = "elsewhere/traces"\nresume = "elsewhere"\n'
 
 
-@pytest.mark.parametrize("what", [["--resume", "run"], ["--resume=run/checkpoint-4"], ["--resume", "run", "--output", "new"], ["--output", "run", "--resume"]], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        ["--resume", "run"],
+        ["--resume=run/checkpoint-4"],
+        ["--resume", "run", "--output", "new"],
+        ["--output", "run", "--resume"],
+    ],
+    ids=" ".join,
+)
 def test_no_place_to_write_is_taken_from_a_checkpoints_folder(
     what: list[str], config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,11 @@ def run_of(name: str, axes: dict[str, int], *, zero: int = 0, optimizer: str = "
         config,
         check=check,
         mesh=MeshConfig(**axes),
-        plan=replace(config.plan, zero=zero, **({"microbatches": 2, "schedule": "1f1b", "split": "layers"} if "pp" in axes else {})),
+        plan=replace(
+            config.plan,
+            zero=zero,
+            **({"microbatches": 2, "schedule": "1f1b", "split": "layers"} if "pp" in axes else {}),
+        ),
         optimizer=replace(config.optimizer, name=optimizer),
     )  # fmt: skip
     return Run(
@@ -79,7 +83,14 @@ def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
         pytest.param("llama3-8b", {"dp": 2, "tp": 2}, 0, 32, "the recipe gpt2-large", id="cpu"),
         pytest.param("llama3.2-1b", {"dp": 4}, 0, 64, "--plan.zero 3, or the recipe gpt2-medium", id="zero"),
         pytest.param("llama3.2-1b", {"dp": 1, "tp": 4}, 4, None, None, id="gpus-that-suffice"),
-        pytest.param("llama3-70b", {"dp": 1, "tp": 8}, 8, 2, "42 such GPUs by --mesh.dp 42 --mesh.tp 1 --plan.zero 3 --no-check, or the recipe qwen3-8b", id="more-gpus"),
+        pytest.param(
+            "llama3-70b",
+            {"dp": 1, "tp": 8},
+            8,
+            2,
+            "42 such GPUs by --mesh.dp 42 --mesh.tp 1 --plan.zero 3 --no-check, or the recipe qwen3-8b",
+            id="more-gpus",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused_with_what_would_fit(
@@ -150,9 +161,34 @@ MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 700 kB\nSwapTotal: 20
     ("files", "found"),
     [
         pytest.param({"proc/meminfo": MEMINFO}, (1200, 700), id="machine"),
-        pytest.param({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "307200\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}, (500, 300), id="group-above"),
-        pytest.param({"proc/meminfo": MEMINFO, "proc/self/cgroup": "4:cpu:/x\n3:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "102400"}, (300, 100), id="version-1"),
-        pytest.param({"proc/meminfo": MEMINFO, "proc/self/cgroup": "3:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, (1200, 700), id="no-limit"),
+        pytest.param(
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "307200\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+            },
+            (500, 300),
+            id="group-above",
+        ),
+        pytest.param(
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "4:cpu:/x\n3:memory:/a\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "102400",
+            },
+            (300, 100),
+            id="version-1",
+        ),
+        pytest.param(
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "3:memory:/a\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(2**63 - 4096),
+            },
+            (1200, 700),
+            id="no-limit",
+        ),
         pytest.param({"proc/meminfo": "MemTotal: 1000 kB\n"}, None, id="less-is-said"),
         pytest.param({}, None, id="nothing-is-said"),
     ],

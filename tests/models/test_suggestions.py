@@ -122,7 +122,9 @@ RUNS = [
     pytest.param(f"{TEXT} --data.batch-size 6 --plan.microbatches 3 --plan.zero 3 --plan.sequence", id="plan"),
     pytest.param("--track tensorboard --profile 'tr aces' --compile --no-check", id="flags"),
     pytest.param("--optimizer.schedule wsd --optimizer.decay-steps 4 --optimizer.lr 1e-05", id="optimizer"),
-    pytest.param("--output 'a run' --save-every 2 --keep 0 --timeout 5.5 --reduce-dtype bfloat16", id="folder-of-the-run"),
+    pytest.param(
+        "--output 'a run' --save-every 2 --keep 0 --timeout 5.5 --reduce-dtype bfloat16", id="folder-of-the-run"
+    ),
     pytest.param("qwen3-tiny --dtype bfloat16 --model.tie-embeddings", id="qwen"),
     pytest.param("gpt-tiny --model.dropout 0.1 --seed 9", id="gpt"),
     pytest.param(f"llama3.2-1b {TEXT} --data.sequence-length 64 --model.num-layers 2", id="published"),

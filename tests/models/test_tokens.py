@@ -128,23 +128,38 @@ CASES = {
     "byte-level-with-a-prefix-space": case("byte-level", tokenizer_config=FAST | {"add_prefix_space": True}),
     "gpt2": case("byte-level", tokenizer_config={"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}),
     "gpt2-by-its-config": case("byte-level", config={"model_type": "gpt2"}),
-    "neox-with-bos": case("byte-level", tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizer", "add_bos_token": True}),
-    "neox-without": case("byte-level", template=True, tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizerFast"}),
-    "qwen2": case("sequence", tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None}),
+    "neox-with-bos": case(
+        "byte-level", tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizer", "add_bos_token": True}
+    ),
+    "neox-without": case(
+        "byte-level", template=True, tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizerFast"}
+    ),
+    "qwen2": case(
+        "sequence", tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None}
+    ),
     "qwen2-by-its-config": case("sequence", config={"model_type": "qwen2"}),
     "sequence-with-tokens-added": case(
         "sequence",
-        tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<think>", "</think>"), normalized=True)},
+        tokenizer_config=lambda made: (
+            FAST | {"added_tokens_decoder": listed(made, ("<think>", "</think>"), normalized=True)}
+        ),
     ),
     "tokens-that-strip": case(
         "byte-level",
-        tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<think>",), lstrip=True, rstrip=True)},
+        tokenizer_config=lambda made: (
+            FAST | {"added_tokens_decoder": listed(made, ("<think>",), lstrip=True, rstrip=True)}
+        ),
     ),
-    "special-tokens-that-are-new": case("byte-level", tokenizer_config=FAST | {"additional_special_tokens": ["<extra>", "<think>"]}),
+    "special-tokens-that-are-new": case(
+        "byte-level", tokenizer_config=FAST | {"additional_special_tokens": ["<extra>", "<think>"]}
+    ),
     "a-special-tokens-map": case(
         "byte-level",
         tokenizer_config=FAST | {"additional_special_tokens": ["<think>"]},
-        special_tokens_map={"pad_token": {"content": "<extra>", "lstrip": True}, "additional_special_tokens": ["</think>"]},
+        special_tokens_map={
+            "pad_token": {"content": "<extra>", "lstrip": True},
+            "additional_special_tokens": ["</think>"],
+        },
     ),
     "a-special-tokens-map-that-does-not-count": case(
         "byte-level",
@@ -152,11 +167,14 @@ CASES = {
         special_tokens_map={"pad_token": "<extra>"},
     ),
     "bos-of-a-map": case(
-        "metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizer"}, special_tokens_map={"bos_token": "<|im_start|>"}
+        "metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizer"},
+        special_tokens_map={"bos_token": "<|im_start|>"}
     ),
     "llama-2": case("metaspace-normalized", template=True, tokenizer_config=LLAMA),
     "llama-2-legacy": case("metaspace-normalized", tokenizer_config=LLAMA | {"legacy": True}),
-    "llama-2-without-bos": case("metaspace-normalized", template=True, tokenizer_config=LLAMA | {"add_bos_token": False}),
+    "llama-2-without-bos": case(
+        "metaspace-normalized", template=True, tokenizer_config=LLAMA | {"add_bos_token": False}
+    ),
     "llama-2-with-eos": case("metaspace-normalized", tokenizer_config=LLAMA | {"add_eos_token": True}),
     "llama-with-defaults": case("metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizerFast"}),
     "llama-by-its-config": case("metaspace", config={"model_type": "llama"}),
@@ -168,7 +186,8 @@ CASES = {
     ),
     "unigram": case("unigram", template=True, after="</s>", tokenizer_config=FAST),
     "unigram-with-tokens-added": case(
-        "unigram", tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<extra>",), special=True)}
+        "unigram",
+        tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<extra>",), special=True)}
     ),
     "wordpiece": case("wordpiece", tokenizer_config=BERT | {"do_lower_case": False}),
     "wordpiece-in-lower-case": case("wordpiece", tokenizer_config=BERT),

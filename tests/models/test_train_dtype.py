@@ -142,7 +142,8 @@ def test_how_near_two_losses_must_be_follows_the_dtype(dtype: str, words: str) -
     report.line = said.append  # type: ignore[method-assign]
     report.check(5.0001, 5.0, 4, dtype)
     assert said == [
-        f"check  loss of step 1: 5.0001000 on 4 processes, 5.0000000 on one: {words}, as {dtype} rounds; relative difference 2.0e-05"
+        f"check  loss of step 1: 5.0001000 on 4 processes, 5.0000000 on one: {words}, as {dtype} rounds; "
+        "relative difference 2.0e-05"
     ]
 
 

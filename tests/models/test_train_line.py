@@ -29,21 +29,30 @@ from weft.reshard.running.waits import Waits, measured_by
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
 
-BELOW = "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  8.2 GFLOP/s  memory 0.41 GiB (2%)  waiting 31%  1:23 left"
+BELOW = (
+    "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  "
+    "8.2 GFLOP/s  memory 0.41 GiB (2%)  waiting 31%  1:23 left"
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         pytest.param({}, BELOW, id="cpu"),
-        pytest.param({"tflops": 431.7, "mfu": 0.4365}, BELOW.replace("8.2 GFLOP/s", "432 TFLOP/s (44% of the peak)"), id="chip"),
+        pytest.param(
+            {"tflops": 431.7, "mfu": 0.4365}, BELOW.replace("8.2 GFLOP/s", "432 TFLOP/s (44% of the peak)"), id="chip"
+        ),
         pytest.param({"seconds_left": 3723.4}, BELOW.replace("1:23 left", "1:02:03 left"), id="hours"),
         pytest.param(
             {"held_out_loss": math.log(20)},
             BELOW.replace("  grad", "  held out 2.9957 (perplexity 20)  grad"),
             id="held-out",
         ),
-        pytest.param({"held_out_loss": 1e5}, BELOW.replace("  grad", "  held out 100000.0000 (perplexity 1.014e+304)  grad"), id="far"),
+        pytest.param(
+            {"held_out_loss": 1e5},
+            BELOW.replace("  grad", "  held out 100000.0000 (perplexity 1.014e+304)  grad"),
+            id="far",
+        ),
     ],
 )  # fmt: skip
 def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:

@@ -39,13 +39,27 @@ MODELS = {"llama": LlamaConfig(intermediate_size=24, **SIZES), "gpt": GPTConfig(
 WAYS = [
     pytest.param({"dp": 4, "tp": 1}, {}, id="data", marks=pytest.mark.exhaustive),
     pytest.param({"dp": 1, "tp": 2}, {"sequence": True, "microbatches": 2}, id="sequence-microbatches"),
-    pytest.param({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2}, id="data-sequence-microbatches", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"dp": 2, "tp": 2},
+        {"sequence": True, "microbatches": 2},
+        id="data-sequence-microbatches",
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param({"dp": 1, "cp": 2, "tp": 1}, {"context": "all_gather"}, id="context"),
-    pytest.param({"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context-tensor", marks=pytest.mark.exhaustive),
-    pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context-tensor", marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        {"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive
+    ),
     pytest.param({"pp": 2, "dp": 1, "tp": 1}, {"microbatches": 2}, id="pipeline"),
     pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="data-pipeline", marks=pytest.mark.exhaustive),
-    pytest.param({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, {"microbatches": 4, "context": "all_gather"}, id="pipeline-context", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"pp": 2, "dp": 1, "cp": 2, "tp": 1},
+        {"microbatches": 4, "context": "all_gather"},
+        id="pipeline-context",
+        marks=pytest.mark.exhaustive,
+    ),
 ]  # fmt: skip
 
 
@@ -264,6 +278,9 @@ def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, pr
     path = Path(prepared, "tokens-00001.bin")
     with path.open("r+b") as file:
         file.write(b"!")
-    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or remove the folder and prepare it again"
+    wanted = (
+        f"{path} is not what was prepared: its SHA-256 differs; "
+        f"copy it again, or remove the folder and prepare it again"
+    )
     assert pool.run(begun, prepared, verify, ranks=2) == [wanted if verify else ""] * 2
     assert Path(prepared).with_name(f"run-{verify}").exists() is not verify

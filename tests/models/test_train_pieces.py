@@ -102,7 +102,8 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
         pytest.param(lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr is nan", id="lr"),
         pytest.param(
             lambda: TrainConfig(model=recipe("gpt-tiny").model, data=DataConfig(sequence_length=257)),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a GPT-2 with a larger max_seq_len is another model",
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, "
+            r"and a GPT-2 with a larger max_seq_len is another model",
             id="sequence",
         ),
         pytest.param(
@@ -110,7 +111,8 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
                 model=replace(recipe("llama-tiny").model, rope_scaling=DynamicRopeScaling(factor=2.0)),
                 data=DataConfig(sequence_length=257),
             ),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a Llama with a larger max_seq_len is another model",
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, "
+            r"and a Llama with a larger max_seq_len is another model",
             id="sequence-of-dynamic-rope",
         ),
     ],
@@ -163,7 +165,9 @@ def test_what_was_left_out_is_said(pictures: str, said: list[str]) -> None:
         pytest.param("deep/er/new", None, id="with-those-above-it"),
         pytest.param("here/new", None, id="below-one-that-is-there"),
         pytest.param("here", "here exists; give another with --output, remove it", id="there"),
-        pytest.param("/proc/weft", "/proc/weft cannot be made: .*; give another with --output", id="nobody-writes-there"),
+        pytest.param(
+            "/proc/weft", "/proc/weft cannot be made: .*; give another with --output", id="nobody-writes-there"
+        ),
         pytest.param("file/new", "file/new cannot be made: .*; give another with --output", id="below-a-file"),
     ],
 )  # fmt: skip
@@ -260,9 +264,15 @@ def test_the_count_sees_what_dtensor_issues_unasked(pool) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        pytest.param("--steps 5", "warmup_steps is 20, above steps 5: the learning rate reaches 0.00075 of 0.003", id="default"),
+        pytest.param(
+            "--steps 5", "warmup_steps is 20, above steps 5: the learning rate reaches 0.00075 of 0.003", id="default"
+        ),
         pytest.param("--steps 1", "warmup_steps is 20, above steps 1", id="one-step"),
-        pytest.param("--steps 30 --optimizer.warmup-steps 31 --optimizer.lr 0.31", "warmup_steps is 31, above steps 30: the learning rate reaches 0.3 of 0.31", id="one-too-many"),
+        pytest.param(
+            "--steps 30 --optimizer.warmup-steps 31 --optimizer.lr 0.31",
+            "warmup_steps is 31, above steps 30: the learning rate reaches 0.3 of 0.31",
+            id="one-too-many",
+        ),
         pytest.param("--steps 20", None, id="ends-with-it"),
         pytest.param("--steps 1 --optimizer.warmup-steps 0", None, id="none"),
     ],

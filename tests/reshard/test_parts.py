@@ -121,7 +121,8 @@ def test_members_that_make_another_group_are_named(pool: Pool) -> None:
         "Rank 1 makes one of ranks 1, 2 on gloo. Rank 3 did not come, and makes no other group."
     )
     assert second.startswith(
-        "rank 1 waited 2 s for the others to make a group of ranks 1, 2 on gloo. Rank 2 did not come, and makes no other"
+        "rank 1 waited 2 s for the others to make a group of ranks 1, 2 on gloo. "
+        "Rank 2 did not come, and makes no other"
     )
 
 

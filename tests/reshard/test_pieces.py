@@ -41,7 +41,10 @@ def test_while_a_piece_is_in_one_phase_the_next_is_in_another() -> None:
 
     for work in in_turn(map(piece, "abc")):  # type: ignore[attr-defined]
         said.append(f"wait {work.name}")  # type: ignore[attr-defined]
-    order = "start a1, start b1, wait a1, start a2, start c1, wait b1, start b2, wait a2, wait c1, start c2, wait b2, wait c2"
+    order = (
+        "start a1, start b1, wait a1, start a2, start c1, "
+        "wait b1, start b2, wait a2, wait c1, start c2, wait b2, wait c2"
+    )
     assert said == order.split(", ")
 
 

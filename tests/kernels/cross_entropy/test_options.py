@@ -272,10 +272,35 @@ def test_class_dim_1_is_torchs_form(device, shape):
 @pytest.mark.parametrize(
     ("logits", "target", "more", "message"),
     [
-        pytest.param((2, 3), torch.rand(2, 3), {}, r"target has dtype torch.float32 and shape \(2, 3\), .* class ids of shape \(2,\); for probabilities, give target.argmax", id="probabilities"),
-        pytest.param((2, 5, 3), torch.zeros(2, 3, dtype=torch.int64), {}, r"or class_dim=1 for logits in torch's form, \[N, C, ...\]", id="torchs-form"),
-        pytest.param((2, 5), torch.zeros(2, dtype=torch.int64), {"class_dim": 2}, r"class_dim is 2 for logits of shape \(2, 5\)", id="no-dim"),
-        pytest.param((2, 5), torch.zeros(2, dtype=torch.int16), {}, r"target has dtype torch.int16 and shape \(2,\), not torch.int32, torch.int64, torch.uint8", id="int16"),
+        pytest.param(
+            (2, 3),
+            torch.rand(2, 3),
+            {},
+            r"target has dtype torch.float32 and shape \(2, 3\), .* class ids of shape \(2,\); "
+            r"for probabilities, give target.argmax",
+            id="probabilities",
+        ),
+        pytest.param(
+            (2, 5, 3),
+            torch.zeros(2, 3, dtype=torch.int64),
+            {},
+            r"or class_dim=1 for logits in torch's form, \[N, C, ...\]",
+            id="torchs-form",
+        ),
+        pytest.param(
+            (2, 5),
+            torch.zeros(2, dtype=torch.int64),
+            {"class_dim": 2},
+            r"class_dim is 2 for logits of shape \(2, 5\)",
+            id="no-dim",
+        ),
+        pytest.param(
+            (2, 5),
+            torch.zeros(2, dtype=torch.int16),
+            {},
+            r"target has dtype torch.int16 and shape \(2,\), not torch.int32, torch.int64, torch.uint8",
+            id="int16",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_target_is_named(logits, target, more, message):

@@ -154,12 +154,20 @@ EIGHTS = A.to(EIGHT), B.to(EIGHT)
         pytest.param(A, B, {"residual": A}, r"\(28, 16\) does not broadcast to the output, \(28, 24\)", id="residual"),
         pytest.param(A, B.to("meta"), {}, "lie on cpu and meta; move them to one device", id="devices"),
         pytest.param(A, EIGHTS[1], {}, "cannot be multiplied; cast", id="eight-and-more-bits"),
-        pytest.param(A, B, {"a_scale": torch.ones(())}, "of a factor of torch.float32; for an 8-bit factor", id="scale"),
         pytest.param(
-            *EIGHTS, {"a_scale": torch.ones(4)}, r"a_scale is .*\(4,\), .* give float32 of shape \(\) or \(28,\)", id="rows"
+            A, B, {"a_scale": torch.ones(())}, "of a factor of torch.float32; for an 8-bit factor", id="scale"
         ),
         pytest.param(
-            *EIGHTS, {"b_scale": torch.ones(M)}, r"\(\) or \(4,\) or \(4, 24\): one number, or one for each group", id="groups"
+            *EIGHTS,
+            {"a_scale": torch.ones(4)},
+            r"a_scale is .*\(4,\), .* give float32 of shape \(\) or \(28,\)",
+            id="rows",
+        ),
+        pytest.param(
+            *EIGHTS,
+            {"b_scale": torch.ones(M)},
+            r"\(\) or \(4,\) or \(4, 24\): one number, or one for each group",
+            id="groups",
         ),
         pytest.param(*EIGHTS, {"b_scale": torch.ones(4).double()}, "b_scale is torch.float64", id="scale-dtype"),
     ],

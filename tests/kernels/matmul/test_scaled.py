@@ -26,9 +26,12 @@ def factors(a: torch.dtype = E4M3, b: torch.dtype = E4M3) -> tuple[Tensor, Tenso
 def scales(kind: str) -> tuple[Tensor | None, Tensor | None]:
     of_rows, of_columns = (normal(size, dtype=torch.float32, seed=size).abs() for size in (M, N))
     one, other = torch.tensor(0.5), torch.tensor(3.0)
-    return {"none": (None, None), "numbers": (one, other), "rows": (of_rows, of_columns), "rows-of-one": (of_rows, other)}[
-        kind
-    ]  # fmt: skip
+    return {
+        "none": (None, None),
+        "numbers": (one, other),
+        "rows": (of_rows, of_columns),
+        "rows-of-one": (of_rows, other),
+    }[kind]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(rows: int, cols: int, dtype: torch.dtype = E4M3, transposed: bool = False) -> Tensor:
-    return torch.empty(cols, rows, dtype=dtype, device="cuda").mT if transposed else torch.empty(rows, cols, dtype=dtype, device="cuda")  # fmt: skip
+    return (
+        torch.empty(cols, rows, dtype=dtype, device="cuda").mT
+        if transposed
+        else torch.empty(rows, cols, dtype=dtype, device="cuda")
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def test_a_row_is_read_by_people(tmp_path: Path) -> None:
     write({OF: ROW}, tmp_path / "table.json")
     (row,) = json.loads((tmp_path / "table.json").read_text())
     assert row["of"] == {
-        "chip": "sm_90", "dtype": "bfloat16", "kind": "plain", "transposed": "b", "m": 8192, "n": 4096, "k": 4096, "groups": 1,
+        "chip": "sm_90", "dtype": "bfloat16", "kind": "plain",
+        "transposed": "b", "m": 8192, "n": 4096, "k": 4096, "groups": 1,
     }  # fmt: skip
 
 
