@@ -1,4 +1,4 @@
-"""`weft train --from FOLDER`: the folder's model is trained, and what contradicts it is refused before a process starts."""
+"""`weft train --from FOLDER` trains the folder's model, and refuses contradicting options before a process starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     "config", [pytest.param(LLAMA, id="llama"), pytest.param(QWEN, id="qwen"), pytest.param(GPT2, id="gpt")]
 )
 def test_the_model_is_the_folders(config: ModelConfig, converted: bool, asked: Asked) -> None:
-    """Every constant of it, as transformers reads the folder; the training options are those of the recipe that is named."""
+    """The model has every constant as transformers reads the folder; a named recipe gives the training options."""
     save(config, Path("hf"))
     if converted:
         convert(Path("hf"), Path("begin"))
@@ -203,14 +203,14 @@ def test_from_and_a_checkpoint_of_no_run_are_two_beginnings(asked: Asked) -> Non
 
 
 def test_a_first_start_with_resume_begins_with_the_folder(asked: Asked) -> None:
-    """The command that starts a run is the one that restarts it."""
+    """The command that starts a run also restarts the run."""
     save(LLAMA, Path("hf"))
     run = asked("--from", "hf", "--output", "run", "--save-every", "5", "--resume", *TEXT)
     assert (run.origin, run.resume, run.config.model) == (Path("hf"), None, LLAMA)
 
 
 def trained(*arguments: str) -> str:
-    """What a run says, of processes of its own."""
+    """The output of `weft train` in processes of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "weft.models.cli", "train", *arguments],
         capture_output=True, text=True, timeout=PATIENCE, check=False,
@@ -220,7 +220,10 @@ def trained(*arguments: str) -> str:
 
 
 def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> None:
-    """Its checkpoints know the model, of which no option says the scaling; a run without checkpoints of its own begins another."""
+    """A run's checkpoints hold the whole model, including the rope scaling, which no option can give.
+
+    `--from run` begins with the newest checkpoint or, without checkpoints, with the run's final model.
+    """
     save(LLAMA, Path("hf"))
     ids = {"bos_token_id": 1, "eos_token_id": [7, 9]}
     Path("hf/config.json").write_text(json.dumps(json.loads(Path("hf/config.json").read_text()) | ids))
@@ -288,7 +291,7 @@ def test_a_text_is_not_trained_as_bytes_where_the_folder_has_another_tokenizer(a
     )
     run = asked("--from", "hf", "--data.path", "prepared-one", "--data.sequence-length", "16")
     assert run.corpus.tokenizer.vocab_size == 270
-    # Written by another program, with other spaces, it is the same tokenizer.
+    # The same tokenizer, as another program with other spaces would write the file.
     tokenizer = json.loads(Path("hf/tokenizer.json").read_text())
     Path("hf/tokenizer.json").write_text(json.dumps({**tokenizer, "padding": None}, indent=1))
     asked("--from", "hf", "--data.path", "prepared-one", "--data.sequence-length", "16")

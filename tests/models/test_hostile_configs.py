@@ -1,4 +1,4 @@
-"""Configs, checkpoints' records and metrics that a stranger has written, and sizes that nobody has: one line and status 2."""
+"""Hostile configs, checkpoint records and metrics, and absurd sizes: each is refused with one line and status 2."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def little() -> Iterator[None]:
-    """What a test may take of time and memory."""
+    """Fails where a test takes more than SECONDS of processor time or BYTES of memory."""
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - began < SECONDS
@@ -53,7 +53,7 @@ def little() -> Iterator[None]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `weft train` says that refuses its input: one line."""
+    """The one line with which `weft train` refuses its input."""
     status, out, err = weft(capsys, "train", *arguments, "--print-config")
     assert (status, out) == (2, ""), err
     assert err.endswith("\n")
@@ -120,7 +120,7 @@ WHOLE += ["model.intermediate_size", "model.num_kv_heads", "model.head_dim", "pl
 @pytest.mark.parametrize("value", HUGE, ids=["2^62", "2^70", "10^400"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_number_that_no_run_has(name: str, value: int, little: None, capsys: pytest.CaptureFixture[str]) -> None:
-    if (name, value) == ("seed", 2**62):  # which is one
+    if (name, value) == ("seed", 2**62):  # a valid seed
         return
     table, _, option = name.rpartition(".")
     heading = f"[{table}]\n" if table else ""
@@ -171,7 +171,7 @@ def test_divisors_are_all_numbers_that_divide(number: int) -> None:
 
 @pytest.fixture
 def run() -> dict[str, Any]:
-    """What the checkpoint of step 2 says of the run in the folder `run`."""
+    """The record of a run, from the checkpoint of step 2 in the folder `run`."""
     small = recipe("llama-tiny")
     config = replace(
         small,

@@ -1,4 +1,4 @@
-"""The optimizers by name, what of a model decays, and the learning rate over the steps."""
+"""The optimizers by name, the parameters that decay, and the learning rate over the steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def stepped(name: str, mesh: ProcessMesh | None, zero: int = 0) -> list[Tensor]:
 
 
 def differences(names: list[str], zero: int) -> list[float]:
-    """By how much each differs at most from the updates of one process, beside how far those went."""
+    """By optimizer, the largest distance from one process's weights, relative to the length of the update."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
     initial = Llama(SMALL)
     initialize(initial, seed=0)
@@ -95,7 +95,7 @@ def differences(names: list[str], zero: int) -> list[float]:
 
 
 def with_others(*few: str) -> list[Any]:
-    """These optimizers, and in a second case all others."""
+    """Two cases: the named optimizers, and all the rest."""
     others = [name for name in OPTIMIZERS if name not in few]
     return [pytest.param(list(few), id="-".join(few)), pytest.param(others, id="others", marks=pytest.mark.exhaustive)]
 
@@ -126,7 +126,7 @@ def small(mesh: ProcessMesh | None = None, zero: int = 0) -> nn.Module:
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
-    """The weights after steps with gradients that are the same on every mesh."""
+    """The weights after steps with gradients that are equal on every mesh."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -142,7 +142,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def saved_and_read(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By optimizer, the weights after three steps: of the whole model, on shards, and from what was saved after the second."""
+    """By optimizer, weights after three steps: whole, on shards, and resumed on both from a save after two steps."""
     mesh, found = ProcessMesh.grid(dp=2), {}
     for number, name in enumerate(names):
         config = OptimizerConfig(name=name, lr=1e-2)
@@ -173,7 +173,7 @@ def test_the_state_of_every_optimizer_is_saved_and_read(names: list[str], tmp_pa
 
 
 def decayed(axes: dict[str, int] | None) -> dict[str, float]:
-    """By parameter, how much of it is left after a step without gradients to speak of."""
+    """By parameter, the share that is left after a step of weight decay with zero gradients."""
     model = GPT(GPTConfig(**ONE_LAYER))
     if axes is not None:
         parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), zero=1))

@@ -1,4 +1,4 @@
-"""`weft train --model MODULE:CLASS`: a model from outside, its config by options, its parameters counted in the model."""
+"""`weft train --model MODULE:CLASS`: a user's model, configured by options; its parameters are counted in the model."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ ROTARY = (*SIZES, "--model.intermediate-size", "48")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the module and a text are, from which modules of others are not seen."""
+    """The working folder, with the user's module and a text. The tests' own folder is not on sys.path."""
     (tmp_path / "my_models.py").write_text(MODULE)
     (tmp_path / "text.txt").write_text("a model of one's own, and what it is trained on; " * 40)
     monkeypatch.chdir(tmp_path)
@@ -182,12 +182,13 @@ def test_parameters_are_counted_in_the_model(
     out = capsys.readouterr().out
     assert out.startswith(f"{name}: ") and f" {words}, on text.txt" in out
     if name == "Thin":
-        assert config.model.num_parameters - sum(shapes.values()) == 2 * 3 * 32 * 24  # what would be inherited
+        # An inherited num_parameters would count these, too.
+        assert config.model.num_parameters - sum(shapes.values()) == 2 * 3 * 32 * 24
 
 
 @pytest.mark.exhaustive
 def test_a_run_of_a_model_from_outside(folder: Path) -> None:
-    """On processes of its own, which import the module too; it is saved as a checkpoint, goes on, and another begins with it."""
+    """In processes of its own, which import the module, too: trained, saved, resumed, and begun from."""
     elsewhere = folder / "modules"
     elsewhere.mkdir()
     (folder / "my_models.py").rename(elsewhere / "my_models.py")

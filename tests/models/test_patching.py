@@ -1,4 +1,4 @@
-"""A loaded Llama, Qwen or GPT of transformers with Weft's ops: the same loss and gradients, and none of it after undo."""
+"""A loaded Llama, Qwen or GPT of transformers with Weft's ops: the same loss and gradients; undo restores the model."""
 
 import copy
 import inspect

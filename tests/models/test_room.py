@@ -1,4 +1,4 @@
-"""A run that its machine cannot hold is refused before it starts; one that it can hold never is."""
+"""A run that does not fit its machine is refused before it starts; a run that fits never is."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def run_of(name: str, axes: dict[str, int], *, zero: int = 0, optimizer: str = "
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 3, "tp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "llama-tiny-tied"])
 def test_no_run_holds_less(name: str, axes: dict[str, int], zero: int) -> None:
-    """`predict_memory` lays out each parameter on each rank; what is counted here is no more, and at most a tenth less."""
+    """`predict_memory` lays out each parameter on each rank; the estimate is at most 10% below, and never above."""
     run = run_of(name, axes, zero=zero)
     outline = Outline.of(run.config, run.axes)
     mesh = ProcessMesh.grid(**run.axes)
     of_ranks = [predict_memory(outline.make_model(), mesh, outline.plan, rank=rank) for rank in range(mesh.size)]
-    kept = 0 if zero == 3 else 1  # what is gathered: with zero=3 it is freed after each call
+    kept = 0 if zero == 3 else 1  # gathered parameters: zero=3 frees them after each call
     held = [each.parameters + kept * each.gathered + each.gradients + each.states for each in of_ranks]
     assert sum(held) >= holding_of(run, on_gpus=False).nbytes > 0.9 * sum(held)
     assert max(held) >= holding_of(run, on_gpus=True).nbytes > 0.6 * max(held), "stages are not of one size"

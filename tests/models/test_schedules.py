@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: every microbatch once, the bubbles of the papers, the activations held, and no deadlock."""
+"""Pipeline schedules as values: every microbatch once, the papers' bubbles, the activations held, and no deadlock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED = [*((name, 1) for name in NAMES if name != "interleaved"), ("interleaved"
 
 
 def schedules(name: str, chunks: int) -> list[Schedule]:
-    """That schedule on many sizes, where it takes them."""
+    """The named schedule in each of many sizes that it allows."""
     made = []
     for ranks, microbatches in SIZES:
         rounds = max(1, microbatches // ranks)
