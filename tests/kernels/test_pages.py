@@ -1,4 +1,4 @@
-"""The pages of the ops: each op has a program that calls it, and its name leads there from the first page."""
+"""The ops' documentation pages: each op has a program that calls it, and the index leads from its name to the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.architecture.rules import ROOT
 
 FOLDER = ROOT / "docs/kernels"
 INDEX = (FOLDER / "index.md").read_text()
-ELSEWHERE = {"KeyValueCache", "on_local_tensors"}  # what an op is given, and what makes one: guides have those
+ELSEWHERE = {"KeyValueCache", "on_local_tensors"}  # an argument of ops, and a maker of ops: guides explain both
 
 
 @pytest.mark.parametrize("name", sorted({*kernels.__all__} - ELSEWHERE))
@@ -50,9 +50,9 @@ PAGES = [*sorted(FOLDER.glob("*.md")), *sorted((ROOT / "docs/api").glob("*kernel
 
 
 def misnamed(text: str) -> list[str]:
-    """The options that a page's prose names beside ops which do not take them: `option`, `option=value`, `op(option=value)`.
+    """The options that a page's prose gives to ops without them: `option`, `option=value`, `op(option=value)`.
 
-    A sentence that names ops speaks of their options; another one of those of the page's ops.
+    A sentence that names ops speaks of their options; any other sentence speaks of the page's ops.
     """
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     of_page, found = {name for name in OPS if re.search(rf"\b{name}\b", text)}, []

@@ -63,8 +63,7 @@ def filled(model: Any) -> Any:
 def test_a_llama_block_keeps_its_input_and_what_is_between_its_products() -> None:
     model = filled(Llama(LlamaConfig(**LLAMA)))
     units = kept(model, model.layers[1], torch.zeros(TOKENS, dtype=torch.int64))
-    # The residual streams before each norm; q, k, v and attention's output; gate and up. Beside them a few numbers a
-    # row.
+    # The residual streams before each norm; q, k, v and attention's output; gate and up; a few numbers a row.
     assert units == pytest.approx(2 + 1 + 0.5 + 0.5 + 1 + 2 * 2.75, abs=0.1)
     assert units <= 12
 
