@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.architecture.rules import ROOT
 
-# The last one is of those that start processes.
+# The last file starts processes.
 FILES = ["test_first.py", "test_second.py", "end_to_end/test_third.py"]
 TESTS = "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_a_number(number): ...\n"
 

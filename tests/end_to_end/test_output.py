@@ -25,7 +25,7 @@ FILES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a run is started, with its text, which has words that ASCII lacks."""
+    """The folder of a run, with its text, whose words need more than ASCII."""
     (tmp_path / "text.txt").write_text("wärp and wéft — “woven”. " * 400)
     return tmp_path
 
@@ -91,7 +91,7 @@ def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("into", ["run", "other"])
 def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) -> None:
-    """In a folder of its own it has no metrics."""
+    """In a new folder the run has no metrics."""
     assert shell('"$@"', RUN, folder).returncode == 0
     more = ("--resume", "run/checkpoint-4", *(("--output", into) if into != "run" else ()))
     done = shell('"$@"', (*WEFT, "train", *more), folder)

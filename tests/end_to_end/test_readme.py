@@ -36,9 +36,8 @@ def on_ranks(program: str, folder: Path, pool: Pool) -> str:
 
 QUICKLY: dict[Way, Way] = {alone: partial(by_workers, ranks=1), launched: by_workers, on_ranks: on_ranks}
 PROGRAMS = [
-    pytest.param(
-        "README.md", [(launched, r"^(\d\.\d{4})\s*(\1\s*){3}$")], id="weft"
-    ),  # one loss, on four ranks whose lines may mix
+    # All four ranks print the same loss; their lines may mix.
+    pytest.param("README.md", [(launched, r"^(\d\.\d{4})\s*(\1\s*){3}$")], id="weft"),
     pytest.param(
         "packages/mesh/README.md",
         [(alone, r"0:5 \| 0 "), (alone, ""), (alone, "then  dp: S"), (alone, "")],

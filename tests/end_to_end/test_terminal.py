@@ -1,4 +1,4 @@
-"""Colours, boxes and moving lines: on a terminal that has them, and nowhere else."""
+"""Colours, boxes and moving lines appear on a capable terminal only."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TestHelp:
         ],
     )
     def test_a_reader_that_has_enough_is_no_error(self, command: tuple[str, ...], ends: int) -> None:
-        """141 is what a shell gives for SIGPIPE, by which other programs end then."""
+        """141 is a shell's status for SIGPIPE, by which other programs end in this case."""
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stderr is not None
             process.stdout.close()
@@ -115,7 +115,7 @@ report.line("after")
 
 
 class TestStepsOfTraining:
-    """What `weft train` shows of its steps."""
+    """Steps as `weft train` shows them."""
 
     COMMAND = (sys.executable, "-c", STEPS)
     LINES = tuple(

@@ -1,4 +1,4 @@
-"""`weft train` as a user types it: what it prints, what it leaves, and how it ends when something is wrong."""
+"""`weft train` as a user types it: its output, its files, and how it ends on errors."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 
 
 ONE_PROCESS = ("--mesh.dp", "1", "--mesh.tp", "1")
-# By recipe that takes a minute: the arguments of its commands in the README, and others, which have the losses of one process.
+# By recipe that takes a minute: the commands' arguments in the README, and further arguments that give one process's
+# losses.
 SHOWN = {
     "llama-tiny": {
         "2x2": (),
@@ -204,7 +205,7 @@ LEARNT = {
     "qwen2-tiny": 2.1,
     "qwen3-tiny": 2.1,
     "gpt-tiny": 2.3,
-}  # what the loss on held-out text is below in the end
+}  # upper bounds of the final loss on held-out text
 
 
 def test_every_recipe_that_takes_a_minute_is_compared() -> None:

@@ -207,9 +207,8 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
         if "gradient" in name:
             of_row = target.startswith("gfx") and fused and "sum" in name  # the row's four statistics, 128 bits
             written = classes * 2 // 16 if "to_bf16" in name else logits  # AMD's threads have half a word: no 128 bits
-            wide |= (
-                {"store 128": 2 * written + of_row} if written else {}
-            )  # the gradient, and the zeros of ignored rows
+            # The gradient, and the zeros of ignored rows.
+            wide |= {"store 128": 2 * written + of_row} if written else {}
         assert {kind: count for kind, count in kinds.items() if kind.endswith("128")} == wide, name
         narrow = {kind: count for kind, count in kinds.items() if not kind.endswith("128")}
         assert not narrow or ("gradient" in name and max(narrow.values()) < classes + 4), name

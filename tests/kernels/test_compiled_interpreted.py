@@ -1,4 +1,4 @@
-"""Ops that launch kernels, under torch.compile(fullgraph=True): one graph, in which each launch is an op of Weft's."""
+"""Ops with kernels under torch.compile(fullgraph=True): one graph, in which each launch is an op of Weft's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Operands = dict[str, Tensor]
 
 
 def layers(of: Operands) -> list[Tensor]:
-    """One of each op that has a kernel."""
+    """Each op that has a kernel, once."""
     x, y, weight, up, vector, bias = (of[name] for name in ("x", "y", "weight", "up", "vector", "bias"))
     return [
         kernels.rms_norm(x, vector),
@@ -51,7 +51,7 @@ OF_BACKWARD = {
 
 
 def recording(names: set[str]) -> Callable[..., Any]:
-    """A compiler that runs a graph as it is, and says which of Weft's ops are in it."""
+    """A compiler that runs a graph unchanged, and records the names of Weft's ops in it."""
 
     def compiler(graph: torch.fx.GraphModule, example: Any) -> Any:
         for node in graph.graph.nodes:

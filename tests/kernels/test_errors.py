@@ -1,4 +1,4 @@
-"""What any op is given that does not go together: devices and dtypes are refused, with the values and the remedy."""
+"""Operands of any op that do not fit together: devices and dtypes are refused, with the values and the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor)
 
 
 def tensors() -> Made:
-    """By what ops call them, in float32."""
+    """Float32 operands by the names that ops use."""
     made = {
         "x": normal(4, 8), "y": normal(4, 8, seed=1), "weight": normal(8, 8),
         "up": normal(8, 8, seed=1), "vector": normal(8),
@@ -41,7 +41,7 @@ def tensors() -> Made:
     return made | {"tokens": ints(8, 4), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
 
 
-# What calls the op, and its operands.
+# A call of the op, and the names of its operands.
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "add": (kernels.add, "x y"),
     "add_layer_norm": (kernels.add_layer_norm, "x y vector bias"),
@@ -295,7 +295,7 @@ def test_shapes_that_do_not_go_together_name_the_remedy(name: str) -> None:
         call()
 
 
-# How the operands of a call lie, and what is said of it.
+# The layouts of a call's operands, and the error's words.
 LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
     "add": ("add", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of y; reshard y to (tp: S(0))"),
     "add_rms_norm": ("add_rms_norm", ("tp: R", "tp: S(0)", "tp: R"), "reshard x to (tp: S(0))"),
@@ -353,7 +353,7 @@ def test_layouts_that_do_not_go_together_name_the_op_and_its_operands(pool: Pool
 
 
 def follows_the_remedies_of_swiglu_linear() -> Tensor:
-    """What is said of weights that are sharded on K leads to the output."""
+    """The remedies for weights sharded on K lead to the output."""
     op, layouts, _ = LAID["swiglu_linear-inner"]
     made = [tensors()[each] for each in CALLS[op][1].split()]
     x, gate, up = (distribute(each, Layout(TWO, of)) for each, of in zip(made, layouts, strict=True))
@@ -376,7 +376,7 @@ def test_both_remedies_of_swiglu_linear_lead_to_its_output(pool: Pool) -> None:
 
 
 def on_two_devices() -> str:
-    """What ranks of a mesh of two are told, and what those outside of it are given."""
+    """The error on ranks of a mesh of two, and the result on ranks outside."""
     x, vector = distribute(X.to("meta"), Layout(TWO, "tp: S(0)")), distribute(VECTOR, Layout(TWO))
     if torch.distributed.get_rank() < 2:
         with pytest.raises(ValueError) as caught:
@@ -386,6 +386,6 @@ def on_two_devices() -> str:
 
 
 def test_a_rank_outside_of_the_mesh_is_asked_for_no_device(pool: Pool) -> None:
-    """torch's ops leave its empty parts on the CPU, a parameter's for one, wherever other ranks have theirs."""
+    """torch's ops leave empty parts, such as a parameter's, on the CPU, whatever device the mesh's ranks use."""
     told = "rms_norm: the operands are on meta and cpu; move them to one device"
     assert pool.run(on_two_devices) == [told, told, "(4, 8)", "(4, 8)"]

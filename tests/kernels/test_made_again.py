@@ -1,4 +1,4 @@
-"""What a product keeps in the place of a norm's or a gate's output, and that it makes the same of it."""
+"""Tensors that a product saves in place of a norm's or a gate's output, from which it recomputes the same output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def storages(*tensors: Tensor) -> set[int]:
 
 
 class Saved:
-    """The tensors that are saved within it."""
+    """Collects the tensors saved inside this context."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -98,7 +98,7 @@ def test_products_that_share_an_input_make_it_once_in_each_backward(monkeypatch:
     made.clear()  # forward makes it, too
     first = torch.autograd.grad(output, [x, *weights], retain_graph=True)
     assert len(made) == 1
-    (alone,) = torch.autograd.grad(output, weights[0], retain_graph=True)  # one of three comes for it
+    (alone,) = torch.autograd.grad(output, weights[0], retain_graph=True)  # a single one of the three gradients
     second = torch.autograd.grad(output, [x, *weights])
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)

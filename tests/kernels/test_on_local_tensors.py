@@ -210,7 +210,7 @@ def plain_tensors_beside() -> list[str]:
         with pytest.raises(LayoutError) as caught:
             call()
         messages.append(str(caught.value))
-    # What the error names is what is taken.
+    # The remedy that the error names is accepted.
     named = bringing_both(dx, distribute(scale, Layout(mesh, "tp: S(0)")))
     torch.testing.assert_close(to_global(named), x * scale)
     part = DTensor.from_local(dscale.to_local(), dscale.device_mesh, dscale.placements, shape=(7,), stride=(1,))
@@ -246,7 +246,7 @@ def no_meta(x: Tensor) -> Tensor:
 
 
 def wrong_on_some(function: Any) -> list[str]:
-    """What each call says where rank 0 has three rows, rank 1 two: of the first call, and of one for rows that fit."""
+    """The errors where rank 0 has three rows and rank 1 two: for five rows, and for four, which fit."""
     layout = {"dp": "S(0)"}
     called = on_local_tensors(in_layouts={"x": layout}, out_layouts=layout, out_shapes=lambda x: x)(function)
     said = []

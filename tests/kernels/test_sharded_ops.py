@@ -1,4 +1,4 @@
-"""Every op on DTensors in every layout: a LayoutError with its remedy, or what torch gives on whole tensors."""
+"""Every op on DTensors in every layout: a LayoutError with its remedy, or torch's result on whole tensors."""
 
 import itertools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def layouts_of(mesh: ProcessMesh, ndim: int) -> list[Layout]:
 
 
 def upstream_layouts(output: Layout, ndim: int) -> list[Layout]:
-    """All on a 1-D mesh; on others, per axis the natural one, and Partial where the output is whole."""
+    """All layouts on a 1-D mesh; else, per axis, the output's placement, and Partial where the output is replicated."""
     if output.mesh.ndim == 1:
         return layouts_of(output.mesh, ndim)
     choices = [
@@ -52,7 +52,7 @@ def part(whole: Tensor, layout: Layout) -> DTensor:
 
 
 def attempt(function: Callable[[], object]) -> object:
-    """What the function returns, or the text of its LayoutError."""
+    """The function's result, or the text of its LayoutError."""
     try:
         return function()
     except LayoutError as error:
@@ -105,7 +105,7 @@ def linear_in_grad(case: Case, layouts: list[Layout], axis: str) -> bool:
 # How many of the combinations an op takes on a 1-D mesh, counted by hand from its docstring.
 TAKEN = {
     "linear": 7,  # (R S0 S1 P, R), (R, S0), (S2, S1), (R, P)
-    "linear-bias": 6,  # the same with one token dim less, and the one bias that fits each
+    "linear-bias": 6,  # the same with one token dim less, each with the bias that fits
     "linear-relu": 3,  # those whose output is no sum: (R S0, R, R), (R, S0, S0)
     "linear-of-silu": 5,  # those whose input is no sum: (R S0, R), (R, S0), (S1, S1), (R, P)
     "matmul": 6,  # (R S0 P, R), (R, S1 P), (S1, S0), each with the residual that fits

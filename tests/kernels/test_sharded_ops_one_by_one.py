@@ -1,4 +1,4 @@
-"""Ops on DTensors one by one: what broke others, mixing, ranks outside."""
+"""Single ops on DTensors: other libraries' failures, mixed operands, ranks outside."""
 
 from functools import partial
 
@@ -92,7 +92,7 @@ def test_anchors_8_and_17_the_logged_loss_is_the_mean_over_all_tokens(pool, igno
 
 
 def mixed():
-    """Plain tensors count as replicated, their gradients are plain, and one that would be Partial is refused."""
+    """Plain tensors count as replicated, and their gradients are plain; a gradient that would be Partial is refused."""
     x, weight, bias = normal(3, 8), normal(6, 8), normal(6)
     sharded, row = distribute(x, Layout(TWO, "tp: S(0)")), distribute(weight, Layout(TWO, "tp: S(0)"))
     torch.testing.assert_close(to_global(kernels.linear(sharded, weight, bias)), F.linear(x, weight, bias))
@@ -177,7 +177,7 @@ def test_a_head_is_never_cut_and_the_sizes_that_work_are_named(pool):
 
 
 def norms_of_heads():
-    """Each rank has two of the four heads, and the weight of all: its gradient says what is missing."""
+    """Each rank has two of the four heads, and the whole weight, whose gradient is Partial."""
     x, weight, grad = normal(3, 16), normal(4), upstream_of((3, 16))
     heads = distribute(x, Layout(TWO, "tp: S(1)")).requires_grad_()
     whole = distribute(weight, Layout(TWO)).requires_grad_()

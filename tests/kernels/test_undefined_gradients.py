@@ -1,4 +1,4 @@
-"""A loss whose gradient is undefined, which is autograd's zero: whoever computed with it returned None for it."""
+"""A loss whose upstream gradient is undefined, autograd's zero: a caller returned None for its gradient."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Data that nobody promised: what each command says and does."""
+"""Unexpected data: the output and the status of each command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOOD = '{"text": "good"}\n'
 
 
 def weft(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The status of a command, and what it wrote."""
+    """The exit status of a command, and its output to both streams."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert isinstance(end.value.code, int)
@@ -154,7 +154,7 @@ def test_a_line_of_ten_megabytes_is_a_document(kind: str, capsys: pytest.Capture
     assert (status, out[:26]) == (0, "prepared out: 3 documents,")
     ends = [np.fromfile(file, dtype=np.uint64).tolist() for file in sorted(Path("out").glob("documents-*"))]
     lengths = [int(length) for shard in ends for length in np.diff([0, *shard])]
-    assert len(ends) == 10  # the line lies in all of them, and belongs to the one in which it begins
+    assert len(ends) == 10  # the line extends over all shards, and belongs to the shard in which it begins
     assert lengths == ([5, 10_000_001, 5] if kind == "bytes" else [lengths[0], 2_000_002, lengths[0]])
 
 

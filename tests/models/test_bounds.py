@@ -1,4 +1,4 @@
-"""Numbers of a run's configuration that would stop its training are refused; a clip_norm of 0 clips nothing."""
+"""Config numbers that would break a run's training are refused; a clip_norm of 0 clips nothing."""
 
 from __future__ import annotations
 

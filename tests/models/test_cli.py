@@ -1,4 +1,4 @@
-"""What the `weft` command says for its arguments, in this process."""
+"""The output of the `weft` command for its arguments, in this process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from weft.models.train import explanation
 from weft.models.train.recipes import RECIPES
 from weft.reshard import plan
 
-# Those that have options, as they are typed; `weft data` has commands of its own.
+# Commands with options, as a user types them; `weft data` has subcommands.
 WITH_OPTIONS = [*(name for name in COMMANDS if name != "data"), "data prepare", "data train-tokenizer", "data verify"]
 
 
 class Weft:
-    """Calls `weft`: its exit status, and what it wrote to either stream."""
+    """Calls `weft`; returns its exit status and its output to both streams."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -64,9 +64,8 @@ class TestHelp:
     def test_every_option_is_described_and_every_default_is_a_value_or_words(self, weft: Weft, command: str) -> None:
         _, out, _ = weft(*command.split(), "--help")
         options = re.split(r"^ +(?=--?[a-z])", out[out.index("Exit status") :], flags=re.MULTILINE)[1:]
-        assert len(options) >= {"data verify": 1, "convert": 2}.get(
-            command, 4
-        )  # positional arguments are not among them
+        # Positional arguments do not count.
+        assert len(options) >= {"data verify": 1, "convert": 2}.get(command, 4)
         for option in options:
             described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
             assert described, option
@@ -270,7 +269,7 @@ main(["layout", "R", "--mesh", "dp=2"])
     ],
 )
 def test_ctrl_c_is_answered_from_the_first_import_on(module: str, interrupt: str, tmp_path: Path) -> None:
-    """What Python itself imports as it starts, and the package, come before; nothing else does."""
+    """Only Python's own startup imports, and the package, come before the handler."""
     program = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whether or not these tests heed it

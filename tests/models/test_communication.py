@@ -175,7 +175,7 @@ TORCHS_MESH = ("_mesh_layout.py", "_pycute/int_tuple.py") if torch.__version__ <
 
 
 def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
-    """Python calls are counted, those of generators among them: whatever lists ranks would show."""
+    """Counts Python calls, generators' too: code that lists ranks would show."""
 
     def calls(dp: int) -> tuple[int, Communication]:
         mesh, model = ProcessMesh.grid(dp=dp, tp=8), on_meta()

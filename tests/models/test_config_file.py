@@ -129,7 +129,7 @@ def test_an_option_that_there_is_not(tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    """Those of `weft train` that the documents show."""
+    """The `weft train` commands that the documentation shows."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     shown = (re.findall(r"^(?:weft|\./run) (train\b.*)$", page.read_text(), re.MULTILINE) for page in pages)
     return sorted({command for of_page in shown for command in of_page})

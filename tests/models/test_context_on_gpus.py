@@ -32,7 +32,7 @@ def trained(device: str, given: dict[str, Any], kind: str | None = None) -> tupl
 
 
 def on_rank(rank: int, ranks: int, device: str, store: str) -> None:
-    """Both kinds beside one process, each rank with a GPU of its own where `device` is "cuda"."""
+    """Both kinds compared with one process; each rank has its own GPU where `device` is "cuda"."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The fields of config.json: each is read, says nothing about the network, or is an error that names it."""
+"""The fields of config.json: each is read, has no effect on the network, or raises an error naming the field."""
 
 import json
 

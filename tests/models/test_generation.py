@@ -1,4 +1,4 @@
-"""Generation: greedy as transformers does, drawn by seed and position, on every rank what one device gives."""
+"""Generation: transformers' greedy tokens; drawing by seed and position; on every rank the tokens of one device."""
 
 import dataclasses
 
@@ -207,7 +207,7 @@ def test_every_rank_generates_what_one_device_does(pool, text, options):
 
 
 def generate_by_heads(sequence, options):
-    """Of prompts of one length and of several, with and without a cache; and what lies where in a cache."""
+    """Outputs for prompts of equal and of different lengths, with and without a cache; and the cache's layout."""
     mesh = ProcessMesh.grid(tp=2)
     model = make(dataclasses.replace(SMALL, max_seq_len=16))
     parallelize(model, mesh, dataclasses.replace(model.parallel_plan(), sequence=sequence))

@@ -1,4 +1,4 @@
-"""Prepared data and tokenizers that a stranger has written: what does not fit the files is one line and status 2."""
+"""Hostile prepared data and tokenizers: claims that do not fit the files give one line and status 2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def signed(content: dict[str, Any]) -> None:
-    """Writes the manifest with the sum that its writer would give it."""
+    """Write the manifest with a valid checksum."""
     content.pop("sha256", None)
     content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     MANIFEST.write_text(json.dumps(content))
@@ -48,7 +48,7 @@ def rewritten(path: Path, content: bytes, number: int) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command says that refuses its input: one line."""
+    """The one line with which a command refuses its input."""
     status, out, err = weft(capsys, *arguments)
     assert (status, out) == (2, "")
     assert err.endswith("\n")

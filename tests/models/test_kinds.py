@@ -1,4 +1,4 @@
-"""Files of every kind: what is a document of each, by whatever name, and what is refused by name."""
+"""Files of every kind: the documents in each, whatever its name, and files refused by name."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class TestFolders:
         assert isinstance(find_data(None), Corpus)
 
     def test_links_to_files_are_followed(self) -> None:
-        """As the cache of Hugging Face has them: names that link to files without a suffix."""
+        """As in Hugging Face's cache, names link to files without a suffix."""
         blob = write("blobs/0a1b2c", lines())
         Path("snapshot").mkdir()
         Path("snapshot/train.jsonl").symlink_to(blob.resolve())
@@ -420,7 +420,7 @@ class TestParquet:
         assert documents() == [text for text in texts if text]
 
     def test_damage_of_any_byte_ends_in_texts_or_in_an_error(self) -> None:
-        """In a process of its own, which pyarrow ends where it reads damaged statistics."""
+        """In a process of its own, which pyarrow may crash when it reads damaged statistics."""
         Path("a.parquet").write_bytes(parquet())
         script = """
 import sys

@@ -1,4 +1,4 @@
-"""Dropout in Llama: where it stands, what its masks depend on, and recomputation."""
+"""Dropout in Llama: its places, the values that determine masks, and recomputation."""
 
 import dataclasses
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Dtypes between stages: of a loss that the last stage alone computes, and of parameters that one stage has."""
+"""Dtypes between stages: of the loss, computed on the last stage only, and of parameters on a single stage."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ def measured(
     after_each = map(sum, zip(gradients, parameters, strict=True))
     for number, (action, after_it) in enumerate(zip(pipeline.ran, after_each, strict=False)):
         key = action.stage, action.microbatch
-        if (
-            action.kind in "FI"
-        ):  # what these leave, but for parameters and their gradients, is kept until the microbatch is back
+        # Forwards and input gradients leave memory which, apart from parameters and their gradients, is kept until the
+        # microbatch is back.
+        if action.kind in "FI":
             # The least of the readings: memory that a gloo thread holds last is freed after the action.
             left = min(seen[f"action {number}, {reading}"] for reading in range(READINGS))
             kept[key] = kept.get(key, 0) + left - (after_it - before_it)

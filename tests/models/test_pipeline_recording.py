@@ -1,4 +1,4 @@
-"""What a step on stages communicates, recorded on shapes by each of its ranks, and issued."""
+"""A step on stages: communication recorded on shapes by each rank, and issued."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def both(
     count: int = 1,
     recorder: int | None = None,
 ) -> Both:
-    """Recorded before the step, and issued by it. recorder: the one rank that records; all where None."""
+    """The communication recorded before a step, and issued by it. recorder: the rank that records; None for all."""
     mesh, (tokens, targets) = ProcessMesh.grid(**axes), batch()
     key = torch.tensor(77, dtype=torch.uint64)
     inputs = {"dropout_key": key} if isinstance(model, CausalModel) else {}
     options = {"microbatches": count, "clip_norm": 1e9, "inputs": inputs}
     recorded, rank = None, dist.get_rank()
-    if recorder in (None, rank):  # it takes longer than what runs
+    if recorder in (None, rank):  # recording takes longer than the step
         recorded = record(model, mesh, plan, batch=(tokens, targets), criterion=criterion, rank=rank, **options)
     parallelize(model, mesh, plan)
     parts = divide(model, tokens, targets, plan.pipeline.microbatches if plan.pipeline else count, inputs)

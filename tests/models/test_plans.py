@@ -46,7 +46,7 @@ def tokens_mixed(x: Tensor) -> Tensor:
 
 
 class Mixer(nn.Module):
-    """A user's own layer: it needs whole tokens, whatever lies around it."""
+    """A user's own layer, which needs whole tokens whatever the layout around it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def taken_up(folder: Path) -> Results:
-    """A run that goes on there at its beginning."""
+    """The results of a run that resumes there, at its beginning."""
     results = Results(folder, writes=True)
     config = replace(recipe("llama-tiny"), resume="newest")
     results.begin("llama-tiny", config, ParallelPlan(), ProcessMesh.grid(dp=1), [])

@@ -133,9 +133,8 @@ def forward_of_block(mesh: ProcessMesh, layout: Layout | None, **plan: Any) -> t
 def test_a_block_keeps_its_products_or_its_input_alone() -> None:
     none, selective, full = block_holds(ONE, None, "none", "selective", "full")
     tokens, H, inside = 2 * 8, CONFIG.hidden_size, CONFIG.intermediate_size
-    widths = (
-        H + 2 * 16 + H + 2 * inside
-    )  # q, k and v, the attention's output, gate and up; not down's, which nothing needs
+    # q, k and v, the attention's output, gate and up; down's output is needed by nothing.
+    widths = H + 2 * 16 + H + 2 * inside
     assert full == 0
     assert selective == tokens * widths * 4 + 4  # and a scalar in place of down's output
     assert none > 1.15 * selective  # the residual streams, and a few numbers a row
@@ -225,9 +224,8 @@ def compiled_on_a_grid(
     results = []
     for compiled in (False, True):
         counters.clear()
-        compiles = compiled and (
-            kind == "full" or dist.get_rank() == 0
-        )  # of "full" a graph issues one more, on each rank
+        # A compiled "full" block issues one more collective, on each rank.
+        compiles = compiled and (kind == "full" or dist.get_rank() == 0)
         # Under the dispatch mode of "selective" the profiler sees each collective twice.
         recompute = "none" if kind == "selective" and not compiles else kind
         config = replace(CONFIG, **change, num_layers=1)

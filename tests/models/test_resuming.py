@@ -1,4 +1,4 @@
-"""`weft train --output run --resume`: what is taken from the run that goes on, and what may not be otherwise."""
+"""`weft train --output run --resume`: options taken from the run that is resumed, and options that must not differ."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ PLACES = 'output = "elsewhere"\nprofile = "elsewhere/traces"\nresume = "elsewher
 def test_no_place_to_write_is_taken_from_a_checkpoints_folder(
     what: list[str], config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be a stranger's. A run is tracked as it was where its own folder is the output."""
+    """The checkpoint may be a stranger's. Tracking is kept where the run's own folder is the output."""
     own = as_toml(RECIPE, replace(config, track=("tensorboard",)))
     Path("run/config.toml").write_text(PLACES + own)
     found = asked(capsys, *what)[1]

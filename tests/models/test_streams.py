@@ -1,4 +1,4 @@
-"""Streams of tokens, beside the list of them; and batches that are read ahead."""
+"""Streams of tokens, compared with lists of them; and batches read ahead."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_the_next_step_needs_is_read_while_a_step_is_computed() -> None:
     assert batches(0) == "batch 0"
     assert ahead.wait(30)  # before it is asked for
     assert [batches(1), batches(2)] == ["batch 1", "batch 2"]
-    assert batches(7) == "batch 7"  # not the one that was begun
+    assert batches(7) == "batch 7"  # not the batch read ahead
     with pytest.raises(OSError, match="the disk is gone"):
         batches(4)
     here = threading.get_ident()

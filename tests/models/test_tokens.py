@@ -233,7 +233,7 @@ def test_the_files_that_travel_give_the_same_tokens(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_pieces_of_a_stream_are_the_text_of_transformers(name: str, tmp_path: Path) -> None:
-    """What follows a prompt keeps its first space."""
+    """Text after a prompt keeps its first space."""
     expected = theirs(saved(name, tmp_path))
     found = find_tokenizer(tmp_path)
     for prompt in PROMPTS:

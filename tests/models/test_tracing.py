@@ -36,7 +36,7 @@ def test_the_parts_of_a_step_are_named() -> None:
 
 def test_the_actions_of_a_stage_are_named(pool: Pool) -> None:
     found = pool.run(names_of_a_step, {"pp": 2}, ranks=2)
-    # The first rank has a backward of activations and one of weights for each microbatch; its only stage is the first.
+    # The first rank has two backwards a microbatch, of activations and of weights; the first stage is its only one.
     assert found == [{"weft.forward": 2, "weft.backward": 4, "weft.sync": 1}] * 2
 
 

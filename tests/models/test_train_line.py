@@ -1,4 +1,4 @@
-"""The line of a step, the numbers in it, and the pictures of them."""
+"""A step's line, its numbers, and the pictures of the numbers."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureF
     ],
 )
 def test_a_step_that_was_evaluated_has_its_perplexity(held_out_loss: float | None, perplexity: Any) -> None:
-    """As it is made, and as the loop adds it to a step that was taken; where numbers end it is their end."""
+    """In metrics made at once, and in a step's metrics completed by the loop. exp(700) is the upper limit."""
     for metrics in (some_metrics(held_out_loss=held_out_loss), replace(some_metrics(), held_out_loss=held_out_loss)):
         assert asdict(metrics)["perplexity"] == perplexity
 
 
 def multiplied(model: ModelConfig, T: int) -> int:
-    """Operations of the products of a forward pass of one sequence, seen as they run; attention is told apart."""
+    """Operations of a forward's products for one sequence, counted as they run, attention's separately."""
     from torch.utils.flop_counter import FlopCounterMode
 
     module = make_model(replace(model, vocab_size=64))
@@ -122,7 +122,7 @@ def test_the_peak_is_known_by_the_chips_name() -> None:
 
 
 def late(rank_late: int, seconds: float) -> list[float]:
-    """One rank comes late to an all-reduce; what each waits for it, and for a second, once nobody measures."""
+    """Each rank's wait for a rank late to an all-reduce, and for a second all-reduce outside the measurement."""
     mesh = ProcessMesh.grid(tp=2)
     part = distribute(torch.ones(4, 4), Layout(mesh, {"tp": Shard(0)}))
     addend = reshard(part, None, {"tp": Partial("sum")})
@@ -203,7 +203,7 @@ def test_a_run_that_goes_on_has_each_step_once_in_tensorboard(tmp_path: Path) ->
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """How Weights & Biases was begun, each time, and under "sent" what it was then sent."""
+    """Weights & Biases' init calls, each with the numbers logged afterwards under "sent"."""
     begun: list[dict[str, Any]] = []
 
     class Run:

@@ -1,4 +1,4 @@
-"""The pieces of a training run: its mesh, its data, its optimizer."""
+"""Parts of a training run: mesh, data and optimizer."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_config_is_checked_when_it_is_made(make, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "llama3.2-1b"])
 def test_a_rotary_model_says_the_length_that_it_is_trained_on(name: str) -> None:
-    """So `generate`, and whoever reads its config.json, takes contexts as long."""
+    """So `generate`, and readers of its config.json, take contexts of that length."""
     config = recipe(name)
     longer = config.model.max_seq_len + 1
     made = replace(config, data=replace(config.data, sequence_length=longer))
@@ -183,7 +183,7 @@ def test_whether_a_folder_can_be_made_is_told_and_leaves_nothing(
 
 
 def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    """Both have found that it can be made."""
+    """Both have found that the folder can be made."""
     config, mesh = recipe("llama-tiny"), ProcessMesh.grid(dp=1)
     with Results(tmp_path / "run", writes=True) as first, Results(tmp_path / "run", writes=True) as second:
         first.begin("llama-tiny", config, ParallelPlan(), mesh, [])

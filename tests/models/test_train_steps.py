@@ -76,7 +76,7 @@ class Ran:
 
 
 def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> Ran:
-    """Steps 2 and 3 are without the checks of values that a CPU makes because it waits for nothing."""
+    """Steps 2 and 3 run without the value checks that a CPU makes because it waits for nothing."""
     made = trainer(text, sizes, plan)
     held_out = made.held_out_loss()
     made.first_step()

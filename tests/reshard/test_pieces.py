@@ -25,7 +25,7 @@ MANY, ONE = 1 << 12, 1 << 40  # bytes of a piece
 
 
 class Sent:
-    """A work that is waited for, as a string that says which."""
+    """A collective's work handle that records its name when waited for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,7 +69,7 @@ CHANGES = {
 
 
 def changed(src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype, piece: int) -> tuple[Tensor, int, int]:
-    """A rank's part, how many collectives it started, and the most bytes that were alive at once."""
+    """A rank's part, the number of collectives started, and the most bytes alive at once."""
     before, collectives._PIECE = collectives._PIECE, piece
     try:
         layout = Layout(NODES, src)

@@ -1,4 +1,4 @@
-"""Class weights, smoothing, z-loss, soft caps, scales, lse and gradients in place, with torch's meaning on every path."""
+"""Class weights, smoothing, z-loss, soft caps, scales, lse, in-place gradients: with torch's meaning on every path."""
 
 from __future__ import annotations
 

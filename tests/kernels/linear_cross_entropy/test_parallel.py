@@ -64,7 +64,7 @@ def by_group(V: int, sizes: list[int], reduction: str, sequence: bool, options: 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("V", "sizes"), VOCABULARIES)
 def test_by_the_group_it_is_torchs(pool: Pool, V, sizes, options, reduction, sequence):
-    """14 tokens in chunks of 5: a gather to agree, three gathers of statistics, one reduction of the input's gradient."""
+    """14 tokens in chunks of 5: a gather to agree, three gathers of statistics; one reduction of input gradients."""
     results = pool.run(by_group, V, sizes, reduction, sequence, options, ranks=RANKS)
     case = tokens_of(V, reduction, options)
     loss = results[0][0]

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against torch in float64: every dtype, reduction and option; what it computes and holds."""
+"""linear_cross_entropy against torch in float64: every dtype, reduction and option; its work and its memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_class_may_be_the_one_to_ignore(device, V):
 
 @pytest.mark.parametrize("masked", [slice(30, 37), slice(0, 30), slice(1, None)], ids=["tail", "head", "all-but-one"])
 def test_classes_whose_bias_is_minus_infinity(device, masked):
-    """As a vocabulary that was padded has them."""
+    """A padded vocabulary has such classes."""
     case = make((9,), 37, device, reduction="none", bias=True)
     with torch.no_grad():
         case.linear_bias[masked] = -torch.inf
@@ -144,7 +144,7 @@ def test_no_gap_of_200_is_lost_to_smoothing(device):
 
 
 class Work(TorchDispatchMode):
-    """The GEMMs that run, and the elements of the largest tensor that any op makes."""
+    """Counts the GEMMs that run, and the elements of the largest tensor that an op makes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,9 +22,8 @@ NARROW = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, i
 def large(device: str, dtype: torch.dtype, reduction: str, V: int = V) -> Given:
     """Logits of 8 times randn, which 16 bits would round by as much as 0.06."""
     case = make((N,), V, device, dtype, reduction, H=H, bias=True)
-    case.target[1::2] = (case.input[1::2] @ case.linear_weight.mT + case.linear_bias).argmax(
-        -1
-    )  # half of them are likely
+    # Half of the targets are likely classes.
+    case.target[1::2] = (case.input[1::2] @ case.linear_weight.mT + case.linear_bias).argmax(-1)
     return case
 
 

@@ -49,7 +49,7 @@ def expected(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Tensor:
-    """In the dtype of what is given: in float64 the truth, in another what eager torch makes of it."""
+    """The result in the operands' dtype: the truth for float64, eager torch's result for narrower dtypes."""
     z = torch.matmul(a, b) * alpha
     out = ACTIVATIONS[activation](z if bias is None else z + bias)
     return out if residual is None else out + beta * residual

@@ -92,7 +92,7 @@ def of_addends() -> list[str]:
     return messages
 
 
-# Axis, both layouts, which dim of which operand is cut, and what to make of the other.
+# The axis, both layouts, the sharded dims of both operands, and the reshard to insert.
 LEFT = (
     "matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not dim 0 of b; reshard b to (tp: S(0))"
 )

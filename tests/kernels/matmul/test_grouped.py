@@ -146,7 +146,7 @@ def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
 
 @pytest.mark.parametrize("lying", ["apart", "expanded"])
 def test_offsets_of_any_strides(lying: str, device: str) -> None:
-    """A column of a table, and one number for all groups: they end where the first does, and the others are empty."""
+    """Offsets from a column of a table, or a single number for all groups, which leaves all but the first empty."""
     sizes = [5, 0, 10] if lying == "apart" else [5, 0, 0]
     given = ends(sizes, device)
     laid = torch.stack((given, given + 1), -1)[:, 0] if lying == "apart" else given[:1].expand(3)

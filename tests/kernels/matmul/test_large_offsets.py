@@ -1,6 +1,6 @@
-"""Memory whose offsets do not fit in 32 bits, though each stride does: an offset that is cut lies outside of it.
+"""Memory with offsets beyond 32 bits, though each stride is within: an offset cut to 32 bits is outside the memory.
 
-The rows, columns or matrices that lie apart share what is between them, which is never touched.
+Rows, columns or matrices far apart share the memory between them, which is never touched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .test_gradients import gradients
 from .test_grouped import eager, ends
 from .test_tiles import WAYS
 
-APART = 2**30 + 16  # elements; twice it is past 2**31, and a multiple of 16 bytes is what descriptors take
+APART = 2**30 + 16  # elements; twice as many exceed 2**31, and descriptors need a multiple of 16 bytes
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 

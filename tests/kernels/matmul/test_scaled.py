@@ -1,4 +1,4 @@
-"""torch's GEMM of 8-bit factors in the kernel's place: which products it takes, and that they are those of float64."""
+"""torch's GEMM of 8-bit factors instead of the kernel: the products that it takes, against float64."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_where_the_kernel_does_not_run_it_does(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_scales_of_all_elements_and_of_rows_are_two_classes() -> None:
-    """torch's GEMM of the one is faster than that of the other."""
+    """torch's GEMM is faster with one scale than with scales of rows."""
     a, _ = factors()
     numbers, rows = scales("numbers"), scales("rows")
     assert kind_of(a, None, 1.0) == kind_of(a, "gelu", 1.0, None, *numbers) == "one_scale"

@@ -47,7 +47,7 @@ TRANSPOSED = pytest.mark.parametrize("transposed", ["", "a", "b", "ab"], ids=["n
 
 
 def on_kernels(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test interpreted, which takes seconds, and on a GPU; test_tiles.py has a short version, with small tiles."""
+    """Run a test interpreted, which takes seconds, and on a GPU; test_tiles.py has a short version with small tiles."""
     devices = ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
     return pytest.mark.exhaustive(pytest.mark.parametrize("device", devices, indirect=True)(test))
 

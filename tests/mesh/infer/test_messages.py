@@ -1,4 +1,4 @@
-"""What the rules of layout inference give for the layouts of a transformer, and what they say when they refuse."""
+"""The layouts that inference gives for a transformer's, and the messages with which rules refuse."""
 
 import pickle
 
@@ -208,7 +208,7 @@ def test_a_bad_call_says_what_is_wrong(call, message):
 
 
 class TestPytorch163193:
-    """Partial plus a scalar, max and norm of a Partial: each rank's would count, or the reduction would change its place."""
+    """A scalar added to a Partial, or its max or norm, would count once per rank, or be taken before the sum."""
 
     @pytest.mark.parametrize(
         "call",
