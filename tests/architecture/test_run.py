@@ -99,7 +99,7 @@ def with_nox(checkout: Path, **sources: str) -> dict[str, str]:
 
 
 def test_ctrl_c_while_nox_is_imported_is_one_line(checkout: Path) -> None:
-    """Even where what is imported would go on after a KeyboardInterrupt."""
+    """One line even where the module being imported would go on after a KeyboardInterrupt."""
     source = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
     done = run(checkout, "test", **with_nox(checkout, __init__=source))
     assert (done.returncode, done.stderr) == INTERRUPTED

@@ -50,7 +50,7 @@ def every_test(pytestconfig: pytest.Config) -> list[Test]:
 
 @pytest.fixture(scope="module")
 def sampled(every_test: list[Test]) -> list[Test]:
-    """What `./run test` selects."""
+    """The tests that `./run test` selects."""
     usual, _ = expressions()
     return [test for test in every_test if is_selected(usual, test["marks"])]
 

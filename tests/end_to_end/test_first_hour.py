@@ -38,7 +38,7 @@ SAID = {
 
 
 def commands(markdown: str) -> list[str]:
-    """Those of the shell blocks, without comments."""
+    """The shell blocks' commands, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     return [line.partition("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 

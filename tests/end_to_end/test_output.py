@@ -1,4 +1,4 @@
-"""What is printed, or cannot be, never decides how a run ends."""
+"""Output, printed or not printable, never decides how a run ends."""
 
 from __future__ import annotations
 

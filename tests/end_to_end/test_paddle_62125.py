@@ -133,7 +133,7 @@ def one_rank() -> list[ProcessMesh]:
 
 
 def losses_of(pool, make: Make, ranks: int) -> list[float]:
-    """Of the ranks of the last stage, which all have the same."""
+    """The losses of the last stage's ranks, which all have the same."""
     losses = [of_rank for of_rank in pool.run(training, make, ranks=ranks) if of_rank[0] is not None]
     assert losses
     assert all(of_rank == losses[0] for of_rank in losses)

@@ -267,7 +267,7 @@ def test_processes_that_a_launcher_started_join_one_run(tmp_path: Path) -> None:
 
 
 def here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """As `weft`, in this process."""
+    """Like `weft`, in this process."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
     with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,4 +1,4 @@
-"""Runs of the command `weft train`, begun as a user begins them, of which a rank is killed from outside."""
+"""Runs of the command `weft train`, begun as a user begins them; the tests kill a rank from outside."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _log(folder: Path) -> Path:
 
 
 def _said(folder: Path) -> str:
-    """The end of what the last command has said of the run."""
+    """The end of the log of the run's commands."""
     return _log(folder).read_text()[-4000:]
 
 

@@ -30,7 +30,7 @@ def correct() -> None:
         return TensorHandle(rounded.numpy().view(np.uint16), to.scalar)
 
     def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """By their values, in float32; the interpreter would multiply their bits."""
+        """Multiplies bfloat16 numbers in float32; the interpreter would multiply their bits."""
         return multiply(self, *(widened(x) if x.dtype.scalar.name == "bf16" else x for x in (a, b)), *rest)
 
     def widened(x: Any) -> Any:

@@ -249,7 +249,7 @@ def test_a_vocab_parallel_loss_of_local_tensors(pool: Pool, loss: str, given: st
 
 
 def inside(run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor]) -> list[Tensor]:
-    """As `found`, with backward inside of the region of autocast."""
+    """Like `found`, with backward inside the autocast region."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = run(ids, *leaves)

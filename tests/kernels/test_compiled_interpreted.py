@@ -58,7 +58,7 @@ def recording(names: set[str]) -> Callable[..., Any]:
             for each in (
                 node.target,
                 *node.args[:1],
-            ):  # what writes into its operands is the first argument of an op of torch's
+            ):  # an op that writes into its operands is the first argument of one of torch's ops
                 if isinstance(each, torch._ops.OpOverload) and each.namespace == "weft":
                     names.add(each.name().removeprefix("weft::").partition(".")[0])
         return make_boxed_func(graph.forward)

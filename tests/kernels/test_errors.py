@@ -112,7 +112,7 @@ def test_operands_without_data_go_together(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn, torch.bool], ids=str)
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in TAKES_ANY])
 def test_floats_alone_are_taken(name: str, dtype: torch.dtype, device: str) -> None:
-    """Each floating operand in turn: neither garbage, nor what torch says of the dtype."""
+    """Each floating operand in turn gets a wrong dtype: the error names it, and is not torch's own."""
     given = {each: tensor.to(device) for each, tensor in tensors().items()}
     operands = CALLS[name][1].split()
     for at, of in enumerate(operands):

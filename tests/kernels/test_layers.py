@@ -85,7 +85,7 @@ def run(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
 
 
 def outputs_and_gradients(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
-    """As `run`, of operands in their own memory."""
+    """Like `run`, with operands in their own memory."""
     leaves = [
         each.detach().requires_grad_(name not in ("cos", "sin"))
         for name, each in zip(names.split(), given, strict=True)

@@ -39,7 +39,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU is, and a CPU in 16 bits: see the last test."""
+    """Memory as short as a GPU's, or a CPU's in 16 bits: see the last test."""
     monkeypatch.setattr("weft.kernels.backend._PLAIN", frozenset())
     monkeypatch.setattr("weft.kernels.backend.is_short_of_memory", lambda output: True)
 

@@ -39,7 +39,7 @@ def test_pages_begin_with_a_program_and_say_their_limits() -> None:
 
 
 def _parameters(name: str) -> set[str]:
-    """Of an op; the form for process groups takes the options of the op itself."""
+    """The parameters of an op; a form for process groups has the options of the op itself."""
     known = set(inspect.signature(getattr(kernels, name)).parameters)
     return known | (_parameters(name.removeprefix("vocab_parallel_")) if "options" in known else set())
 

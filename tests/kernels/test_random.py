@@ -140,7 +140,7 @@ def test_normal_in_place_fills_any_strides(device: str) -> None:
     assert storage.count_nonzero() == 20
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

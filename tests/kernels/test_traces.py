@@ -88,7 +88,7 @@ def test_make_fx_of_tensors_without_data_decides_nothing_by_values(mode, change)
 
 
 def test_make_fx_of_values_and_symbolic_trace_raise():
-    """As torch does where a value is asked for."""
+    """They raise torch's errors for code that needs a value."""
     made = tensors()
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):

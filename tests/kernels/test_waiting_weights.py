@@ -27,7 +27,7 @@ class Ran(TorchDispatchMode):
 
     @property
     def products(self) -> int:
-        """Of matrices."""
+        """Counts products of matrices."""
         return self.ops["mm"] + self.ops["addmm"]
 
 

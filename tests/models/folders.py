@@ -1,4 +1,4 @@
-"""Random small models of `transformers` of every family, saved in folders: what ours are compared with."""
+"""Random small models of `transformers` of every family, saved in folders to compare Weft's models with."""
 
 import copy
 import functools

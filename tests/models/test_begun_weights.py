@@ -82,7 +82,7 @@ def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
 
 
 def their_loss(folder: Path, name: str) -> float:
-    """What transformers has for the batch of step 1."""
+    """transformers' loss for the batch of step 1."""
     batches = Batches(find_corpus(folder / "text.txt"), sequence_length=16, batch_size=4, seed=0)
     rows = batches.batch(0, slice(None))
     with torch.no_grad():

@@ -115,7 +115,7 @@ class TestHelp:
             status, printed, err = weft(*(each for each in arguments if each != ">"))
             if into is not None:
                 Path(into).write_text(printed)
-            if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
+            if command == "generate":  # the folder does not exist here; otherwise the command is right
                 assert "outputs/RUN is not a folder" in err
             elif command == "convert":
                 assert "is neither a checkpoint nor a folder for transformers" in err

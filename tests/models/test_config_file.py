@@ -57,7 +57,7 @@ def test_every_option_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_begin_as_options_do_come_back(data: DataConfig, read: DataConfig, tmp_path: Path) -> None:
-    """A run of such a folder can be resumed."""
+    """A run in such a folder can be resumed."""
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", replace(OTHER, data=data)))
     assert parsed([], file) == ("llama-tiny", replace(OTHER, data=read))

@@ -59,6 +59,6 @@ def test_on_every_gpu(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (GPUS, "cuda", str(tmp_path / "store")), nprocs=GPUS)
 
 
-@pytest.mark.exhaustive  # its sisters are on the worker processes of the pool
+@pytest.mark.exhaustive  # the sample uses the pool's worker processes
 def test_what_every_gpu_does_on_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (2, "cpu", str(tmp_path / "store")), nprocs=2)

@@ -107,7 +107,7 @@ def test_queries_are_computed_while_keys_and_values_travel(family: str, recomput
 
 
 def compiled_events(recompute: str) -> list[str]:
-    """What a compiled block starts, multiplies and ends, in a forward and a backward."""
+    """A compiled block's started transfers, products and waits, in a forward and a backward."""
     torch._dynamo.reset()
     grid = ProcessMesh.grid(cp=2)
     model = made()
@@ -138,7 +138,7 @@ def test_queries_are_computed_while_keys_and_values_travel_in_a_compiled_block(r
 def test_a_ulysses_block_exchanges_twice_each_way(cp: int, pool: Any) -> None:
     width = CONFIG.num_heads * CONFIG.head_dim
     kv_width = CONFIG.num_kv_heads * CONFIG.head_dim
-    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but what stays
+    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but this rank's own
     for forward, backward in pool.run(one_block, {"cp": cp}, "ulysses", ranks=cp):
         assert forward == [("all-to-all", nbytes) for nbytes in arrives]
         assert backward == [("all-to-all", nbytes) for nbytes in reversed(arrives)]

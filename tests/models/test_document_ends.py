@@ -1,4 +1,4 @@
-"""What stands around each document of a prepared folder: as the options say, and as the manifest records."""
+"""Tokens around each document of a prepared folder: by the options, and by the manifest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def documents() -> list[list[int]]:
     return [part.tolist() for part in np.split(tokens, ends.astype(int))[:-1]]
 
 
-# The tokenizer; the options; the names of the tokens before and after each document; and what is said.
+# The tokenizer, the options, the names of the tokens before and after each document, and the message.
 CASES: dict[str, tuple[str, list[str], list[str], list[str], str]] = {
     "bos-by-template": ("byte-level-with-template", [], ["<s>"], ["</s>"], "begins with token 1 and ends with token 2"),
     "bos-and-eos-by-template": (

@@ -1,4 +1,4 @@
-"""What tokens are drawn from, and where a text ends: the kept sets and the ends of transformers."""
+"""Sets of tokens to draw from, and ends of texts, are transformers'."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def alone(family: str, layers: int, microbatches: int) -> Trained:
 
 
 def needs(sizes: Sizes, changes: dict[str, Any]) -> tuple[int, int]:
-    """As many layers as there are stages, and 2 at least; and the microbatches."""
+    """The least numbers of layers, at least 2 and one for each stage, and of microbatches."""
     pipeline = changes["pipeline"]
     if pipeline is None:
         return SIZES["num_layers"], 1

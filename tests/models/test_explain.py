@@ -1,4 +1,4 @@
-"""`weft explain`: what training would do on any mesh, without processes."""
+"""`weft explain`: a prediction of training on any mesh, without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def held(out: str) -> dict[str, int]:
 
 
 def test_it_says_what_train_prints_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the README shows it."""
+    """The lines that the README shows."""
     out = explained(capsys, "--mesh.dp", "2", "--mesh.tp", "2")
     readme = (ROOT / "README.md").read_text()
     shown = readme[readme.index("layout of the parameters\n") : readme.index("collectives of step 1, as issued")]

@@ -29,7 +29,7 @@ def model_of(value: float) -> torch.nn.Module:
 
 
 def value_in(folder: Path) -> float:
-    """Of the whole model in a folder."""
+    """The value of the whole model in a folder."""
     (value,) = {value for each in from_pretrained(folder).parameters() for value in each.unique().tolist()}
     return value
 

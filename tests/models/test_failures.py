@@ -225,7 +225,7 @@ def test_anchor_26_gradients_on_several_meshes_are_clipped_by_one_norm(norms_on_
 
 
 def norm_of_two() -> Tensor:
-    """Of a module of two models, each on two of the ranks."""
+    """The gradients' norm of a module of two models, on two of the ranks each."""
     both = nn.ModuleList([make(LLAMA, seed) for seed in (0, 1)])
     meshes = [ProcessMesh.grid(dp=1, tp=2), ProcessMesh.grid(dp=2, first_rank=2)]
     for model, mesh in zip(both, meshes, strict=True):

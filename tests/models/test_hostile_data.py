@@ -19,7 +19,7 @@ from weft.models.data.tokenizer import byte_tokenizer, find_tokenizer
 from tests.models.test_bad_data import weft
 
 MANIFEST, TOKENS, ENDS = Path("out/manifest.json"), Path("out/tokens-00000.bin"), Path("out/documents-00000.bin")
-COUNT, DOCUMENTS = 1806, 2  # tokens of the two documents below, the ends among them
+COUNT, DOCUMENTS = 1806, 2  # tokens of the two documents below, their ends included
 
 
 @pytest.fixture(autouse=True)

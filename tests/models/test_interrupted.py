@@ -31,7 +31,7 @@ def disk_that_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Killed(BaseException):
-    """As by SIGKILL: nothing is cleaned up."""
+    """Stands for SIGKILL: nothing is cleaned up."""
 
 
 @contextmanager

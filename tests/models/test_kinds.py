@@ -88,7 +88,7 @@ def write(name: str, content: str | bytes) -> Path:
 
 
 def documents(folder: str | Path = "out") -> list[str]:
-    """Of a prepared folder of bytes."""
+    """The documents of a prepared folder of bytes."""
     found: list[str] = []
     for number in range(len(read_manifest(Path(folder)).shards)):
         tokens = np.fromfile(Path(folder, f"tokens-{number:05}.bin"), dtype=np.uint16)
@@ -164,7 +164,7 @@ def test_a_field_that_is_missing_is_an_error_that_lists_those_there_are(
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_failed_leaves_nothing_that_is_in_the_way(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a part was made already, and where what failed had been interrupted."""
+    """Also where a part was complete, and where the failed preparation had been interrupted."""
     write("a.txt", "good " * 300_000)
     write("b.jsonl", lines("body"))
     command = ["data", "prepare", "a.txt", "b.jsonl", "--output", "deep/out", "--shard-mib", "1", "--workers", workers]
@@ -372,7 +372,7 @@ class TestByteOrderMarks:
 
 class TestParquet:
     def read(self, columns: Columns | None = None) -> int:
-        """How many texts there are, none of them kept."""
+        """The number of texts; none is kept."""
         columns = columns or Columns()
         left_out = LeftOut(empty=0, skipped=[], bad=0, passed=[])
         parts = find_parts([Path("a.parquet")], columns, 1 << 20)

@@ -20,7 +20,7 @@ from tests.support.sample import Portion
 
 
 def write(folder: Path, steps: range, end: str = "") -> Path:
-    """A file with the lines of these steps, and whatever comes after them."""
+    """A file with the lines of these steps, followed by the given text."""
     lines = [json.dumps(asdict(some_metrics(step=step, loss=float(step)))) + "\n" for step in steps]
     (folder / METRICS).write_text("".join(lines) + end)
     return folder / METRICS
@@ -77,7 +77,7 @@ def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion:
 
 
 def of_first(path: Path, lines: int) -> dict[str, Any]:
-    """What a checkpoint keeps of the first lines of a file."""
+    """The record that a checkpoint keeps of a file's first lines."""
     total = Sum()
     for line in path.read_text().splitlines(keepends=True)[:lines]:
         total.add(line)

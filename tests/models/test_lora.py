@@ -146,7 +146,7 @@ def test_adapters_add_nothing_to_a_block_and_reduce_their_own_gradients_alone(se
     assert received == {
         ("dp",): layers * parts * 4,
         ("dp", "tp"): layers * sums * 4 * 3 // 2,
-    }  # 2 * (n - 1) / n of them
+    }  # 2 * (n - 1) / n of the bytes
     assert found.nbytes < bare.select(phase="gradients").nbytes / 4
 
 

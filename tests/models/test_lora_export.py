@@ -46,7 +46,7 @@ def exported(folder: Path, config: LlamaConfig, axes: dict[str, int], plan: dict
 def test_what_is_exported_has_the_adapters_folded_in_and_the_model_stays_as_it_is(
     change: dict[str, Any], axes: dict[str, int], plan: dict[str, Any], tmp_path: Path, pool
 ) -> None:
-    """The same files, to the bit, as of the model in which they were folded first."""
+    """The files have the same bits as those of a model whose adapters were folded before."""
     config = replace(CONFIG, **change)
     pool.run(exported, tmp_path, config, axes, plan, ranks=math.prod(axes.values()))
     if "pp" in axes:

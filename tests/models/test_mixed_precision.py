@@ -69,7 +69,7 @@ def under_autocast(dp: int, tp: int, lower: torch.dtype, fused: bool, plan: dict
 
 @functools.cache
 def of_transformers(lower: torch.dtype | None) -> Found:
-    """Of torch's own ops: under autocast, or in float64."""
+    """Loss and gradients of transformers' model, by torch's ops: under autocast to `lower`, or in float64."""
     model = make(CONFIG)
     other = theirs(model)
     if lower is None:

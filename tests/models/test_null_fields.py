@@ -10,7 +10,7 @@ from weft.models.rope import compute_rotary_frequencies
 
 from tests.models.folders import BASES, CLASSES, LLAMA3, close, their_model, tokens_for
 
-# What a rotary family's settings may be.
+# Possible settings of a rotary family.
 ROPES = {
     "llama3": {"rope_type": "llama3", "factor": 4.0, **LLAMA3},
     "yarn": {

@@ -85,7 +85,7 @@ def on(mesh: ProcessMesh, *tensors: Tensor) -> list[Tensor]:
 def one_step(
     dp: int, tp: int, config: LlamaConfig, plan: dict[str, Any], recorder: int, bucket_bytes: int = BUCKET_BYTES
 ) -> dict[str, Any]:
-    """Loss, gradients and what this rank communicates, as issued; the recorder also as recorded before."""
+    """Loss, gradients and this rank's issued communication; the recorder adds the communication recorded before."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     chosen = replace(model.parallel_plan(), **plan)

@@ -152,7 +152,7 @@ def test_a_rank_of_a_stage_holds_what_was_predicted(
 
 
 def test_no_level_holds_more_than_the_one_before() -> None:
-    """With stages the third holds as much as the second, until all microbatches are back."""
+    """With stages level 3 holds as much as level 2, until all microbatches are back."""
     mesh = ProcessMesh.grid(pp=2, dp=4)
     levels = [predict_memory(Llama(CONFIG), mesh, plan_of(zero, {"schedule": "1f1b"})) for zero in range(4)]
     first, second, third, fourth = (level.nbytes for level in levels)

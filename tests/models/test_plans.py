@@ -1,4 +1,4 @@
-"""Plans beside models: prepared inputs and outputs, plans merged, models called by keywords, and what does not fit."""
+"""Plans: prepared inputs and outputs, merged plans, models called by keywords, and misfits."""
 
 from __future__ import annotations
 
@@ -348,7 +348,10 @@ def test_a_module_under_two_names_is_found_by_either() -> None:
 
 
 def again() -> list[str]:
-    """Twice with the same mesh and plan, and otherwise; and what was laid out in parts."""
+    """Errors of laying out a model again with a new plan or mesh, in part, or inside a module.
+
+    The same mesh and plan change nothing.
+    """
     mesh = ProcessMesh.grid(dp=2, tp=2)
     model = parallelize(make(CONFIG), mesh)
     parameters = list(model.parameters())

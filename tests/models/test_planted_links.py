@@ -23,7 +23,7 @@ OTHERS = "not of this run\n"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run that goes on, beside a file of somebody else's."""
+    """The folder of a run that is resumed, beside a stranger's file."""
     (tmp_path / "run").mkdir()
     (tmp_path / "file").write_text(OTHERS)
     return tmp_path / "run"

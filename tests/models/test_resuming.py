@@ -36,7 +36,7 @@ TEXT = "what was saved is whole. " * 40
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
-    """That of a run in the folder `run` with a checkpoint of step 4, where these tests stand."""
+    """The config of a run in the folder `run`, which has a checkpoint of step 4; its parent is the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
@@ -62,7 +62,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, TrainConfig]:
-    """What would run."""
+    """The output of `--print-config`, and the config in it."""
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments, "--print-config"])
     out, error = capsys.readouterr()
@@ -319,7 +319,7 @@ def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -
 
 
 def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConfig) -> None:
-    """Also where neither run was told its sizes."""
+    """Also where neither run was given sizes."""
     corpus = find_corpus(Path("text.txt"))
     before = replace(config, mesh=MeshConfig(), plan=PlanConfig(microbatches=2))
     runs = [

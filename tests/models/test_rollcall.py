@@ -12,7 +12,7 @@ from weft.models.train.rollcall import RollCall, is_silence
 
 
 class Store:
-    """As torch's, where each call does the same."""
+    """Like torch's store, with the same action for each call."""
 
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer = answer

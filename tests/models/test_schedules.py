@@ -27,7 +27,7 @@ def schedules(name: str, chunks: int) -> list[Schedule]:
 
 
 def share_idle(schedule: Schedule) -> set[Fraction]:
-    """Of each rank's time, counted slot by slot in the picture."""
+    """Each rank's idle share of time, counted slot by slot in the picture."""
     rows = [line.split()[1:] for line in str(schedule).splitlines() if line.startswith("pp=")]
     length = max(map(len, rows))
     return {Fraction(length - sum(cell != "·" for cell in row), length) for row in rows}

@@ -51,7 +51,7 @@ def test_a_stream_reads_any_tokens_and_knows_their_documents(make: Callable[[Pat
 
 
 def test_of_a_shard_that_is_larger_than_memory_a_row_is_read(tmp_path: Path) -> None:
-    """Of a file with holes; it has twice the bytes of this machine's memory."""
+    """Reads a row of a sparse file with twice the bytes of this machine's memory."""
     nbytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, row = nbytes // 2, np.arange(1000, 1064, dtype="<u2")
     shard = Shard(number=0, tokens=count, documents=2, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")

@@ -1,4 +1,4 @@
-"""What a run suggests to type next."""
+"""The commands that a run suggests to type next."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ RUNS = [
 def test_each_command_is_one_that_is_not_refused(
     typed: str, launched: bool, texts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the shell and the command's own parser read it; with the options of the run."""
+    """Parsed by the shell and by the command's own parser, with the run's options."""
     files, rest = train_command._files().parse_known_args(shlex.split(typed))
     run, _ = train_command._settle(rest, files.config)
     if launched:

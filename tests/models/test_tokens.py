@@ -1,4 +1,4 @@
-"""The tokens of a prompt are those of transformers' AutoTokenizer, whatever folder a tokenizer stands in."""
+"""A prompt's tokens are those of transformers' AutoTokenizer, for every kind of tokenizer folder."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def with_template(made: Tokenizer, before: str = "<s>", after: str = "") -> Toke
 
 
 def listed(made: Tokenizer, more: tuple[str, ...] = (), **flags: bool) -> dict[str, Any]:
-    """The tokens of `added_tokens_decoder`: those of the file, and more."""
+    """The tokens of `added_tokens_decoder`: the file's, and more."""
     names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     found = {
         str(i): {name: getattr(each, name) for name in names} for i, each in made.get_added_tokens_decoder().items()
@@ -257,7 +257,7 @@ def test_the_space_before_the_first_word_of_a_stream_is_there(name: str, tmp_pat
     "name", ["llama-2", "metaspace-with-an-object", "byte-level-with-template", "qwen2", "unigram"]
 )
 def test_the_pieces_of_any_tokens_are_the_text_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of tokens that no text has: characters cut in their bytes, special tokens, and none of these."""
+    """Also for tokens that no text gives: characters cut between bytes, special tokens, and neither."""
     expected = theirs(saved(name, tmp_path))
     found = find_tokenizer(tmp_path)
     draw = random.Random(5)

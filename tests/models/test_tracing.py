@@ -41,7 +41,7 @@ def test_the_actions_of_a_stage_are_named(pool: Pool) -> None:
 
 
 def names_of_a_trained_step(text: str) -> Counter[str]:
-    """Of the second step of a run on one process, and of an evaluation."""
+    """The names in the second step of a run on one process, and in an evaluation."""
     made = trainer(text, (1, 1, 1))
     made.step(0)
     with profile(activities=[ProfilerActivity.CPU]) as found:

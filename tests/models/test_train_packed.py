@@ -236,7 +236,7 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
 
 
 def closing(prepared: str, vocab_size: int) -> tuple[float, str]:
-    """Of a run: bytes for each token of the held-out text, and the closing line for two losses."""
+    """A run's bytes per token of the held-out text, and the closing line for two losses."""
     settled = config("llama", {"dp": 1, "tp": 1}, {})
     settled = replace(settled, model=replace(settled.model, vocab_size=vocab_size))
     run = Run(recipe="llama-tiny", config=settled, corpus=find_data(Path(prepared)), folder=Path("run"), dp=1, tp=1)
@@ -277,7 +277,7 @@ def begun(prepared: str, verify: bool) -> str:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, prepared: str, pool: Pool) -> None:
-    """Of the second shard, which the second rank reads."""
+    """A bit of the second shard, which the second rank reads."""
     path = Path(prepared, "tokens-00001.bin")
     with path.open("r+b") as file:
         file.write(b"!")

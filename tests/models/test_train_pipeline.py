@@ -45,7 +45,7 @@ def made_run(text: str, mesh: dict[str, int], plan: dict[str, Any], **options: A
 
 
 def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict[str, Any]) -> list[float]:
-    """The held-out loss, those of two steps, and the held-out loss again."""
+    """The held-out loss, the losses of two steps, and the held-out loss again."""
     made = Trainer(made_run(text, mesh, plan, **options), torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def test_one_loss_with_stages_and_without(
         assert found == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.exhaustive  # its sister is the loss in float32
+@pytest.mark.exhaustive  # the sample has the float32 loss
 def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
     """Within bfloat16's 8 bits, of losses in which tokens' errors average out."""
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)

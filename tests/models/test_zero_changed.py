@@ -1,6 +1,6 @@
 """Sharded optimizers: a forward computes with the parameters' values, however a program changed them.
 
-And it gathers no more than that takes.
+A forward gathers no more than these values need.
 """
 
 from __future__ import annotations

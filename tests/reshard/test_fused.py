@@ -1,4 +1,4 @@
-"""Fused optimizer steps on DTensors: those of the whole tensors, on each rank's parts."""
+"""Fused optimizer steps on DTensors equal the whole tensors' steps, on each rank's parts."""
 
 from __future__ import annotations
 

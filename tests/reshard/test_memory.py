@@ -54,9 +54,9 @@ class Alive(TorchDispatchMode):
 
 
 def peaks(shape, ops, every, portion):
-    """Pairs whose plan promised less than was alive, with the backend's own all-gather and reduce-scatter.
+    """Pairs whose plan predicted less memory than was alive, with the backend's own all-gather and reduce-scatter.
 
-    gloo's exchanges, which are faster, hold besides what is sent or received.
+    gloo's exchanges are faster, but hold buffers besides the sent and received data.
     """
     world().by_exchange = False
     try:
@@ -134,7 +134,7 @@ def copied(src: Layout, dst: Layout):
     ],
 )
 def test_messages_that_lie_in_a_row_are_sent_from_there_and_received_there(pool, src, dst, copies, held):
-    """From four ranks to the first two; what a rank keeps is copied."""
+    """From four ranks to the first two: contiguous messages are not copied; a rank's own part is."""
     before = Layout(ProcessMesh.grid(dp=4), f"dp: {src}")
     after = Layout(ProcessMesh.grid(dp=2), f"dp: {dst}")
     found = pool.run(copied, before, after, ranks=4)

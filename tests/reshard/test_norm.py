@@ -31,7 +31,7 @@ SHAPES = [(5, 3), (4, 4), (1, 7), (3, 2), (6, 6)]
 
 
 def clipped(norm_type: float, max_norm: float) -> tuple[float, list[Tensor]]:
-    """Of gradients in all layouts, and a plain one; the first is given twice."""
+    """Clip gradients in all layouts and a plain one, the first passed twice; returns the norm and the gradients."""
     parameters = [
         laid(value(i, *shape), Layout(GRID, layout))
         for i, (shape, layout) in enumerate(zip(SHAPES, LAYOUTS, strict=True))

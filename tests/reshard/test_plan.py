@@ -104,7 +104,7 @@ def test_an_axis_of_size_one_moves_nothing():
         # Of 5 rows ranks hold 2, 2, 1 and 0: padding would make the last rank receive 6, so parts are exchanged
         # unpadded.
         pytest.param(FOUR, "tp: S(0)", "tp: R", (5, 3), [4 * 9, 4 * 9, 4 * 12, 4 * 15], id="exchange-uneven"),
-        # 5 x 3 elements in chunks of ceil(15 / 4) = 4, twice three of them.
+        # 5 x 3 elements in chunks of ceil(15 / 4) = 4: three for the reduce-scatter, three for the all-gather.
         pytest.param(FOUR, "tp: P", "tp: R", (5, 3), [4 * 24] * 4, id="all-reduce-uneven"),
         # Three chunks of ceil(5 / 4) = 2 rows.
         pytest.param(FOUR, "tp: P", "tp: S(0)", (5, 3), [4 * 3 * 2 * 3] * 4, id="reduce-scatter-uneven"),

@@ -53,7 +53,7 @@ def loss_and_gradient(
     denominator: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Of local tensors, without autograd."""
+    """Loss and gradient of local tensors, without autograd."""
     asked = Options(**options)
     (loss, *_), saved = function.forward(
         logits, target, weight, as_denominator(denominator, None, logits), options=asked

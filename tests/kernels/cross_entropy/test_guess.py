@@ -47,7 +47,7 @@ def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options:
         pytest.param({}, id="plain-of-two-blocks"),
         pytest.param({"reduction": "sum"}, id="sum-of-two-blocks"),
         *(pytest.param(*case.values, id=case.id, marks=pytest.mark.exhaustive) for case in ASKED[:-1]),
-        ASKED[-1],  # all of them
+        ASKED[-1],  # all options
     ],
 )
 def test_whatever_was_guessed_the_bits_are_the_same(device, options):

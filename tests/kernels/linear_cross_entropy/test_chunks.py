@@ -63,7 +63,7 @@ def test_wide_factors_have_their_logits_at_once():
 
 
 class OnGpu:
-    """As much of a tensor as the choice of chunks looks at."""
+    """The properties of a tensor that the choice of chunks reads."""
 
     device, itemsize = torch.device("cuda"), 2
 

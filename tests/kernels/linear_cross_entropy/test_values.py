@@ -82,7 +82,7 @@ def test_transposed_and_sliced_factors(device):
     torch.testing.assert_close(run(other, chunk_tokens=5), run(case, chunk_tokens=5))
 
 
-# What nothing is asked of
+# No tokens that count
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -106,7 +106,7 @@ def test_all_tokens_ignored(device, reduction):
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {}, {"inplace_backward": True}], ids=str)
 def test_an_upstream_gradient_that_is_no_number_leaves_ignored_tokens_alone(device, options, number):
-    """As in torch: their gradient is no product with it."""
+    """As in torch, an ignored token's gradient is 0, not a product with the upstream gradient."""
     case = make((5,), 31, device, reduction=options.get("reduction", "mean"), bias=True)
     _, (dx, dweight, dbias) = run(case._replace(upstream=torch.full_like(case.upstream, number)), **options)
     assert [bool((row == 0).all()) for row in dx] == (case.target == -100).tolist()
@@ -220,7 +220,7 @@ def test_autocast_is_a_compute_dtype(reduction):
     assert all(map(torch.equal, gradients, expected))
 
 
-# What cannot be taken
+# Refusals
 
 
 @pytest.mark.parametrize(

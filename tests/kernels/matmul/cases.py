@@ -60,7 +60,7 @@ def largest(error: Tensor) -> float:
 
 
 def assert_as_good_as_eager(found: Tensor, eager: Tensor, truth: Tensor) -> None:
-    """Off by no more than twice what eager torch is off in the same dtype."""
+    """Asserts an error of at most twice eager torch's in the same dtype."""
     assert found.shape == truth.shape
     allowed = 2 * largest(eager.double() - truth) + 4 * torch.finfo(eager.dtype).eps * largest(truth)
     assert largest(found.double() - truth) <= allowed

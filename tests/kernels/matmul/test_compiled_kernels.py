@@ -36,7 +36,7 @@ BY_DESCRIPTORS = (
 
 
 def multiplications(report: dict[str, Any]) -> dict[str, int]:
-    """Of the inner loop, by instruction and dtype."""
+    """The inner loop's multiplications, by instruction and dtype."""
     others = ("cp.async.bulk.tensor", "setmaxnreg")
     return {kind: count for kind, count in report["inner_tensor_core"].items() if kind not in others}
 

@@ -1,4 +1,4 @@
-"""What does not go together is refused, with the values and the remedy."""
+"""Operands that do not fit together are refused, with the values and the remedy."""
 
 from __future__ import annotations
 

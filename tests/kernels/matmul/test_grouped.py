@@ -174,7 +174,7 @@ def test_transposed_matrices_are_not_copied(device: str) -> None:
 
 
 def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the kernels find the groups themselves."""
+    """Runs the path of a GPU, on which the kernels find the groups themselves."""
     from weft.kernels.grouped_matmul import checks, kernel
 
     class Launched:
@@ -190,7 +190,7 @@ def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyP
         grouped_matmul(a, b, offsets, residual=residual).sum().backward()
 
 
-@pytest.mark.exhaustive  # its sisters are the losses' custom ops
+@pytest.mark.exhaustive  # the sample has the losses' custom ops
 def test_it_is_one_node_of_a_compiled_graph() -> None:
     torch._dynamo.reset()
     tensors = [normal(9, 4), normal(3, 4, 5)]

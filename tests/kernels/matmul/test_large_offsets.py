@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def apart(x: Tensor, dim: int, step: int = APART) -> Tensor:
-    """x of at most three along `dim`, with those `step` elements apart; on a CPU only touched pages take memory."""
+    """x, of size 3 at most along `dim`, with a stride of `step` there; on a CPU only touched pages take memory."""
     memory = torch.empty(2 * step + 1024, dtype=x.dtype)
     sizes = [size for i, size in enumerate(x.shape) if i != dim]
     strides = list(torch.empty(sizes, device="meta").stride())
@@ -61,7 +61,7 @@ def test_factors(case: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["descriptors", "pointers", "in-parts", "split"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_what_is_stored_and_added(dim: int, way: str) -> None:
-    """The output, what the activation is of, and the residual."""
+    """The output, the activation's input, and the residual."""
     from weft.kernels.matmul import launch
 
     a, b = factors(*((3, 16, 48) if dim == 0 else (16, 3, 48)))
@@ -103,7 +103,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart_rows(x: Tensor) -> Tensor:
-    """With a gradient."""
+    """Rows far apart, with a gradient."""
     found: Tensor = _Apart.apply(x)
     return found
 

@@ -1,4 +1,4 @@
-"""The page of products shows what the kept reports say."""
+"""The page of products shows the numbers of the recorded reports."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def fill_state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What this rank holds of everything, by name."""
+    """This rank's parts of all parameters and optimizer states, by name."""
     found = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}

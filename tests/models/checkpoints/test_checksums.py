@@ -65,7 +65,7 @@ def flip(path: Path, at: float) -> None:
 
 
 def read_all(folder: Path) -> nn.Module:
-    """As `weft generate` does."""
+    """Reads the folder as `weft generate` does."""
     _find_tokenizer(folder)
     return from_pretrained(folder)
 

@@ -186,7 +186,7 @@ def test_every_rank_refuses_another_model(pool: Pool, tmp_path: Path) -> None:
 
 
 def mixed(kind: str = "llama") -> nn.Module:
-    """Weights in bfloat16 beside norms in float32, as many published models have them."""
+    """Weights in bfloat16 with norms in float32, as in many published models."""
     model = filled(BASES[kind]).bfloat16()
     for name, parameter in model.named_parameters():
         if "norm" in name or "ln_" in name or name.endswith("k_proj.weight"):
