@@ -58,23 +58,20 @@ class Results:
 
 
 def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
-    """Whatever can be read; the rest is told in `problems`."""
+    """Whatever can be read; the rest is told in `problems`, in paths from the folder of results."""
     problems: list[str] = []
 
     def attempted(read_it: Callable[[], T], otherwise: T) -> T:
         try:
             return read_it()
         except HistoryError as error:
-            problems.append(_within(results, str(error)))
+            problems.append(str(error))
             return otherwise
 
     budgets = attempted(lambda: Budgets.read(budgets_file), None)
-    devices = []
-    for folder in history.devices(results):
-        found = history.runs(folder, results)
-        problems += [_within(results, line) for line in found.unreadable]
-        if found.runs:
-            devices.append(_device(found, budgets))
+    histories = [history.runs(folder, results) for folder in history.devices(results)]
+    problems += [line for found in histories for line in found.unreadable]
+    devices = [_device(found, budgets) for found in histories if found.runs]
     compiled = max(results.glob("aot/triton-*.json"), key=_version, default=None)
     file = results / "reshard_bytes.json"
     return Results(
@@ -83,7 +80,7 @@ def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
         variants=attempted(lambda: _rows(compiled, VARIANT), ()) if compiled else (),
         triton=compiled.stem.removeprefix("triton-") if compiled else "",
         budgets=len(budgets.counts) if budgets else 0,
-        problems=tuple(problems),
+        problems=tuple(line.replace(f"{results}/", "") for line in problems),
     )
 
 
@@ -109,8 +106,3 @@ def _rows(file: Path, wanted: Mapping[str, type]) -> Rows:
 def _version(file: Path) -> tuple[int, ...]:
     """3.10 is newer than 3.9."""
     return tuple(int(part) for part in file.stem.removeprefix("triton-").split(".") if part.isdigit())
-
-
-def _within(results: Path, line: str) -> str:
-    """Paths count from the folder of results: the page is read on other machines."""
-    return line.replace(f"{results}/", "")

@@ -1,0 +1,207 @@
+"""The charts of a device's newest run, and of what is the same on every device."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.dashboard.charts import Datum, Figure, Row, axis, lines, strip
+from benchmarks.dashboard.tables import named, several, short, times, ways
+from benchmarks.figures import TIMES, every_figure, other_timer, quantity
+from benchmarks.record import Case, Run, printable
+
+# (group, kind) -> title, what is measured, in this order. Other groups follow by their names.
+KNOWN = {
+    ("cross_entropy_speed", "time"): ("Losses", "Forward and backward, a cold L2; 100% is a copy of the logits, or three GEMMs."),
+    ("step_speed", "time"): ("A training step on one GPU", "A Llama of 0.5 billion parameters, bfloat16 by autocast, AdamW."),
+    ("parallel_stacks", "host_time"): ("A step beside torch's whole stack", "Eight processes over gloo."),
+    ("step_time", "host_time"): ("A training step", "Four processes over gloo."),
+    ("sharded_optimizers", "host_time"): ("A step with sharded optimizers", "Four processes over gloo."),
+    ("layers_cpu", "host_time"): ("Layers and products", "Forward and backward."),
+    ("llama_cpu", "host_time"): ("A Llama", "Beside that of transformers."),
+    ("generate_cpu", "host_time"): ("Generation", "Beside that of transformers."),
+    ("cross_entropy_cpu", "host_time"): ("Cross-entropy", "Forward and backward."),
+    ("reshard_time", "host_time"): ("Layout changes", "Four processes over gloo, 64 MB on a mesh of 2x2."),
+    ("reshard_bytes", "host_time"): ("Planning of a layout change", "Of one not planned before."),
+    ("dispatch", "host_time"): ("Dispatch of an op", ""),
+    ("survival", "host_time"): ("Checkpoints while training", ""),
+    ("mesh", "host_time"): ("Meshes, layouts and inference", ""),
+    ("cross_entropy", "count"): ("Memory traffic of cross-entropy", "6 bytes a bf16 logit are needed: read twice, a gradient written."),
+    ("linear_cross_entropy", "count"): ("Memory that linear cross-entropy holds", "H=4096, V=128256, bf16."),
+    ("layers", "count"): ("Memory traffic of layers", "An element of the input."),
+    ("reshard_slow_axis", "count"): ("Bytes over a slow axis", "1 is the fewest possible."),
+    ("loss_curves", "count"): ("Losses of one model on several meshes", "One seed, one order of data."),
+    ("reshard_bytes", "count"): ("Bytes of layout changes", ""),
+    ("compiled", "count"): ("Resources, compiled in this run", ""),
+}  # fmt: skip
+CHARTED = ("bytes_a_logit", "bytes_an_element", "peak_bytes")  # of counted figures
+ALONE = "one process"  # in the name of the way that other meshes' losses are told from
+Curves = Mapping[str, Mapping[str, Mapping[int, float]]]  # by model, way and step: the loss
+
+
+def title_of(group: str, kind: str) -> str:
+    return KNOWN[group, kind][0] if (group, kind) in KNOWN else printable(group).replace("_", " ")
+
+
+def groups(run: Run) -> list[tuple[str, str, list[Case]]]:
+    """Group, kind and cases, those that are known first; 4096 tokens come before 16384."""
+
+    def natural(case: Case) -> list[tuple[int, str]]:
+        return [(len(part) * part.isdecimal(), part) for part in re.split(r"(\d+)", case.name)]
+
+    order = list(KNOWN)
+    cases = sorted(run.cases, key=lambda case: (case.group, case.kind, natural(case), case.name))
+    found = [(*key, list(some)) for key, some in itertools.groupby(cases, key=lambda case: (case.group, case.kind))]
+    return sorted(found, key=lambda each: order.index(each[:2]) if each[:2] in KNOWN else len(order))
+
+
+def is_rival(case: Case, cases: Sequence[Case]) -> bool:
+    """Whether a time is Weft's or that of another implementation: not of a roofline's measure, nor of the noise's."""
+    roofed = {each.key[:2] for each in cases if each.way == "Weft" and "roofline" in each.numbers}
+    measure = case.key[:2] in roofed and "roofline" not in case.numbers
+    return case.ours or not (measure or case.way.endswith(" again"))
+
+
+def of_group(group: str, kind: str, cases: Sequence[Case]) -> list[Figure]:
+    """A strip for each charted figure: the ways' times over Weft's, and what is told of each way beside it."""
+    title, lead = title_of(group, kind), KNOWN.get((group, kind), ("", ""))[1]
+    measured = [case for case in cases if case.status == "measured" and is_rival(case, cases)]
+    if group == "loss_curves":
+        return [*_of_losses(title, curves(measured))]
+    if kind == "count":
+        return [*_amounts(title, lead, measured, CHARTED)]
+    names = [{case.name for case in measured if (case.way == "Weft") == own} for own in (True, False)]
+    over = [case for case in measured if case.name in names[0] & names[1]]
+    rest = [case for case in measured if case not in over]
+    made = [_over_weft(title, _note(lead, f"{named(TIMES[kind])} over Weft's"), over)] if over else []
+    beside = ("roofline", "peak_bytes") if kind == "time" else ()
+    return [*made, *_amounts(title, lead, rest, [TIMES[kind]]), *_amounts(title, lead, measured, beside)]
+
+
+def _over_weft(title: str, note: str, cases: Sequence[Case]) -> Figure:
+    """A row for each other way, but for times that were taken in another manner."""
+    weft, label = {case.name: case for case in cases if case.way == "Weft"}, TIMES[cases[0].kind]
+    rows = []
+    for way in ways(case for case in cases if case.way != "Weft"):
+        found = [case for case in cases if case.way == way and not other_timer(case, weft[case.name], label)]
+        over = {case.name: case.seconds.over(weft[case.name].seconds) for case in found}
+        told = {name: f"{times(ratio.median)} ({_range(map(times, ratio.ends))})" for name, ratio in over.items()}
+        marks = [{"value": ratio.median, "tip": f"{way}, {name}: {told[name]}"} for name, ratio in over.items()]
+        if marks:
+            mean = statistics.geometric_mean(ratio.median for ratio in over.values())
+            rows.append(Row(way, marks, times(mean), mean if len(marks) > 1 else None))
+    scale = axis([0.5, 2, *(mark["value"] for row in rows for mark in row.marks)], "×")
+    return strip(title, f"{note}, {several(len(weft), 'case')}", rows, scale, 1)
+
+
+def _amounts(title: str, lead: str, cases: Sequence[Case], labels: Sequence[str]) -> Iterator[Figure]:
+    """Of each figure: a row for each way, or for each case of a way alone."""
+    for label in labels:
+        some = [case for way in ways(cases) for case in cases if case.way == way and label in every_figure(case)]
+        alone, timed = len({case.way for case in some}) == 1, label in TIMES.values()
+        by_row: dict[str, list[Datum]] = {}
+        for case in some:
+            value = every_figure(case)[label]
+            tip = f"{case.way}, {case.name}: {quantity(label, value)}"
+            by_row.setdefault(case.name if alone else case.way, []).append({"value": value, "tip": tip})
+        rows = []
+        for name, marks in by_row.items():
+            text = _range(short(label, end(mark["value"] for mark in marks)) for end in (min, max))
+            rows.append(Row(name, marks, text, way=some[0].way if alone else name))
+        if rows:
+            values = [mark["value"] for row in rows for mark in row.marks]
+            unit = "s" if timed else "%" if label == "roofline" else "B"
+            scale = axis(values, unit, log=timed, domain=() if timed else (0, 1.05 * max(values) or 1))
+            note = _note(lead, f"{named(label)}; {'more' if label == 'roofline' else 'less'} is better")
+            yield strip(title, note, rows, scale, None if timed else 0)
+
+
+def _note(lead: str, what: str) -> str:
+    return f"{lead} {what[0].upper()}{what[1:]}".strip()
+
+
+def _range(ends: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(ends))
+
+
+def curves(cases: Sequence[Case]) -> Curves:
+    """By model and way, one process first: the loss by step."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for case in sorted(cases, key=lambda case: (ALONE not in case.way, not case.ours, case.way)):
+        if steps := case.curves.get("step"):
+            found.setdefault(case.name, {})[case.way] = steps
+    return found
+
+
+def _apart(meshes: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+    """Of each way but the first, by step: its loss minus the first's, relative to that."""
+    (_, own), *others = meshes.items()
+    return {way: {step: loss / own[step] - 1 for step, loss in each.items() if own.get(step)} for way, each in others}
+
+
+def differences(found: Curves) -> Iterator[str]:
+    """Of each model: how far the losses of any mesh lie from those of the first, at the step where it is most."""
+    for name, meshes in found.items():
+        most, told = (0.0, 0), "one mesh, with which none can be compared"
+        for by_step in _apart(meshes).values():
+            most = max([most, *((abs(each), step) for step, each in by_step.items())])
+            told = f"{len(meshes)} meshes lie apart by {most[0]:.1e} at most, relative, at step {most[1]}"
+        yield printable(f"{name}: {told}")
+
+
+def _of_losses(title: str, found: Curves) -> Iterator[Figure]:
+    """Of each model: the loss of the first way by step, and how far each other's lies from it."""
+    across = {"axis": {"title": "step", "grid": False, "tickCount": 6}}
+    for name, meshes in found.items():
+        first, apart = next(iter(meshes)), _apart(meshes)
+        for note, some in (
+            (f"Loss by step, {first}", {first: meshes[first]}),
+            (f"Difference to {first}, relative", apart),
+        ):
+            points: list[Datum] = [
+                {"name": way, "x": step, "value": each, "tip": f"{way}, step {step}: {each:.6g}"}
+                for way, by_step in some.items()
+                for step, each in by_step.items()
+            ]
+            if points:
+                scale = axis([each["value"] for each in points], "e" if some is apart else "", log=False)
+                yield lines(title, f"{note}; {name}", points, scale, across, named=some is apart, height=170)
+
+
+def reshard(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """A chart for each mesh of the matrix, in which every ratio has its mark."""
+    matrix = [each for each in rows if len(each["shape"]) == 2]
+    most = max((float(ratio) for each in matrix for ratio in each["ratios"]), default=1)
+    scale = axis([], "×", domain=(0.9, max(2, most * 1.15)))
+    scale["axis"]["values"] = [2**power for power in range(12)]
+    meshes: dict[str, list[Row]] = {}
+    for each in matrix:
+        pairs, marks = sum(each["ratios"].values()), []
+        for ratio, count in each["ratios"].items():
+            tip = f"{each['engine']}: {times(float(ratio))} in {count} of {pairs} pairs"
+            marks.append({"value": float(ratio), "share": count / pairs, "tip": tip})
+        text = f"{each['mean']:.2f}, at most {each['max']:.3g}"
+        mesh = f"{each['mesh']}, {' x '.join(map(str, each['shape']))}"
+        meshes.setdefault(mesh, []).append(Row(each["engine"], marks, text, each["mean"]))
+    return [
+        strip(mesh, "bytes over the fewest possible: mean, and at most", found, scale, 1)
+        for mesh, found in meshes.items()
+    ]
+
+
+def compiled(rows: Sequence[Mapping[str, Any]], targets: Sequence[str]) -> list[Figure]:
+    """A chart for each target, a row for each kernel, a tick for each of its variants at its registers a thread."""
+    scale = axis([], log=False, domain=(0, 1.04 * max((each["registers"] for each in rows), default=1)))
+    made = []
+    for target in targets:
+        kernels: dict[str, list[Datum]] = {}
+        for each in (each for each in rows if each["target"] == target):
+            tip = f"{each['variant']}, {target}: {each['registers']} registers, {quantity('bytes', each['spill_bytes'])} spilt"
+            marks = kernels.setdefault(each["variant"].partition("/")[0], [])
+            marks.append({"value": each["registers"], "tip": tip})
+        found = [Row(name, marks, f"{max(mark['value'] for mark in marks)}") for name, marks in kernels.items()]
+        made.append(strip(target, "registers a thread by kernel: a tick for each variant, at most", found, scale))
+    return made
