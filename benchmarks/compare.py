@@ -79,6 +79,12 @@ class Change:
     def faster(self) -> bool:
         return self.noise[0] > 1
 
+    @property
+    def word(self) -> str:
+        if self.baseline is None:
+            return "not judged"
+        return "slower" if self.slower else "faster" if self.faster else "within the spread"
+
     def __str__(self) -> str:
         times = f"{self.seconds * 1e3:.4g} ms before, {self.case.seconds.median * 1e3:.4g} ms now"
         clock = " of the host" if self.case.kind == "host_time" else ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.compare import Change, Comparison, baselines, counted, sentence, timed_alike
+from benchmarks.compare import RUNS, Change, Comparison, baselines, counted, sentence, timed_alike
 from benchmarks.dashboard.charts import Datum, Figure, axis, lines
 from benchmarks.dashboard.figures import groups, is_rival, title_of
 from benchmarks.dashboard.sources import Device
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 
 def changed(device: Device) -> Changed:
-    where, found = "On a CPU" if device.is_cpu else f"On {printable(device.name)}", device.comparison
+    where, found = "On a CPU" if device.newest.on_cpu else f"On {printable(device.name)}", device.comparison
     if found is None:
         return Changed(f"{where} nothing is compared: the budgets cannot be read.")
     if len(device.runs) == 1:
@@ -80,13 +80,13 @@ def verdict(device: Device, budgets: int) -> Verdict:
         told = f"{several(len(found.failures), 'budget')} broken by the newest run, the first by {first}."
         return Verdict("Fails", told, found.failures, found.notes)
     kernels = sum(change.baseline is not None and change.case.kind == "time" for change in found.changes)
-    earlier = several(device.earlier, "earlier run")
+    earlier = several(min(len(device.runs) - 1, RUNS), "earlier run")
     beside = (
         f"{several(kernels, 'kernel time')} judged beside {earlier}" if kernels else f"nothing of {earlier} is lost"
     )
     met = budgets - sum(note.startswith("no case has the figure") for note in found.notes)
     kept = f"{met} of {several(budgets, 'budget')} of counted figures kept" if met else "no figure has a budget"
-    told = f"{kept}; {beside if device.earlier else 'there is no earlier run'}."
+    told = f"{kept}; {beside if len(device.runs) > 1 else 'there is no earlier run'}."
     return Verdict("Passes" if met or found.changes else "Not judged", told, (), found.notes)
 
 
@@ -94,11 +94,11 @@ def _times(device: Device, found: Comparison) -> Iterator[Line]:
     """Those whose ratio to their baselines changed by more than its spread."""
     for change in (each for each in found.changes if each.slower or each.faster):
         case, baseline = change.case, change.baseline or ""
-        of, word = f"{named(TIMES[case.kind])}, {baseline} ÷ {case.way}", "slower" if change.slower else "faster"
+        of = f"{named(TIMES[case.kind])}, {baseline} ÷ {case.way}"
         moved = " → ".join(times(each.median) for each in (change.before, change.now))
         clock = " → ".join(quantity("time", each, 3) for each in (change.seconds, case.seconds.median))
         broken, points = _broken(found, f"{case.title}: "), _ratios(device, case, [baseline])
-        yield Line(case.group, 1 / change.ratio, broken, word, case.name, of, moved, clock, _past(points))
+        yield Line(case.group, 1 / change.ratio, broken, change.word, case.name, of, moved, clock, _past(points))
 
 
 def _counts(device: Device, found: Comparison) -> Iterator[Line]:

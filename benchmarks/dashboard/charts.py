@@ -77,7 +77,9 @@ def strip(title: str, note: str, rows: Sequence[Row], scale: Spec, origin: float
     ]
     who: Spec = {"field": "ours", "type": "nominal", "legend": None}
     form: Spec = {}
+    mark = ("tick", "case")
     if any("share" in each for each in marks):
+        mark = ("point", "share")
         area = {"domain": [0, 1], "range": [10, 220]}
         form["size"] = {"field": "share", "type": "quantitative", "legend": None, "scale": area}
         form["shape"] = {**who, "scale": {"domain": [True, False], "range": SHAPES[:2]}}
@@ -85,14 +87,7 @@ def strip(title: str, note: str, rows: Sequence[Row], scale: Spec, origin: float
     limit = max(80, 0.86 * (WIDTH - LETTER * max((len(row.text) for row in rows), default=0)))  # fonts differ
     layers = [
         _layer("tick", "origin", x=_at(scale, "origin"), of="mean"),
-        _layer(
-            "point" if form else "tick",
-            "share" if form else "case",
-            x=_at(scale, "value"),
-            color=colour,
-            of="value",
-            **form,
-        ),
+        _layer(*mark, x=_at(scale, "value"), color=colour, of="value", **form),
         _layer("point", "mean", x=_at(scale, "mean"), of="mean"),
         _layer("text", "label", x={"value": 0}, text={"field": "label"}, of="text"),
         _layer("text", "value", x={"value": WIDTH}, text={"field": "text"}, of="text"),
@@ -110,8 +105,7 @@ def lines(
 ) -> Figure:
     """A line for each `name`, broken where `part` changes, with the band from `low` to `high`; pale where `here` is false.
 
-    x: its axis, None for a line without axes.  named: lines in colours of their own, with a legend.
-    points: name, x, value, tip; perhaps low, high, part, here.
+    points: name, x, value, tip; perhaps the others.  x: its axis, or none.  named: in colours of their own, with a legend.
     """
     usual = {"low": None, "high": None, "part": 0, "here": True}
     some = [{**usual, **each, "name": printable(each["name"]), "tip": printable(each["tip"])} for each in points]

@@ -34,8 +34,6 @@ KNOWN = {
     ("layers", "count"): ("Memory traffic of layers", "An element of the input."),
     ("reshard_slow_axis", "count"): ("Bytes over a slow axis", "1 is the fewest possible."),
     ("loss_curves", "count"): ("Losses of one model on several meshes", "One seed, one order of data."),
-    ("reshard_bytes", "count"): ("Bytes of layout changes", ""),
-    ("compiled", "count"): ("Resources, compiled in this run", ""),
 }  # fmt: skip
 CHARTED = ("bytes_a_logit", "bytes_an_element", "peak_bytes")  # of counted figures
 ALONE = "one process"  # in the name of the way that other meshes' losses are told from
@@ -70,7 +68,7 @@ def of_group(group: str, kind: str, cases: Sequence[Case]) -> list[Figure]:
     title, lead = title_of(group, kind), KNOWN.get((group, kind), ("", ""))[1]
     measured = [case for case in cases if case.status == "measured" and is_rival(case, cases)]
     if group == "loss_curves":
-        return [*_of_losses(title, curves(measured))]
+        return [*_of_losses(title, _curves(measured))]
     if kind == "count":
         return [*_amounts(title, lead, measured, CHARTED)]
     names = [{case.name for case in measured if (case.way == "Weft") == own} for own in (True, False)]
@@ -127,7 +125,7 @@ def _range(ends: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def curves(cases: Sequence[Case]) -> Curves:
+def _curves(cases: Sequence[Case]) -> Curves:
     """By model and way, one process first: the loss by step."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for case in sorted(cases, key=lambda case: (ALONE not in case.way, not case.ours, case.way)):
@@ -140,16 +138,6 @@ def _apart(meshes: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, flo
     """Of each way but the first, by step: its loss minus the first's, relative to that."""
     (_, own), *others = meshes.items()
     return {way: {step: loss / own[step] - 1 for step, loss in each.items() if own.get(step)} for way, each in others}
-
-
-def differences(found: Curves) -> Iterator[str]:
-    """Of each model: how far the losses of any mesh lie from those of the first, at the step where it is most."""
-    for name, meshes in found.items():
-        most, told = (0.0, 0), "one mesh, with which none can be compared"
-        for by_step in _apart(meshes).values():
-            most = max([most, *((abs(each), step) for step, each in by_step.items())])
-            told = f"{len(meshes)} meshes lie apart by {most[0]:.1e} at most, relative, at step {most[1]}"
-        yield printable(f"{name}: {told}")
 
 
 def _of_losses(title: str, found: Curves) -> Iterator[Figure]:
@@ -190,18 +178,3 @@ def reshard(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
         strip(mesh, "bytes over the fewest possible: mean, and at most", found, scale, 1)
         for mesh, found in meshes.items()
     ]
-
-
-def compiled(rows: Sequence[Mapping[str, Any]], targets: Sequence[str]) -> list[Figure]:
-    """A chart for each target, a row for each kernel, a tick for each of its variants at its registers a thread."""
-    scale = axis([], log=False, domain=(0, 1.04 * max((each["registers"] for each in rows), default=1)))
-    made = []
-    for target in targets:
-        kernels: dict[str, list[Datum]] = {}
-        for each in (each for each in rows if each["target"] == target):
-            tip = f"{each['variant']}, {target}: {each['registers']} registers, {quantity('bytes', each['spill_bytes'])} spilt"
-            marks = kernels.setdefault(each["variant"].partition("/")[0], [])
-            marks.append({"value": each["registers"], "tip": tip})
-        found = [Row(name, marks, f"{max(mark['value'] for mark in marks)}") for name, marks in kernels.items()]
-        made.append(strip(target, "registers a thread by kernel: a tick for each variant, at most", found, scale))
-    return made

@@ -22,39 +22,18 @@ from benchmarks.figures import quantity
 from benchmarks.record import printable
 
 HERE = Path(__file__).parent
-TITLES = {  # by the kind of the cases
-    "time": (
-        "Kernels",
-        "A GPU's times, by its own clock; a row is a way to compute it, a tick one of the shapes, a diamond the mean.",
-    ),
-    "host_time": (
-        "Beside other implementations",
-        "Their times over Weft's: to the right of 1 Weft is faster. A tick is a case, the diamond their geometric mean. All are "
-        "times of a CPU, and say nothing of a GPU's speed.",
-    ),
-    "count": (
-        "Counted, exactly",
-        "What needs no clock, and is the same on any machine. A row is a way, a tick a case.",
-    ),
-}
-PAST = (
-    "A line is a case: the time of its first baseline over Weft's, which the machine does not change. It joins runs of one "
-    "machine; marks of another than the newest run's are pale."
-)
-EVERY = "A table for each group of cases; × is a way's figure over Weft's, of a time with its spread. The last are of all runs."
-RATIOS = (
-    "What the busiest rank receives, on every pair of layouts {R, S(0), S(1), …} that needs bytes. A mark is a ratio, its area the "
-    "share of the pairs that have it, the diamond their mean. DTensor's min-cost search is a private switch."
-)
+TITLES = {"time": "Kernels", "host_time": "Beside other implementations", "count": "Counted, exactly"}  # by kind
 
 
 class Section(NamedTuple):
-    id: str
+    """kind: of it, by which the template has its lead; told: more of that."""
+
+    kind: str
     title: str
-    lead: str = ""
     figures: Sequence[Figure] = ()
-    remarks: Sequence[str] = ()
     tables: Sequence[Table] = ()
+    remarks: Sequence[str] = ()
+    told: str = ""
 
 
 def page(results: Results) -> str:
@@ -87,29 +66,20 @@ def _shown(device: Device, budgets: int) -> Mapping[str, Any]:
     every = [tables.ways_side_by_side(group, figures.title_of(group, kind), cases) for group, kind, cases in found]
     every += [tables.over_the_runs(runs)] if len(runs) > 1 else []
     every += [tables.of_changes(device.comparison.changes)] if device.comparison and device.comparison.changes else []
-    remarks = [
-        *verdict.notes,
-        *figures.differences(figures.curves(device.newest.cases)),
-        *tables.unmeasured(device.newest.cases),
-    ]
-    sections = [
-        Section(
-            f"{id_}-{kind}",
-            *TITLES[kind],
-            [each for group in found if group[1] == kind for each in figures.of_group(*group)],
-        )
-        for kind in TITLES
-    ]
-    sections.append(Section(f"{id_}-history", "Over the runs", PAST, [*changed.history(device)]))
-    last = Section(f"{id_}-tables", "Every number", EVERY, (), remarks, [*every, tables.of_runs(runs)])
+    remarks = [*verdict.notes, *tables.unmeasured(device.newest.cases)]
+    drawn = {
+        kind: [each for group in found if group[1] == kind for each in figures.of_group(*group)] for kind in TITLES
+    }
+    sections = [Section(kind, TITLES[kind], drawn[kind]) for kind in TITLES]
+    sections.append(Section("history", "Over the runs", [*changed.history(device)]))
+    last = Section("tables", "Every number", (), [*every, tables.of_runs(runs)], remarks)
     return {
         "id": id_,
-        "name": "CPU" if device.is_cpu else printable(device.name),
+        "name": "CPU" if device.newest.on_cpu else printable(device.name),
         "run": device.newest,
         "changed": changed.changed(device),
         "verdict": verdict,
         "tiles": tiles(device.newest),
-        "untimed": not device.timed,
         "sections": [*(each for each in sections if each.figures), last],
     }
 
@@ -118,22 +88,18 @@ def _shared(results: Results) -> list[Section]:
     """What is the same on every device."""
     made = []
     if results.engines:
-        title = "Bytes of layout changes, over the fewest possible"
-        made.append(
-            Section(
-                "every-ratio", title, RATIOS, figures.reshard(results.engines), (), [tables.engines(results.engines)]
-            )
-        )
+        title, drawn = "Bytes of layout changes, over the fewest possible", figures.reshard(results.engines)
+        made.append(Section("every-ratio", title, drawn, [tables.engines(results.engines)]))
     if rows := results.variants:
-        targets = list(dict.fromkeys(row["target"] for row in rows))
-        spills, variants = sum(row["spill_bytes"] > 0 for row in rows), len({row["variant"] for row in rows})
+        spills = sum(row["spill_bytes"] > 0 for row in rows)
         registers, shared = (max(row[key] for row in rows) for key in ("registers", "shared_bytes"))
         told = (
-            f"{variants} variants compiled for {len(targets)} targets by Triton {results.triton}, without a GPU: {spills or 'none'} of "
-            f"{len(rows)} spill registers; at most {registers} registers and {quantity('bytes', shared)} of shared memory."
+            f"{len(rows)} kernels, each variant for each target, compiled by Triton {results.triton} without a GPU: "
+            f"{spills or 'none'} spill registers; at most {registers} registers a thread and {quantity('bytes', shared)} of shared memory."
         )
-        drawn, table = figures.compiled(rows, targets), tables.compiled(rows, targets)
-        made.append(Section("compiled", "What the kernels cost, compiled", printable(told), drawn, (), [table]))
+        made.append(
+            Section("compiled", "What the kernels cost, compiled", (), [tables.compiled(rows)], (), printable(told))
+        )
     return made
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks import compare, history
 from benchmarks.compare import Budgets, Comparison
@@ -18,8 +17,7 @@ Rows = tuple[Mapping[str, Any], ...]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """The runs of a device, oldest first, and the newest beside those before it; None: the budgets cannot be read."""
 
     name: str
@@ -30,23 +28,8 @@ class Device:
     def newest(self) -> Run:
         return list(self.runs.values())[-1]
 
-    @property
-    def earlier(self) -> int:
-        """With how many runs the newest was compared."""
-        return min(len(self.runs) - 1, compare.RUNS)
 
-    @property
-    def is_cpu(self) -> bool:
-        return self.newest.on_cpu
-
-    @property
-    def timed(self) -> bool:
-        """Whether the newest run times a kernel of Weft's."""
-        return any(case.kind == "time" and case.ours and case.status == "measured" for case in self.newest.cases)
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
+class Results(NamedTuple):
     """devices: a GPU's first.  engines: rows of reshard_bytes.json.  variants: rows of the newest aot/triton-*.json."""
 
     devices: tuple[Device, ...]
@@ -75,7 +58,7 @@ def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
     compiled = max(results.glob("aot/triton-*.json"), key=_version, default=None)
     file = results / "reshard_bytes.json"
     return Results(
-        devices=tuple(sorted(devices, key=lambda device: (device.is_cpu, device.name))),
+        devices=tuple(sorted(devices, key=lambda device: (device.newest.on_cpu, device.name))),
         engines=attempted(lambda: _rows(file, ENGINE), ()) if file.exists() else (),
         variants=attempted(lambda: _rows(compiled, VARIANT), ()) if compiled else (),
         triton=compiled.stem.removeprefix("triton-") if compiled else "",

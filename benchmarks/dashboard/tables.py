@@ -14,14 +14,6 @@ from benchmarks.record import Case, Run, printable
 FIGURES = {
     "roofline": "share of the roofline",
     "peak_bytes": "memory above inputs and gradients",
-    "gradient_bytes": "memory of the gradients",
-    "bytes_a_logit": "bytes a logit",
-    "bytes_an_element": "bytes an element",
-    "gathered_bytes_a_token": "bytes gathered a token",
-    "flop": "flop",
-    "bytes_over_bound_mean": "bytes over the bound, mean",
-    "bytes_over_bound_max": "bytes over the bound, most",
-    "share_above_bound": "share of pairs above the bound",
     "unneeded": "pairs that need nothing, yet receive",
     "time of the host": "host time",
 }
@@ -101,7 +93,7 @@ def _cell(case: Case | None, label: str, over: Mapping[tuple[Key, str], float], 
     if case is None:
         return Cell()
     if case.status != "measured":
-        return Cell(in_words(case), missing=True)
+        return Cell(case.outcome, missing=True)
     if word := _words(case).get(label):
         return Cell(printable(TIMERS.get(word, word) if label == "timer" else word))
     found = every_figure(case)
@@ -135,23 +127,14 @@ def short(label: str, value: float) -> str:
     return told if " " in told or "%" in told or value == int(value) else f"{value:.3g}"
 
 
-def in_words(case: Case) -> str:
-    """Why there is no figure."""
-    return "absent: not installed, or not of this device" if case.status == "absent" else case.outcome
-
-
 def of_runs(runs: Sequence[Run]) -> Table:
     """On which machine each run was made, and with which versions."""
     versions = list(dict.fromkeys(name for run in runs for name in run.versions))
     rows = []
     for number, run in enumerate(runs, 1):
         commit = (run.commit[:10] or "unversioned") + (" with changes" if run.dirty else "")
-        unknown = run.clock("host_time") is None
-        machine = (
-            ["not recorded", "", ""]
-            if unknown
-            else [str(run.machine.get(name, "")) for name in ("cpu", "cores", "load")]
-        )
+        machine = [str(run.machine.get(name, "")) for name in ("cpu", "cores", "load")]
+        machine = machine if run.clock("host_time") else ["not recorded", "", ""]
         counts = [str(sum(case.status == status for case in run.cases)) for status in ("measured", "failed")]
         told = [run.versions.get(name, "") for name in versions]
         rows.append(row((str(number),), (f"{run.time[:10]} {run.time[11:16]}", commit, *machine, *told, *counts)))
@@ -178,9 +161,8 @@ def over_the_runs(runs: Sequence[Run]) -> Table:
                 cells = [Cell("" if each is None else quantity(label, each)) for each in numbers]
                 rows.append(row((*heads, named(label)), cells))
     head = ("group", "case", "way", "figure", *(f"{run.time[:10]} {run.commit[:7]}" for run in runs))
-    return table(
-        "history", "Every time over the runs, oldest first, with p20 to p80; counted figures that changed", head, rows
-    )
+    caption = "Every time over the runs, oldest first, with p20 to p80; counted figures that changed"
+    return table("history", caption, head, rows)
 
 
 def of_changes(found: Sequence[Change]) -> Table:
@@ -190,17 +172,8 @@ def of_changes(found: Sequence[Change]) -> Table:
         before, now = (quantity("time", each) for each in (change.seconds, case.seconds.median))
         ratios = (times(change.before.median), times(change.now.median)) if judged else ("", "")
         spread = " to ".join(map(times, change.noise)) if judged else ""
-        word = (
-            "slower"
-            if change.slower
-            else "faster"
-            if change.faster
-            else "within the spread"
-            if judged
-            else "not judged"
-        )
         baseline = Cell(printable(change.baseline or "none"), missing=not judged)
-        cells = (before, now, baseline, *ratios, Cell(times(change.ratio) if judged else "", spread), word)
+        cells = (before, now, baseline, *ratios, Cell(times(change.ratio) if judged else "", spread), change.word)
         rows.append(row((case.group, case.name, case.way, named(TIMES[case.kind])), cells))
     clocks = ("time before", "time now", "baseline", "its time over Weft's before", "now", "now / before", "verdict")
     caption = "Each time of Weft's beside the runs before, by its baseline; below 1 it is slower now"
@@ -211,41 +184,29 @@ def engines(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Bytes of layout changes over the bound: by mesh, shape and engine, with every ratio."""
     made = []
     for each in rows:
-        ratios = [f"{times(float(ratio))}: {count}" for ratio, count in each["ratios"].items()]
-        heads = (each["mesh"], " x ".join(map(str, each["shape"])), each["engine"])
-        made.append(
-            row(
-                heads,
-                (str(each["pairs"]), times(each["mean"]), times(each["max"]), Cell(", ".join(ratios), missing=True)),
-            )
-        )
+        ratios = ", ".join(f"{times(float(ratio))}: {count}" for ratio, count in each["ratios"].items())
+        cells = (str(each["pairs"]), times(each["mean"]), times(each["max"]), Cell(ratios, missing=True))
+        made.append(row((each["mesh"], " x ".join(map(str, each["shape"])), each["engine"]), cells))
     head = ("mesh", "shape", "engine", "pairs", "mean", "most", "each ratio: pairs that have it")
     return table("engines", "Bytes over the fewest possible, by mesh, shape and engine", head, made)
 
 
-def compiled(rows: Sequence[Mapping[str, Any]], targets: Sequence[str]) -> Table:
-    made = []
+def compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("registers", "spilt", "shared", "loads and stores by their bits")
+    made, targets = [], list(dict.fromkeys(each["target"] for each in rows))
     for variant, some in itertools.groupby(rows, key=lambda each: each["variant"]):
-        by_target = {each["target"]: each for each in some}
-        cells: list[Cell | str] = []
-        for each in map(by_target.get, targets):
-            held = [quantity("bytes", each[key]) for key in ("spill_bytes", "shared_bytes")] if each else ["", ""]
-            cells += [
-                str(each["registers"]) if each else "not compiled",
-                *held,
-                ", ".join(each["accesses"]) if each else "",
-            ]
-        made.append(row((variant,), cells))
-    head = (f"{target} {key}" for target in targets for key in ("registers", "spilt", "shared", "accesses"))
-    caption = (
-        "Of each variant and target: registers a thread, bytes spilt, shared memory, loads and stores by their bits"
-    )
-    return table("compiled", caption, ("variant", *head), made)
+        cells = {target: ["not compiled", "", "", ""] for target in targets}
+        for each in some:
+            held = (quantity("bytes", each[key]) for key in ("spill_bytes", "shared_bytes"))
+            cells[each["target"]] = [str(each["registers"]), *held, ", ".join(each["accesses"])]
+        made.append(row((variant,), (cell for target in targets for cell in cells[target])))
+    head = ("variant", *(f"{target} {key}" for target in targets for key in columns))
+    return table("compiled", "Of each variant and target: registers a thread, bytes spilt, shared memory", head, made)
 
 
 def unmeasured(cases: Sequence[Case]) -> list[str]:
     """One line for the same reason, however many cases have it."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for case in (case for case in cases if case.status != "measured"):
-        by_reason.setdefault((printable(case.way), in_words(case)), []).append(printable(case.name))
+        by_reason.setdefault((printable(case.way), case.outcome), []).append(printable(case.name))
     return [f"{way} is {reason} ({'; '.join(names)})" for (way, reason), names in by_reason.items()]

@@ -37,9 +37,12 @@ def tiles(run: Run) -> list[Tile]:
 
 def _roofline(timed: Sequence[Case]) -> Tile | None:
     shares = [case.numbers["roofline"] for case in timed if case.way == "Weft" and "roofline" in case.numbers]
-    ends = dict.fromkeys(f"{end(shares):.0%}" for end in (min, max)) if shares else ()
-    beside = f"of {len(shares)} shapes; a copy of the data, or its GEMMs, is 100%"
-    return Tile("Share of the roofline", " to ".join(ends), beside) if shares else None
+    value = " to ".join(dict.fromkeys(f"{end(shares, default=0):.0%}" for end in (min, max)))
+    return (
+        Tile("Share of the roofline", value, f"of {len(shares)} shapes; a copy of the data, or its GEMMs, is 100%")
+        if shares
+        else None
+    )
 
 
 def _speed(timed: Sequence[Case]) -> Tile | None:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Cells = dict[
+    tuple[str, ...], list[Any]
+]  # by table, heads of the row and column: what a cell shows, what small under it
 HEAD = ("group", "name", "way", "kind", "status")
 PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 NUMBER = re.compile(r"(-?[\d.]+(?:e[+-]?\d+)?)(%|×)?(?: ([TGMkmµn]?)(?:s|B|B/s|flop|flop/s)?)?")
@@ -18,11 +21,6 @@ WORDS = {
     "seconds_median": "time",
     "roofline": "share of the roofline",
     "peak_bytes": "memory above inputs and gradients",
-    "gradient_bytes": "memory of the gradients",
-    "gathered_bytes_a_token": "bytes gathered a token",
-    "bytes_over_bound_mean": "bytes over the bound, mean",
-    "bytes_over_bound_max": "bytes over the bound, most",
-    "share_above_bound": "share of pairs above the bound",
     "unneeded": "pairs that need nothing, yet receive",
 }
 TIMERS = {"events": "CUDA events", "graph": "CUDA graph, replayed"}
@@ -52,44 +50,31 @@ def devices(folder: Path) -> list[list[Row]]:
     return [found[device] for device in sorted(found, key=lambda device: (device == "cpu", device))]
 
 
-def tables(runs: list[Row]) -> dict[str, dict[tuple[str, ...], list[Any]]]:
-    """Of each table of a device, by the heads of its row and its column: what a cell shows, and what small under it."""
-    made: dict[str, dict[tuple[str, ...], list[Any]]] = {}
-    newest = {(case["group"], case["name"], case["way"], case["kind"]): case for case in runs[-1]["cases"]}
+def tables(runs: list[Row]) -> Cells:
+    """The tables of a device."""
+    made: Cells = {}
+    newest = {tuple(case[each] for each in HEAD[:4]): case for case in runs[-1]["cases"]}
     for (group, name, way, kind), case in newest.items():
         weft = newest.get((group, name, "Weft", kind), {})
-        cells = made.setdefault(f"group {group} {kind}", {})
         for key, value in case.items() if case["status"] == "measured" else ():
-            if key in HEAD or key in (SECONDS[0], SECONDS[2]) or (key, kind) == ("timer", "host_time"):
+            if key in (*HEAD, *SECONDS[::2]) or (key, kind) == ("timer", "host_time"):
                 continue
-            over = (
-                []
-                if way == "Weft" or key == "roofline" or isinstance(value, str) or not weft.get(key)
-                else [value / weft[key]]
-            )
+            beside = way != "Weft" and key != "roofline" and not isinstance(value, str) and weft.get(key)
+            small = [value / weft[key]] if beside else []
             if key == SECONDS[1]:
-                over += _over(case, weft)[::2] if over else []
-                over += [case[each] for each in SECONDS[::2]] if SECONDS[0] in case else []
-            cells[name, _word(key, kind), way] = [TIMERS.get(value, value) if key == "timer" else value, *over]
-    made["runs"] = {
-        (str(at + 1), "commit"): [run["commit"][:10] + " with changes" * run["dirty"]] for at, run in enumerate(runs)
-    }
-    made["runs"] |= {
-        (str(at + 1), "machine"): [run.get("machine", {}).get("cpu", "not recorded")] for at, run in enumerate(runs)
-    }
-    history = {
-        (*key[:3], _word(SECONDS[1], key[3]), f"{run['time'][:10]} {run['commit'][:7]}"): [
-            case[each] for each in (SECONDS[1], *SECONDS[::2])
-        ]
-        for key in newest
-        for run in runs
-        for case in run["cases"]
-        if [case[each] for each in HEAD[:4]] == [*key] and SECONDS[0] in case and SECONDS[1] in newest[key]
-    }
-    changes = {(*heads, column): [value] for heads, cells in _changes(newest, runs) for column, value in cells.items()}
-    return (
-        made | ({"history": history} if len(runs) > 1 and history else {}) | ({"changes": changes} if changes else {})
-    )
+                small += _over(case, weft)[::2] if beside else []
+                small += [case[each] for each in SECONDS[::2]] if SECONDS[0] in case else []
+            text = TIMERS.get(value, value) if key == "timer" else value
+            made[f"group {group} {kind}", name, _word(key, kind), way] = [text, *small]
+    for at, run in enumerate(runs, 1):
+        made["runs", str(at), "commit"] = [run["commit"][:10] + " with changes" * run["dirty"]]
+        made["runs", str(at), "machine"] = [run.get("machine", {}).get("cpu", "not recorded")]
+        for case in run["cases"] if len(runs) > 1 else ():
+            key = tuple(case[each] for each in HEAD[:4])
+            if SECONDS[0] in case and SECONDS[1] in newest.get(key, ()):
+                heads = ("history", *key[:3], _word(SECONDS[1], key[3]), f"{run['time'][:10]} {run['commit'][:7]}")
+                made[heads] = [case[each] for each in (SECONDS[1], *SECONDS[::2])]
+    return made | dict(_changes(newest, runs))
 
 
 def _word(key: str, kind: str) -> str:
@@ -98,58 +83,47 @@ def _word(key: str, kind: str) -> str:
 
 def _over(case: Row, other: Row) -> list[float]:
     """The ratio of two times, with its spread: p20 over p80, median over median, p80 over p20."""
-    return [
-        case.get(one, case[SECONDS[1]]) / other.get(two, other[SECONDS[1]])
-        for one, two in zip(SECONDS, SECONDS[::-1], strict=True)
-    ]
+    ends = zip(SECONDS, SECONDS[::-1], strict=True)
+    return [case.get(one, case[SECONDS[1]]) / other.get(two, other[SECONDS[1]]) for one, two in ends]
 
 
-def _changes(newest: dict[tuple[str, ...], Row], runs: list[Row]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _changes(newest: dict[tuple[str, ...], Row], runs: list[Row]) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
     """Of each time of Weft's the verdict: by all baselines, whether the spreads of their ratios now and before lie apart."""
-    for (group, name, way, kind), case in newest.items():
-        machine = [runs[-1].get("machine", {}).get(each) for each in ("cpu", "cores")]
+    machines = [[run.get("machine", {}).get(each) for each in ("cpu", "cores")] for run in runs]
+    every = [
+        {tuple(case[each] for each in HEAD[:4]): case for case in run["cases"] if SECONDS[1] in case} for run in runs
+    ]
+    for own, case in every[-1].items():
         alike = [
-            {tuple(each[which] for which in HEAD[:4]): each for each in run["cases"] if SECONDS[1] in each}
-            for run in runs[:-1]
-            if kind == "time"
-            or ([run.get("machine", {}).get(each) for each in ("cpu", "cores")] == machine and machine[0])
+            at for at in range(len(runs) - 1) if own[3] == "time" or (machines[at] == machines[-1] != [None, None])
         ]
-        before = [cases for cases in alike[-5:] if (group, name, way, kind) in cases]
-        if SECONDS[1] not in case or way.replace(",", " ").split()[0] != "Weft" or not before:
+        before = [every[at] for at in alike[-5:] if own in every[at]]
+        if own[2].replace(",", " ").split()[0] != "Weft" or not before:
             continue
         words = set()
-        for other, base in newest.items():
-            past = [cases for cases in before if other in cases and cases[other].get("timer") == base.get("timer")]
-            alone = (
-                (other[0], other[1], other[3]) != (group, name, kind)
-                or other[2].startswith("Weft")
-                or SECONDS[1] not in base
-            )
-            if alone or not past or base.get("timer") != case.get("timer"):
-                continue
-            then = [
-                statistics.median(each)
-                for each in zip(*(_over(old[other], old[group, name, way, kind]) for old in past), strict=True)
+        for other, base in every[-1].items():
+            past = [
+                cases for cases in before if other in cases and cases[other].get("timer") == cases[own].get("timer")
             ]
-            now = _over(base, case)
-            words.add("slower" if now[2] < then[0] else "faster" if now[0] > then[2] else "within the spread")
+            beside = (other[0], other[1], other[3]) == (own[0], own[1], own[3]) and not other[2].startswith("Weft")
+            if beside and past and base.get("timer") == case.get("timer"):
+                ends = zip(*(_over(cases[other], cases[own]) for cases in past), strict=True)
+                (low, _, high), now = map(statistics.median, ends), _over(base, case)
+                words.add("slower" if now[2] < low else "faster" if now[0] > high else "within the spread")
         word = words.pop() if len(words) == 1 else "within the spread" if words else "not judged"
-        seconds = statistics.median(cases[group, name, way, kind][SECONDS[1]] for cases in before)
-        cells = {"time before": seconds, "time now": case[SECONDS[1]], "verdict": word}
-        yield (group, name, way, _word(SECONDS[1], kind)), cells
+        heads = ("changes", *own[:3], _word(SECONDS[1], own[3]))
+        yield (*heads, "time before"), [statistics.median(cases[own][SECONDS[1]] for cases in before)]
+        yield (*heads, "time now"), [case[SECONDS[1]]]
+        yield (*heads, "verdict"), [word]
 
 
-def shared(folder: Path) -> dict[str, dict[tuple[str, ...], list[Any]]]:
+def shared(folder: Path) -> Cells:
     """Of what is the same on all devices, where it can be read."""
-    found: dict[str, dict[tuple[str, ...], list[Any]]] = {"engines": {}, "compiled": {}}
+    found: Cells = {}
     for row in json.loads((folder / "reshard_bytes.json").read_text()):
-        heads = (row["mesh"], " x ".join(map(str, row["shape"])), row["engine"])
-        found["engines"] |= {
-            (*heads, "pairs"): [row["pairs"]],
-            (*heads, "mean"): [row["mean"]],
-            (*heads, "most"): [row["max"]],
-        }
+        heads = ("engines", row["mesh"], " x ".join(map(str, row["shape"])), row["engine"])
+        found |= {(*heads, "pairs"): [row["pairs"]], (*heads, "mean"): [row["mean"]], (*heads, "most"): [row["max"]]}
     for row in json.loads((folder / "aot/triton-3.7.1.json").read_text()):
-        columns = {"registers": row["registers"], "spilt": row["spill_bytes"], "shared": row["shared_bytes"]}
-        found["compiled"] |= {(row["variant"], f"{row['target']} {word}"): [value] for word, value in columns.items()}
+        for word, key in (("registers", "registers"), ("spilt", "spill_bytes"), ("shared", "shared_bytes")):
+            found["compiled", row["variant"], f"{row['target']} {word}"] = [row[key]]
     return found

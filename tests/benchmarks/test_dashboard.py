@@ -53,15 +53,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pag
 @pytest.mark.parametrize("name", MADE)
 def test_every_number_of_a_table_is_that_of_the_json(pages: dict[str, tuple[Path, Page]], name: str) -> None:
     folder, page = pages[name]
-    wanted = {}
+    wanted = {("any", *key): cell for key, cell in (oracle.shared(folder) if name in MADE[:2] else {}).items()}
     for article, runs in zip(page.articles, oracle.devices(folder), strict=False):
-        wanted |= {
-            (article, table, *key): cell for table, cells in oracle.tables(runs).items() for key, cell in cells.items()
-        }
-    if name in ("of_a_cpu", "of_a_gpu"):
-        wanted |= {
-            ("any", table, *key): cell for table, cells in oracle.shared(folder).items() for key, cell in cells.items()
-        }
+        wanted |= {(article, *key): cell for key, cell in oracle.tables(runs).items()}
     assert len(wanted) > 10
     wrong = []
     for key, (first, *rest) in wanted.items():
@@ -80,11 +74,8 @@ def test_what_a_mark_tells_is_in_a_table(pages: dict[str, tuple[Path, Page]], na
     _, page = pages[name]
     number = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?:×|%| [TGMkmµn]?(?:s|B)\b)?")
     shown = {told for parts in page.cells.values() for part in parts for told in number.findall(part)}
-    tips = [
-        tip
-        for tip in page.tips
-        if ", step " not in tip and not re.search(r"\d{4}-\d\d-\d\d \w+: ", tip) and ": " in tip
-    ]
+    over = re.compile(r", step |\d{4}-\d\d-\d\d \w+: ")
+    tips = [tip for tip in page.tips if ": " in tip and not over.search(tip)]
     assert len(tips) > 3
     assert not [tip for tip in tips if not set(number.findall(tip.split(": ")[-1])) <= shown]
 
@@ -97,9 +88,9 @@ def test_every_word_of_the_results_is_text(pages: dict[str, tuple[Path, Page]]) 
     assert not [name for name in names if name.startswith("on") or name in ("src", "style", "srcset")]
     policy = page.soup.select_one("meta[http-equiv]")["content"]
     assert (
-        "unsafe" not in policy
+        policy.startswith("default-src 'none'; style-src 'sha256-")
         and "script" not in policy
-        and policy.startswith("default-src 'none'; style-src 'sha256-")
+        and "unsafe" not in policy
     )
     links = [link["href"] for link in page.soup.select("a")]
     assert all(link.startswith("data:application/json;base64,") or page.soup.find(id=link[1:]) for link in links)
