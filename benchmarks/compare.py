@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import history
-from benchmarks.figures import TIMES, other_timer
+from benchmarks.figures import TIMES
 from benchmarks.record import Case, HistoryError, Run, Spread, naming, printable, taken
 
 BUDGETS = Path(__file__).parent / "budgets.toml"
@@ -146,12 +146,8 @@ def _timed(run: Run) -> dict[tuple[str, str, str], dict[str, Case]]:
 
 
 def baselines(case: Case, ways: Mapping[str, Case]) -> dict[str, Spread]:
-    """Of the ways that ran beside a case of Weft's: the time of each that is none of Weft's, over the case's."""
-    return {
-        way: each.seconds.over(case.seconds)
-        for way, each in ways.items()
-        if not each.ours and not other_timer(each, case, TIMES[case.kind])
-    }
+    """The time of each way that ran beside a case of Weft's and is none of Weft's, over the case's time."""
+    return {way: each.seconds.over(case.seconds) for way, each in ways.items() if not each.ours}
 
 
 def _change(case: Case, now: Mapping[str, Case], before: Sequence[Mapping[str, Case]]) -> Change:

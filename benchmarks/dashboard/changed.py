@@ -1,4 +1,4 @@
-"""What changed in the newest run beside those before it, the worst first; and how each ratio went over the runs."""
+"""What changed in the newest run since the runs before, the worst first; the budgets' verdict; ratios over the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOCKS = {"time": ("Kernel times", "of this GPU"), "host_time": ("Host times", "
 
 
 class Line(NamedTuple):
-    """A figure that changed. growth: above 1 is worse.  broken: whether it breaks a budget.  past: the figure over the runs."""
+    """One changed figure. growth: now / before, above 1 is worse.  broken: over its budget.  past: a small chart over the runs."""
 
     group: str
     growth: float
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """sentence: in one.  beside: with what it was compared, and what not.  lines: worst first; compiled: apart from them."""
+    """The headline. sentence: its title.  beside: which runs were compared.  lines: worst first; compiled: the compiler's counts."""
 
     sentence: str
     beside: str = ""
@@ -48,7 +48,7 @@ class Changed(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """word: "Passes", "Fails" or "Not judged", by the budgets.  told: why.  lines: what broke."""
+    """The budgets' verdict. word: "Passes", "Fails" or "Not judged".  told: why.  lines: broken budgets and lost cases."""
 
     word: str
     told: str
@@ -91,7 +91,7 @@ def verdict(device: Device, budgets: int) -> Verdict:
 
 
 def _times(device: Device, found: Comparison) -> Iterator[Line]:
-    """Those whose ratio to their baselines changed by more than its spread."""
+    """A line for each time whose ratio to its baselines changed."""
     for change in (each for each in found.changes if each.slower or each.faster):
         case, baseline = change.case, change.baseline or ""
         of = f"{named(TIMES[case.kind])}, {baseline} ÷ {case.way}"
@@ -102,7 +102,7 @@ def _times(device: Device, found: Comparison) -> Iterator[Line]:
 
 
 def _counts(device: Device, found: Comparison) -> Iterator[Line]:
-    """What is the same to the digits that are shown is left out."""
+    """A line for each counted figure of Weft's that changed in the digits shown."""
     for each in found.counts:
         case, label = each.case, each.label
         numbers = [short(label, value) for value in (each.before, each.now)]
@@ -119,7 +119,7 @@ def _counts(device: Device, found: Comparison) -> Iterator[Line]:
 
 
 def _broken(comparison: Comparison, start: str) -> bool:
-    """Whether a line of the failures begins so: a group's names each of its cases."""
+    """Whether a failure names this case; the failure of a group has a line for each of its cases."""
     return any(line.strip().startswith(start) for each in comparison.failures for line in each.splitlines())
 
 
@@ -136,7 +136,7 @@ def _run(run: Run) -> str:
 
 
 def _ratios(device: Device, case: Case, ways: Sequence[str]) -> list[Datum]:
-    """Of each run: the time of the first of the baselines that it has over the case's. A line joins runs of one machine."""
+    """Points of a case over the runs: a baseline's time over the case's; of `ways`, the first baseline of each run."""
     found, newest = [], device.newest.clock(case.kind)
     for at, run in enumerate(device.runs.values(), 1):
         beside = {
@@ -154,7 +154,7 @@ def _ratios(device: Device, case: Case, ways: Sequence[str]) -> list[Datum]:
 
 
 def history(device: Device) -> Iterator[Figure]:
-    """Of each group of times: a line for each case, its first baseline's time over Weft's."""
+    """A chart for each group of times: a line for each case, its first baseline's time over Weft's."""
     runs = len(device.runs)
     values = list(range(runs, 0, -math.ceil(runs / 10)))
     across = {"axis": {"title": "run", "grid": False, "values": values}, "scale": {"domain": [1, runs], "padding": 6}}
@@ -177,7 +177,7 @@ def history(device: Device) -> Iterator[Figure]:
 
 
 def _beside(device: Device, found: Sequence[Change]) -> str:
-    """With which runs times are compared, and what is left out."""
+    """Which runs times were compared with, and which times were not compared."""
     earlier = list(device.runs.values())[:-1]
     own = [case for case in device.newest.cases if case.timed and case.ours]
     told = []

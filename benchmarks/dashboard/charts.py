@@ -1,8 +1,8 @@
-"""Charts as data: Vega-Lite specs, drawn into SVG when the page is made, in colours that the page's style sheet names.
+"""Charts as Vega-Lite specs, drawn into SVG when the page is made. Colours are variables of the page's style sheet.
 
-There are two: `strip` has a row of marks for each way, `lines` a value over steps or runs. What a mark tells when it is pointed
-at, its tip, becomes a <title>. Names from the results are data, never the name of a field, an expression or a title, so
-that Vega writes them as text.
+There are two kinds: `strip` has a row of marks for each way, `lines` a value over steps or runs. A mark's tip becomes a <title>,
+which browsers show under the pointer. Names from the results are data, never a field's name, an expression or a title:
+Vega writes data as text.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ CONFIG = {
 
 
 class Row(NamedTuple):
-    """Of a strip. marks: of each its value, its tip, and perhaps `share`, which is its area."""
+    """One row of a strip. marks: dicts with value, tip, and perhaps share (the mark's area).  text: on the right."""
 
     label: str
     marks: Sequence[Datum]
     text: str
     mean: float | None = None
-    way: str = ""  # where the label is none
+    way: str = ""  # for the colour, where the label is a case
 
 
 class Figure(NamedTuple):
-    """title: of what.  note: which figure.  told: the chart in words, for whoever does not see it."""
+    """A chart. title: which group.  note: which figure.  told: the chart in words, for screen readers."""
 
     title: str
     note: str
@@ -145,7 +145,7 @@ def axis(values: Sequence[float], unit: str = "", *, log: bool = True, domain: S
 
 
 def svg(figure: Figure) -> Markup:
-    """The chart, its words once for those who do not see it."""
+    """The chart as SVG: `told` is its only label for screen readers."""
     drawn: str = vl_convert.vegalite_to_svg(figure.spec)
     drawn = re.sub(r'<(\w+) aria-label="([^"]*)"([^>]*?)/>', r"<\1\3><title>\2</title></\1>", drawn)
     drawn = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", UNSAID.sub("", tag[0])), drawn)
@@ -156,7 +156,7 @@ UNSAID = re.compile(r' (?:role|aria-[a-z]+|class|pointer-events|stroke-miterlimi
 
 
 def _layer(mark: str, style: str, of: str, **encoding: Any) -> Spec:
-    """Marks of the data that have the field `of`; those at values tell what they are."""
+    """Marks for the rows with a field `of`; marks at values have tips."""
     told = {"description": {"field": "tip", "type": "nominal"}} if of == "value" else {}
     made: Spec = {"mark": {"type": mark, "style": style, "aria": bool(told)}, "encoding": {**encoding, **told}}
     return {**made, "transform": [{"filter": f"isValid(datum.{of})"}]}
@@ -167,7 +167,7 @@ def _at(scale: Mapping[str, Any], field: str) -> Spec:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10 and so on between the two; of few some more, of many only the powers of ten."""
+    """Ticks 1, 2, 5, 10 and so on from low to high; more on a short axis, only powers of ten on a long one."""
     fine = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
     steps = (
         fine if high < 2 * low else (1, 1.5, 2, 3, 5, 7) if high < 6 * low else (1, 2, 5) if high < 300 * low else (1,)

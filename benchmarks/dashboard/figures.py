@@ -1,4 +1,4 @@
-"""The charts of a device's newest run, and of what is the same on every device."""
+"""The charts of a device's newest run, and the chart of layout changes, which no device changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def title_of(group: str, kind: str) -> str:
 
 
 def groups(run: Run) -> list[tuple[str, str, list[Case]]]:
-    """Group, kind and cases, those that are known first; 4096 tokens come before 16384."""
+    """Group, kind and cases, KNOWN groups first; 4096 tokens come before 16384."""
 
     def natural(case: Case) -> list[tuple[int, str]]:
         return [(len(part) * part.isdecimal(), part) for part in re.split(r"(\d+)", case.name)]
@@ -57,14 +57,14 @@ def groups(run: Run) -> list[tuple[str, str, list[Case]]]:
 
 
 def is_rival(case: Case, cases: Sequence[Case]) -> bool:
-    """Whether a time is Weft's or that of another implementation: not of a roofline's measure, nor of the noise's."""
+    """Whether a case is Weft's or another implementation's; a roofline's measure and a repeated baseline are neither."""
     roofed = {each.key[:2] for each in cases if each.way == "Weft" and "roofline" in each.numbers}
     measure = case.key[:2] in roofed and "roofline" not in case.numbers
     return case.ours or not (measure or case.way.endswith(" again"))
 
 
 def of_group(group: str, kind: str, cases: Sequence[Case]) -> list[Figure]:
-    """A strip for each charted figure: the ways' times over Weft's, and what is told of each way beside it."""
+    """The charts of a group: times over Weft's, then roofline and memory; counted figures; or losses."""
     title, lead = title_of(group, kind), KNOWN.get((group, kind), ("", ""))[1]
     measured = [case for case in cases if case.status == "measured" and is_rival(case, cases)]
     if group == "loss_curves":
@@ -80,7 +80,7 @@ def of_group(group: str, kind: str, cases: Sequence[Case]) -> list[Figure]:
 
 
 def _over_weft(title: str, note: str, cases: Sequence[Case]) -> Figure:
-    """A row for each other way, but for times that were taken in another manner."""
+    """A strip: a row for each other way, a tick for each case. Times by another timer than Weft's are left out."""
     weft, label = {case.name: case for case in cases if case.way == "Weft"}, TIMES[cases[0].kind]
     rows = []
     for way in ways(case for case in cases if case.way != "Weft"):
@@ -96,7 +96,7 @@ def _over_weft(title: str, note: str, cases: Sequence[Case]) -> Figure:
 
 
 def _amounts(title: str, lead: str, cases: Sequence[Case], labels: Sequence[str]) -> Iterator[Figure]:
-    """Of each figure: a row for each way, or for each case of a way alone."""
+    """A strip for each figure: a row for each way, a tick for each case; a row for each case where there is one way."""
     for label in labels:
         some = [case for way in ways(cases) for case in cases if case.way == way and label in every_figure(case)]
         alone, timed = len({case.way for case in some}) == 1, label in TIMES.values()
@@ -126,7 +126,7 @@ def _range(ends: Iterable[str]) -> str:
 
 
 def _curves(cases: Sequence[Case]) -> Curves:
-    """By model and way, one process first: the loss by step."""
+    """The loss by model, way and step; one process comes first."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for case in sorted(cases, key=lambda case: (ALONE not in case.way, not case.ours, case.way)):
         if steps := case.curves.get("step"):
@@ -135,13 +135,13 @@ def _curves(cases: Sequence[Case]) -> Curves:
 
 
 def _apart(meshes: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
-    """Of each way but the first, by step: its loss minus the first's, relative to that."""
+    """Each later mesh's loss minus the first mesh's, relative to the first's, by step."""
     (_, own), *others = meshes.items()
     return {way: {step: loss / own[step] - 1 for step, loss in each.items() if own.get(step)} for way, each in others}
 
 
 def _of_losses(title: str, found: Curves) -> Iterator[Figure]:
-    """Of each model: the loss of the first way by step, and how far each other's lies from it."""
+    """Two charts a model: the loss on the first mesh, and the differences of the others."""
     across = {"axis": {"title": "step", "grid": False, "tickCount": 6}}
     for name, meshes in found.items():
         first, apart = next(iter(meshes)), _apart(meshes)
@@ -160,7 +160,7 @@ def _of_losses(title: str, found: Curves) -> Iterator[Figure]:
 
 
 def reshard(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """A chart for each mesh of the matrix, in which every ratio has its mark."""
+    """A strip for each mesh: a row for each engine, a mark for each ratio of bytes received to the fewest possible."""
     matrix = [each for each in rows if len(each["shape"]) == 2]
     most = max((float(ratio) for each in matrix for ratio in each["ratios"]), default=1)
     scale = axis([], "×", domain=(0.9, max(2, most * 1.15)))

@@ -1,4 +1,4 @@
-"""The page: values into one HTML file in which every word is text, no script is, and nothing is asked of a network."""
+"""The page: one HTML file. Every word is escaped, there is no script, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TITLES = {"time": "Kernels", "host_time": "Beside other implementations", "count
 
 
 class Section(NamedTuple):
-    """kind: of it, by which the template has its lead; told: more of that."""
+    """A section. kind: its anchor, and the key of its lead in the template; told: a lead of its own."""
 
     kind: str
     title: str
@@ -60,7 +60,7 @@ def page(results: Results) -> str:
 
 
 def _shown(device: Device, budgets: int) -> Mapping[str, Any]:
-    """A device as the page shows it. id: what its anchors begin with."""
+    """A device's values for the template. id: the prefix of the device's anchors."""
     id_ = f"device-{hashlib.sha256(device.name.encode()).hexdigest()[:6]}"
     runs, verdict, found = list(device.runs.values()), changed.verdict(device, budgets), figures.groups(device.newest)
     every = [tables.ways_side_by_side(group, figures.title_of(group, kind), cases) for group, kind, cases in found]
@@ -85,7 +85,7 @@ def _shown(device: Device, budgets: int) -> Mapping[str, Any]:
 
 
 def _shared(results: Results) -> list[Section]:
-    """What is the same on every device."""
+    """Sections about every device: layout changes, and compiled kernels."""
     made = []
     if results.engines:
         title, drawn = "Bytes of layout changes, over the fewest possible", figures.reshard(results.engines)
@@ -104,17 +104,17 @@ def _shared(results: Results) -> list[Section]:
 
 
 def _raw(results: Results) -> dict[str, str]:
-    """The newest run of each device and the rows that all share, by the names of their files."""
+    """The files to download, by name: each device's newest run, and the files about every device."""
     found = {f"{printable(device.name)}/{list(device.runs)[-1]}": device.newest.text() for device in results.devices}
     shared = {"reshard_bytes.json": results.engines, f"aot/triton-{results.triton}.json": results.variants}
     return found | {name: "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n" for name, rows in shared.items() if rows}
 
 
 def _link(text: str) -> str:
-    """The text as an address: a link to it downloads it, without a script and without a network."""
+    """The text as a data: address, which a link downloads."""
     return f"data:application/json;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _ceiling(name: str) -> str:
-    """As in bf16, of bf16_flop_per_second: the amount has the unit."""
+    """bf16_flop_per_second is shown as bf16: the amount has the unit."""
     return printable(re.sub("_(bytes|flop)_per_second$", "", name)).replace("_", " ")

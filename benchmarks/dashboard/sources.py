@@ -1,4 +1,4 @@
-"""All that a folder of results holds, and a line on each file that could not be read."""
+"""Reads a folder of results; a file that cannot be read becomes a line in `problems`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
 
 def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
-    """Whatever can be read; the rest is told in `problems`, in paths from the folder of results."""
+    """All files that can be read. `problems` has a line for each other file, with its path in the folder."""
     problems: list[str] = []
 
     def attempted(read_it: Callable[[], T], otherwise: T) -> T:

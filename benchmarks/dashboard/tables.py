@@ -1,4 +1,4 @@
-"""Tables as values: every number of the page is in one of them, with its ratio to Weft's."""
+"""Tables as values. Every number of the page stands in a table, with its ratio to Weft's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[str, str, str]  # of a case
 
 
 class Cell(NamedTuple):
-    """text: what is shown.  detail: smaller, under it.  missing: why there is no number, in words."""
+    """One cell. text: the figure.  detail: small, below.  missing: text says why there is no figure."""
 
     text: str = ""
     detail: str = ""
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """name: what `data-table` says, for whoever reads the page by program."""
+    """A table. name: the value of its `data-table` attribute, for programs."""
 
     name: str
     caption: str
@@ -50,7 +50,7 @@ def table(name: str, caption: str, head: Iterable[str], rows: Iterable[Row]) -> 
 
 
 def row(heads: Iterable[str], cells: Iterable[Cell | str]) -> Row:
-    """Cells of words alone may be given as words."""
+    """A row; a plain string becomes a cell."""
     return Row([*map(printable, heads)], [each if isinstance(each, Cell) else Cell(printable(each)) for each in cells])
 
 
@@ -60,7 +60,7 @@ def named(label: str) -> str:
 
 
 def ways(cases: Iterable[Case]) -> list[str]:
-    """Each once: Weft, its forms, the baselines; among the forms of one baseline that with less before that with more."""
+    """Each way once: Weft, Weft's forms, baselines; forms of one baseline by their first figure."""
     some = reversed([*cases])  # the first of a way stays
     least = {case.way: 0 if case.ours else next(iter(figures(case).values()), math.inf) for case in some}
     return sorted(least, key=lambda way: (*place(way)[:2], way.partition(",")[0], "," in way, least[way], way))
@@ -82,7 +82,7 @@ def ways_side_by_side(group: str, title: str, cases: Sequence[Case]) -> Table:
 
 
 def _words(case: Case) -> dict[str, str]:
-    """Figures that are words, as a timer; that a host's time is by the host's clock need not be said."""
+    """A case's figures in words, as its timer; a host time's timer goes without saying."""
     if case.status != "measured":
         return {}
     words = {key: value for key, value in sorted(case.figures.items()) if isinstance(value, str) and key != "device"}
@@ -108,7 +108,7 @@ def _cell(case: Case | None, label: str, over: Mapping[tuple[Key, str], float], 
 
 
 def spread_of(case: Case) -> str:
-    """From 1 ms to 1.1 ms, where the percentiles are told."""
+    """As in "1 ms to 1.1 ms"; empty without percentiles."""
     low, high = case.seconds.ends
     return f"{quantity('time', low)} to {quantity('time', high)}" if low < high else ""
 
@@ -122,13 +122,13 @@ def several(count: int, noun: str) -> str:
 
 
 def short(label: str, value: float) -> str:
-    """With its unit and three digits; whole numbers whole."""
+    """A figure with its unit and three digits; whole numbers without rounding."""
     told = quantity(label, value, 3)
     return told if " " in told or "%" in told or value == int(value) else f"{value:.3g}"
 
 
 def of_runs(runs: Sequence[Run]) -> Table:
-    """On which machine each run was made, and with which versions."""
+    """Each run's machine and versions."""
     versions = list(dict.fromkeys(name for run in runs for name in run.versions))
     rows = []
     for number, run in enumerate(runs, 1):
@@ -143,7 +143,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
 
 
 def over_the_runs(runs: Sequence[Run]) -> Table:
-    """The newest run's times, and those of its counted figures that are not the same in all runs; of each run a column."""
+    """A column for each run: times of the newest run's cases, and counted figures with several values."""
     newest = sorted(runs[-1].cases, key=lambda case: (case.kind != "time", case.group, case.name, place(case.way)))
     by_run = [{case.key: case for case in run.cases} for run in runs]
     rows = []
@@ -205,7 +205,7 @@ def compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def unmeasured(cases: Sequence[Case]) -> list[str]:
-    """One line for the same reason, however many cases have it."""
+    """A line for each way and reason, with the names of the cases without figures."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for case in (case for case in cases if case.status != "measured"):
         by_reason.setdefault((printable(case.way), case.outcome), []).append(printable(case.name))

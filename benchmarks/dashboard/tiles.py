@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 def tiles(run: Run) -> list[Tile]:
-    """What the run can say, a kernel's times first."""
+    """The first four tiles that the run has figures for, kernel times first."""
     measured = [case for case in run.cases if case.status == "measured"]
     timed = [case for case in measured if case.kind == "time"]
     found = [_roofline(timed), _speed(timed), *(_figure(label, measured) for label in SHOWN)]
@@ -61,7 +61,7 @@ def _speed(timed: Sequence[Case]) -> Tile | None:
 
 
 def _figure(label: str, measured: Sequence[Case]) -> Tile | None:
-    """Weft's, and beside it what each baseline has of the same case; the most over all cases of Weft's."""
+    """Weft's figure of one case, the baselines' of the same case, and Weft's largest figure."""
     weft = {case.key[:2]: case.numbers[label] for case in measured if case.way == "Weft" and case.numbers.get(label)}
     rivals = [case for case in measured if not case.ours and case.key[:2] in weft and is_rival(case, measured)]
     rivals = [case for case in rivals if case.numbers.get(label)]

@@ -45,13 +45,7 @@ def run(*cases: Case, minute: int = 0, **rest: Any) -> Run:
 def beside(*cases: Case, torch: float = 1e-3) -> list[Case]:
     """The cases, and torch's exact time beside each of Weft's: their ratio has the spread of Weft's own time."""
     exact = {"seconds_median": torch}
-    some = {
-        each.key[:2]: replace(
-            each, way="torch", figures=exact | {key: each.figures[key] for key in each.figures if key == "timer"}
-        )
-        for each in cases
-        if each.ours and each.timed
-    }
+    some = {each.key[:2]: replace(each, way="torch", figures=exact) for each in cases if each.ours and each.timed}
     return [*cases, *some.values()]
 
 

@@ -102,11 +102,9 @@ def _changes(newest: dict[tuple[str, ...], Row], runs: list[Row]) -> Iterator[tu
             continue
         words = set()
         for other, base in every[-1].items():
-            past = [
-                cases for cases in before if other in cases and cases[other].get("timer") == cases[own].get("timer")
-            ]
+            past = [cases for cases in before if other in cases]
             beside = (other[0], other[1], other[3]) == (own[0], own[1], own[3]) and not other[2].startswith("Weft")
-            if beside and past and base.get("timer") == case.get("timer"):
+            if beside and past:
                 ends = zip(*(_over(cases[other], cases[own]) for cases in past), strict=True)
                 (low, _, high), now = map(statistics.median, ends), _over(base, case)
                 words.add("slower" if now[2] < low else "faster" if now[0] > high else "within the spread")

@@ -93,12 +93,16 @@ def test_a_time_without_a_baseline_is_shown_and_not_judged() -> None:
     assert (compare.sentence(found.changes), found.failures) == ("no time is compared", ())
 
 
-def test_a_baseline_that_one_run_lacks_or_times_otherwise_is_none() -> None:
+def test_a_way_that_one_run_lacks_is_no_baseline() -> None:
     old, new = [case(), case(way="torch")], [case(median=9e-3), case(way="DTensor")]
     assert [each.baseline for each in compare.changes(run(*new, minute=1), [run(*old)])] == [None]
-    by_events = [case(median=pace, timer="graph") for pace in (1, 9)], case(way="torch", timer="events")
-    old, new = ([each, by_events[1]] for each in by_events[0])
-    assert changed(old, new) == []
+
+
+def test_a_kernel_that_another_timer_takes_once_it_is_slower_is_named() -> None:
+    """Above a millisecond CUDA events time a kernel, below it a graph."""
+    old, new = ([case(median=pace, timer=timer), case(way="torch", median=5e-3, timer="events")]
+                for pace, timer in ((0.9e-3, "graph"), (1.2e-3, "events")))  # fmt: skip
+    assert changed(old, new) == [("loss", "5.56", "4.17")]
 
 
 def test_a_new_case_is_no_change_and_a_lost_one_a_failure() -> None:
