@@ -349,8 +349,8 @@ def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS
     for line in unreadable:
         print(f"not read: {line}", file=sys.stderr)
     print(
-        f"{new.device}, commit {new.commit[:10]}, {new.time}, beside {len(old)} earlier runs; now / before, of the baseline's "
-        "time over Weft's (the least and the most by p20 to p80)"
+        f"{new.device}, commit {new.commit[:10]}, {new.time}, beside {len(old)} earlier runs; now / before, of "
+        "the baseline's time over Weft's (the least and the most by p20 to p80)"
     )
     print(f"on {new.where}")
     if not old:

@@ -77,7 +77,8 @@ def _chart(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "data": {"values": points + means},
         "facet": {
             "row": {
-                "field": "mesh", "type": "nominal", "sort": list(dict.fromkeys(row["mesh"] for row in rows)), "title": None,
+                "field": "mesh", "type": "nominal", "title": None,
+                "sort": list(dict.fromkeys(row["mesh"] for row in rows)),
                 "header": {"labelAngle": 0, "labelAlign": "left", "labelFontWeight": "bold"},
             }
         },

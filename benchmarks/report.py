@@ -84,7 +84,7 @@ def _cell(case: Case | None, weft: Case | None, label: str, over: dict[tuple[tup
 
 
 def _changed(run: Run, against: Run) -> list[str]:
-    """Times that changed beside their baselines, numbers that were counted, cases that came, went or changed their status."""
+    """Times that changed beside their baselines, counted numbers, cases that came, went or changed their status."""
     rows = []
     compared = changes(run, [against])
     for change in (each for each in compared if each.slower or each.faster):

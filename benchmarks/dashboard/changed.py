@@ -19,7 +19,7 @@ CLOCKS = {"time": ("Kernel times", "of this GPU"), "host_time": ("Host times", "
 
 
 class Line(NamedTuple):
-    """One changed figure. growth: now / before, above 1 is worse.  broken: over its budget.  past: a small chart over the runs."""
+    """One changed figure. growth: above 1 is worse.  broken: over its budget.  past: a small chart over the runs."""
 
     group: str
     growth: float
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """The headline. sentence: its title.  beside: which runs were compared.  lines: worst first; compiled: the compiler's counts."""
+    """The headline. beside: which runs were compared.  lines: worst first; compiled: the compiler's counts."""
 
     sentence: str
     beside: str = ""
@@ -48,7 +48,7 @@ class Changed(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The budgets' verdict. word: "Passes", "Fails" or "Not judged".  told: why.  lines: broken budgets and lost cases."""
+    """By the budgets. word: "Passes", "Fails", "Not judged".  told: why.  lines: broken budgets and lost cases."""
 
     word: str
     told: str

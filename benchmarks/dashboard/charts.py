@@ -1,8 +1,8 @@
 """Charts as Vega-Lite specs, drawn into SVG when the page is made. Colours are variables of the page's style sheet.
 
-There are two kinds: `strip` has a row of marks for each way, `lines` a value over steps or runs. A mark's tip becomes a <title>,
-which browsers show under the pointer. Names from the results are data, never a field's name, an expression or a title:
-Vega writes data as text.
+There are two kinds: `strip` has a row of marks for each way, `lines` a value over steps or runs. A mark's tip becomes
+a <title>, which browsers show under the pointer. Names from the results are data, never a field's name, an expression
+or a title: Vega writes data as text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIG = {
     "style": {
         "label": {"fontSize": 12, "align": "left", "baseline": "middle", "color": INK, "dy": -14},
         "value": {"fontSize": 12, "align": "right", "baseline": "middle", "color": INK, "dy": -14, "fontWeight": 600},
-        "mean": {"filled": True, "shape": "diamond", "size": 90, "opacity": 1, "stroke": PAGE, "strokeWidth": 1, "color": INK},
+        "mean": {"filled": True, "shape": "diamond", "size": 90, "opacity": 1, "stroke": PAGE, "color": INK},
         "origin": {"color": QUIET, "thickness": 1.5, "size": 15, "opacity": 1},
         "case": {"thickness": 2, "size": 12, "opacity": 0.75},
         "share": {"filled": True, "opacity": 0.6},
@@ -67,7 +67,7 @@ class Figure(NamedTuple):
 
 
 def strip(title: str, note: str, rows: Sequence[Row], scale: Spec, origin: float | None = None) -> Figure:
-    """A row for each label, with its text: a tick or a mark at each value, a diamond at the mean, a grey tick at the origin."""
+    """A row for each label, with its text: a mark at each value, a diamond at the mean, a grey tick at the origin."""
     names = [printable(row.label) for row in rows]
     summed = [{"label": printable(row.label), "text": row.text, "mean": row.mean, "origin": origin} for row in rows]
     marks = [
@@ -103,9 +103,9 @@ def strip(title: str, note: str, rows: Sequence[Row], scale: Spec, origin: float
 def lines(
     title: str, note: str, points: Sequence[Datum], y: Spec, x: Spec | None, *, named: bool = False, height: int = 120
 ) -> Figure:
-    """A line for each `name`, broken where `part` changes, with the band from `low` to `high`; pale where `here` is false.
+    """A line for each `name`, broken where `part` changes, in a band `low` to `high`; pale where `here` is false.
 
-    points: name, x, value, tip; perhaps the others.  x: its axis, or none.  named: in colours of their own, with a legend.
+    points: name, x, value, tip; perhaps the others.  x: its axis, or none.  named: in their own colours, with a legend.
     """
     usual = {"low": None, "high": None, "part": 0, "here": True}
     some = [{**usual, **each, "name": printable(each["name"]), "tip": printable(each["tip"])} for each in points]
@@ -130,7 +130,7 @@ def lines(
 
 
 def axis(values: Sequence[float], unit: str = "", *, log: bool = True, domain: Sequence[float] = ()) -> Spec:
-    """Over the values, or the domain. unit: "×", "%", "e" for powers of ten, or one of physics, which gets SI prefixes."""
+    """Over the values, or the domain. unit: "×", "%", "e" for powers of ten, or one that gets SI prefixes."""
     formats = {"%": {"format": ".0%"}, "e": {"format": "~e"}, "×": {"labelExpr": "format(datum.value, '~g') + '×'"}}
     labels = formats.get(unit, {"labelExpr": f"format(datum.value, '~s') + '{unit}'"})
     made: Spec = {"grid": False, "labelOverlap": "greedy", "tickCount": 4, "title": None, **labels}

@@ -15,8 +15,8 @@ from benchmarks.record import Case, Run, printable
 
 # (group, kind) -> title, what is measured, in this order. Other groups follow by their names.
 KNOWN = {
-    ("cross_entropy_speed", "time"): ("Losses", "Forward and backward, a cold L2; 100% is a copy of the logits, or three GEMMs."),
-    ("step_speed", "time"): ("A training step on one GPU", "A Llama of 0.5 billion parameters, bfloat16 by autocast, AdamW."),
+    ("cross_entropy_speed", "time"): ("Losses", "Forward, backward; 100% is a copy of the logits, or three GEMMs."),
+    ("step_speed", "time"): ("A training step on one GPU", "A Llama of 0.5 billion parameters, bf16 by autocast."),
     ("parallel_stacks", "host_time"): ("A step beside torch's whole stack", "Eight processes over gloo."),
     ("step_time", "host_time"): ("A training step", "Four processes over gloo."),
     ("sharded_optimizers", "host_time"): ("A step with sharded optimizers", "Four processes over gloo."),
@@ -29,7 +29,7 @@ KNOWN = {
     ("dispatch", "host_time"): ("Dispatch of an op", ""),
     ("survival", "host_time"): ("Checkpoints while training", ""),
     ("mesh", "host_time"): ("Meshes, layouts and inference", ""),
-    ("cross_entropy", "count"): ("Memory traffic of cross-entropy", "6 bytes a bf16 logit are needed: read twice, a gradient written."),
+    ("cross_entropy", "count"): ("Memory traffic of cross-entropy", "6 bytes a logit are needed."),
     ("linear_cross_entropy", "count"): ("Memory that linear cross-entropy holds", "H=4096, V=128256, bf16."),
     ("layers", "count"): ("Memory traffic of layers", "An element of the input."),
     ("reshard_slow_axis", "count"): ("Bytes over a slow axis", "1 is the fewest possible."),
@@ -57,7 +57,7 @@ def groups(run: Run) -> list[tuple[str, str, list[Case]]]:
 
 
 def is_rival(case: Case, cases: Sequence[Case]) -> bool:
-    """Whether a case is Weft's or another implementation's; a roofline's measure and a repeated baseline are neither."""
+    """Whether a case is Weft's or another implementation's; a roofline's measure or a repeated baseline is not."""
     roofed = {each.key[:2] for each in cases if each.way == "Weft" and "roofline" in each.numbers}
     measure = case.key[:2] in roofed and "roofline" not in case.numbers
     return case.ours or not (measure or case.way.endswith(" again"))

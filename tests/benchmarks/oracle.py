@@ -1,4 +1,4 @@
-"""What the page's tables must hold, worked out from the JSON alone: no code of the page or of the benchmarks is used here."""
+"""What the page's tables must hold, worked out from the JSON alone, without code of the page or the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page without a browser: what it says first, that every number is the JSON's and every word text, what cannot be read."""
+"""The page without a browser: its headline, every number the JSON's, every word text, and what cannot be read."""
 
 from __future__ import annotations
 
