@@ -13,12 +13,12 @@ from typing import Any
 from tests.support.limits import PATIENCE
 
 ROOT = Path(__file__).parents[1]
-Report = Mapping[str, Any]  # one of `weft.kernels.aot --json`
+Report = Mapping[str, Any]  # one of `weft.kernels.launching.aot --json`
 
 
 def compiled(*target: str) -> list[Report]:
     """The reports of all variants, for all targets or for those named: "sm_90", …"""
-    return reported("weft.kernels.aot", "--json", *(word for each in target for word in ("--target", each)))
+    return reported("weft.kernels.launching.aot", "--json", *(word for each in target for word in ("--target", each)))
 
 
 def reported(module: str, *arguments: str) -> list[Report]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from weft.mesh import ProcessMesh
 from weft.models import Communication, GPTConfig, LlamaConfig, QwenConfig, lora, record
-from weft.models.communication import Phase
 from weft.models.families import make_model
+from weft.models.step.communication import Phase
 
 B, T, ITEM = (
     8,

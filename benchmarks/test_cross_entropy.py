@@ -36,7 +36,7 @@ def counted() -> dict[str, dict[str, float]]:
     import torch
     from weft.kernels.cross_entropy import function
     from weft.kernels.cross_entropy.options import Options
-    from weft.kernels.traffic import counted_traffic
+    from weft.kernels.launching.traffic import counted_traffic
 
     generator = torch.Generator().manual_seed(0)
     logits = (10 * torch.randn(ROWS, CLASSES, generator=generator)).bfloat16()
@@ -74,7 +74,7 @@ def _scalar(logits: Any, target: Any, numbers: tuple[float, ...]) -> dict[str, f
     """Of the last of some steps at which these numbers arrive."""
     import torch
     from weft.kernels import cross_entropy
-    from weft.kernels.traffic import counted_traffic
+    from weft.kernels.launching.traffic import counted_traffic
 
     leaf = logits.clone().requires_grad_()
     for number in numbers:
@@ -89,7 +89,7 @@ def _scalar(logits: Any, target: Any, numbers: tuple[float, ...]) -> dict[str, f
 def _liger(logits: Any, target: Any) -> dict[str, dict[str, float]]:
     import torch
     from liger_kernel.ops.cross_entropy import cross_entropy_backward, cross_entropy_forward
-    from weft.kernels.traffic import counted_traffic
+    from weft.kernels.launching.traffic import counted_traffic
 
     mine = logits.clone().requires_grad_()
     with counted_traffic() as forward:

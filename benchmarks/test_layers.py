@@ -27,7 +27,7 @@ def counted() -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     Liger's is not counted: some of its kernels run on a GPU alone.
     """
     import torch
-    from weft.kernels.traffic import counted_traffic
+    from weft.kernels.launching.traffic import counted_traffic
 
     from benchmarks import layers
     from benchmarks.failures import Failures

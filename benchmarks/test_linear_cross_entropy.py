@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import linear_cross_entropy
-from weft.kernels.linear_cross_entropy import chunks, function, sum24
+from weft.kernels.linear_cross_entropy import chunks, function, gradients
 
 from benchmarks.conftest import Tell
 from benchmarks.memory import Held, on_meta
@@ -86,7 +86,7 @@ def counted(loss: Loss, tokens: int) -> tuple[int, float]:
         patch.object(chunks, "passes_on", lambda logits: Allocations),
         patch.object(function, "passes_on", lambda logits: Allocations),
         patch.object(function, "scaled", scaled),
-        patch.object(sum24, "accumulate", accumulate),
+        patch.object(gradients, "accumulate", accumulate),
         Held() as held,
     ):
         loss(x, weight, on_meta(tokens, dtype=torch.int64)).backward()

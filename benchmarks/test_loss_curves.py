@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from weft.models.data.text import Corpus
-from weft.models.train.config import DataConfig, PlanConfig, Run
+from weft.models.train.config import DataConfig, PlanConfig
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 
 from benchmarks.conftest import Tell
 from tests.support.pool import Pool

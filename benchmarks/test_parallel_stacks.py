@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, PipelinePlan, forward_backward, initialize, parallelize
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.models.train.recipes import recipe
 
 from benchmarks.conftest import Tell

@@ -14,10 +14,9 @@ pytest.importorskip("safetensors", reason="what checkpoints are written with")
 
 from weft.mesh import ProcessMesh
 from weft.models import Llama, PipelinePlan
-from weft.models.memory import Memory, predict_memory
 from weft.models.parallel.pipeline.run import stage_mesh_of
-from weft.models.schedules.bubble import NAMES, Name, bubble_formula
-from weft.models.schedules.schedule import run_through
+from weft.models.schedules.schedule import NAMES, Name, bubble_formula, run_through
+from weft.models.step.memory import Memory, predict_memory
 
 from benchmarks.conftest import Tell
 from tests.models.test_pipeline import MICROBATCHES, one_step

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import reshard
-from weft.reshard.running.groups import device_mesh
+from weft.reshard.world.groups import device_mesh
 
 from benchmarks.conftest import Tell
 from benchmarks.dtensor_bytes import placements

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Llama, initialize, lay_out_batch, parallelize
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.models.train.recipes import recipe
 from weft.reshard import GradientSync, reshard
-from weft.reshard.running.groups import device_mesh
+from weft.reshard.world.groups import device_mesh
 
 from benchmarks.conftest import Tell
 from benchmarks.timing import Timed

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh
 from weft.models import Llama, initialize, parallelize
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.models.train.recipes import recipe
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.running.groups import device_mesh
+from weft.reshard.world.groups import device_mesh
 
 from benchmarks.baselines import TorchLlama, average_gradients, parallelize_by_torch
 from benchmarks.conftest import Tell

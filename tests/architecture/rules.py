@@ -12,11 +12,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # each may import the packages before it
 MAX_LINES = 400
 PRIVATE_DTENSOR_ATTRIBUTES = {"_local_tensor", "_spec"}
-# Modules of weft.mesh that every file of weft.kernels may import: they concern numbers and names. The rest is about
-# layouts.
+# The names of weft.mesh without layouts: every file of weft.kernels may import these.
 WITHOUT_LAYOUTS = {
-    "weft.mesh.random",  # keys of random numbers, from a seed and names
-    "weft.mesh.version",  # a package's version
+    "weft.mesh.derive_key",  # keys of random numbers, from a seed and names
+    "weft.mesh.extension.version_of",  # a package's version
 }
 
 
@@ -92,7 +91,7 @@ def forbidden_imports(package: str, imports: set[str], *, sharded: bool) -> set[
     later = [f"weft.{name}" for name in PACKAGES if name not in allowed]
     if package == "kernels" and not sharded:
         later += ["weft.mesh", "weft.reshard", "torch.distributed"]
-        imports = {module for module in imports if not any(is_within(module, each) for each in WITHOUT_LAYOUTS)}
+        imports = imports - WITHOUT_LAYOUTS - {each.rpartition(".")[0] for each in imports & WITHOUT_LAYOUTS}
     return {module for module in imports if any(is_within(module, other) for other in later)}
 
 

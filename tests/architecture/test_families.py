@@ -15,7 +15,7 @@ from tests.architecture.test_imports import imports_within
 from tests.architecture.test_reference import public_names
 
 SOURCE = ROOT / "packages/models/src/weft/models"
-FILES = {"__init__.py", "config.py", "model.py", "plan.py", "weights.py"}
+FILES = {"__init__.py", "config.py", "model.py", "weights.py"}
 FOLDERS = {family.folder for family in FAMILIES.values()}
 RECIPES = {"weft.models.published", "weft.models.train.recipes"}  # modules that list each family: named sizes
 

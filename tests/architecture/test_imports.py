@@ -1,5 +1,6 @@
 """Imports run one way, mesh <- reshard <- kernels <- models, and DTensor is used by its public names."""
 
+import ast
 import functools
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from tests.architecture.rules import (
     sharded_modules,
     sources,
 )
+from tests.architecture.test_reference import public_names
+
+FACES = {"__init__.py", "extension.py"}  # of a package: they pass on the names of all rooms
 
 
 @functools.cache
@@ -38,7 +42,7 @@ def test_imports_run_one_way(package: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in sources("kernels") if not knows_ranks(path) and path.name != "__init__.py"],
+    [path for path in sources("kernels") if not knows_ranks(path) and path.name not in FACES],
     ids=module_name,
 )
 def test_what_knows_no_ranks_asks_nothing_that_does(path: Path) -> None:
@@ -60,19 +64,64 @@ def test_no_modules_import_each_other(package: str) -> None:
     assert circle(imports_within(package)) == []
 
 
-def test_what_plans_does_not_import_what_runs() -> None:
-    within = imports_within("reshard")
-    wings = {wing: {m for m in within if is_within(m, f"weft.reshard.{wing}")} for wing in ("planning", "running")}
-    assert {*within} == {"weft.reshard"} | wings["planning"] | wings["running"]
-    for module in wings["planning"]:
-        assert within[module] <= wings["planning"], module
+WINGS = {
+    "reshard": ("planning", "world", "moving", "training"),
+    "kernels": ("dispatch", "launching"),  # the ops' own folders may import both
+}
+
+
+@pytest.mark.parametrize(("package", "wing"), [(package, wing) for package in WINGS for wing in WINGS[package]])
+def test_a_wing_imports_earlier_wings_alone(package: str, wing: str) -> None:
+    within, wings = imports_within(package), WINGS[package]
+    allowed = [f"weft.{package}.{each}" for each in wings[: wings.index(wing) + 1]]
+    modules = {module for module in within if is_within(module, f"weft.{package}.{wing}")}
+    assert len(modules) > 3
+    for module in modules:
+        above = {each for each in within[module] if not any(is_within(each, name) for name in allowed)}
+        assert not above, module
+
+
+def test_each_module_of_reshard_is_in_a_wing_or_a_face() -> None:
+    inside = {module.split(".")[2] for module in imports_within("reshard") if module.count(".") > 1}
+    assert inside == {*WINGS["reshard"], "extension"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_one_another_by_their_faces_alone(package: str) -> None:
+    """By the public names, or by `extension`, which lists the names for packages and extensions."""
+    earlier = [f"weft.{name}" for name in PACKAGES[: PACKAGES.index(package)]]
+    for path in sources(package):
+        for name in imports_of(path):
+            if any(is_within(name, each) for each in earlier):
+                module, _, last = name.rpartition(".")
+                assert name in earlier or module in earlier or module.endswith(".extension"), f"{path}: {name}"
+                assert module not in earlier or last == "extension" or last in listed_names(module), f"{path}: {name}"
+
+
+@functools.cache
+def listed_names(module: str) -> set[str]:
+    """The names in `__all__` of a package's public or extension face."""
+    package, _, face = module.removeprefix("weft.").partition(".")
+    path = ROOT / "packages" / package / "src/weft" / package / f"{face or '__init__'}.py"
+    return set(public_names(path.read_text()))
+
+
+@pytest.mark.parametrize("package", PACKAGES[:-1])
+def test_an_extension_face_lists_all_that_it_imports_and_no_public_name(package: str) -> None:
+    path = ROOT / "packages" / package / "src/weft" / package / "extension.py"
+    tree = ast.parse(path.read_text())
+    bound = {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert bound == listed_names(f"weft.{package}.extension")
+    assert not bound & listed_names(f"weft.{package}")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_dtensor_is_used_by_its_public_names(package: str) -> None:
     """One exception: the spec that DTensors of a kind share; a new spec for each takes the host five times as long."""
     for path in sources(package):
-        allowed = {"_spec"} if module_name(path) == "weft.reshard.running.dtensor" else set()
+        allowed = {"_spec"} if module_name(path) == "weft.reshard.moving.dtensor" else set()
         text = path.read_text()
         assert private_dtensor_uses(text, imports_of(path)) == allowed, path
         assert not list(redistributions(text)), f"{path}: data is moved by weft.reshard, never by redistribute"
@@ -163,9 +212,11 @@ def test_a_bad_import_is_caught(package: str, module: str) -> None:
     assert forbidden_imports(package, {module}, sharded=False) == {module}
 
 
-@pytest.mark.parametrize("module", ["weft.mesh.random.derive_key", "weft.mesh.version"])
-def test_kernels_may_import_what_of_mesh_is_no_layout(module: str) -> None:
-    assert not forbidden_imports("kernels", {module}, sharded=False)
+@pytest.mark.parametrize("name", sorted(WITHOUT_LAYOUTS))
+def test_kernels_may_import_names_of_mesh_without_layouts(name: str) -> None:
+    assert not forbidden_imports("kernels", {name.rpartition(".")[0], name}, sharded=False)
+    layouts = {"weft.mesh", "weft.mesh.Layout", name}
+    assert forbidden_imports("kernels", layouts, sharded=False) >= {"weft.mesh.Layout"}
 
 
 def test_all_that_is_excepted_is_imported() -> None:
@@ -174,7 +225,11 @@ def test_all_that_is_excepted_is_imported() -> None:
 
 
 def test_modules_that_know_ranks_are_told_by_their_names() -> None:
-    known = {"weft.kernels.sharded", "weft.kernels.rope.sharded", "weft.kernels.cross_entropy.sharded.gather.Along"}
+    known = {
+        "weft.kernels.dispatch.sharded",
+        "weft.kernels.rope.sharded",
+        "weft.kernels.cross_entropy.sharded.gather.Along",
+    }
     assert sharded_modules(known | {"weft.kernels.cross_entropy.options", "elsewhere.sharded"}) == known
 
 

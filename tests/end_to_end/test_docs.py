@@ -69,7 +69,7 @@ def test_a_command_prints_what_the_page_shows(
     command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     _, *arguments = shlex.split(command)
     with pytest.raises(SystemExit, match="0"):
         main(arguments)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from weft.models.communication import Communication, Entry
+from weft.models.step.communication import Communication, Entry
 from weft.models.train.report import Report
 
 from tests.architecture.rules import ROOT, code_blocks

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli.train import _settle
-from weft.models.train.config import Run
 from weft.models.train.folder import CONFIG
 from weft.models.train.launch import CPU_PROCESSES
+from weft.models.train.run import Run
 from weft.models.train.toml import as_toml
 
 from tests.architecture.rules import ROOT
@@ -74,7 +74,7 @@ def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run that rank 0 makes of `weft train`'s arguments, in a folder with a text, on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("warp and weft. " * 200)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
 
     def settle(arguments: list[str], count: int | None) -> Run:
         if count is not None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from weft.models import read_run
+from weft.models.processes import GRACE_SECONDS
+from weft.models.train.agreement import ANSWER_SECONDS, STORE_SECONDS
 from weft.models.train.folder import newest_complete
 from weft.models.train.launch import STOP_SECONDS, STOPPED
-from weft.models.train.processes import GRACE_SECONDS
-from weft.models.train.rollcall import ANSWER_SECONDS, STORE_SECONDS
 
 from tests.end_to_end.test_train import SMALL, WEFT
 from tests.support.limits import PATIENCE

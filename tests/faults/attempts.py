@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from weft.models import LlamaConfig
 from weft.models.data.text import find_corpus
 from weft.models.train import trainer
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.folder import checkpoints, newest_complete
-from weft.models.train.logged import METRICS
 from weft.models.train.loop import train
+from weft.models.train.metrics_file import METRICS
 from weft.models.train.results import Results
+from weft.models.train.run import Run
 
 from tests.support.pool import Pool
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from weft.models.train.agreement import meet
 from weft.models.train.folder import checkpoints
-from weft.models.train.meeting import meet
 
 from tests.faults.attempts import KILLS, Tally, Victim, Way, assert_same, attempt, beside
 from tests.support.limits import PATIENCE

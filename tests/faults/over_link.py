@@ -66,7 +66,7 @@ def _laid_out(whole: torch.Tensor, mesh: ProcessMesh, src: str) -> DTensor:
     layout = Layout(mesh, src)
     if "P" in src:
         from torch.distributed.tensor import Partial
-        from weft.reshard.running.groups import device_mesh
+        from weft.reshard.world.groups import device_mesh
 
         return DTensor.from_local(whole / 4, device_mesh(mesh, "cpu"), [Partial("sum"), Partial("sum")])
     return distribute(whole, layout)

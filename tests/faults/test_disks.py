@@ -85,7 +85,7 @@ def test_metrics_that_cannot_be_written_end_the_run_where_it_would_save(disk: Pa
 def test_a_disk_that_nobody_may_write_is_said(disk: Path) -> None:
     (disk / "run").mkdir()
     remount(disk, "ro")
-    with pytest.raises(ValueError, match=r"run cannot be written; give another with --output"):
+    with pytest.raises(ValueError, match=r"run is not writable; give another with --output"):
         check_again(disk / "run")
     with pytest.raises(ValueError, match=r"new cannot be made: .*Read-only file system.*; give another with --output"):
         check_new(disk / "new")

@@ -15,10 +15,11 @@ import torch
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import byte_tokenizer
-from weft.models.train.config import OPTIMIZERS, DataConfig, MeshConfig, PlanConfig, Run
+from weft.models.train.config import OPTIMIZERS, DataConfig, MeshConfig, PlanConfig
 from weft.models.train.folder import checkpoints
-from weft.models.train.logged import METRICS
 from weft.models.train.loop import train
+from weft.models.train.metrics_file import METRICS
+from weft.models.train.run import Run
 
 from tests.faults.attempts import CONFIG, weights
 from tests.support.pool import Pool

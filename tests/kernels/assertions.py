@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import triton
-from weft.kernels.aot import Variant, compile_variant, variants
+from weft.kernels.launching.aot import Variant, compile_variant, variants
 
 NAMES = ("cross_entropy.statistics/bf16-contiguous", "cross_entropy.statistics_and_gradient/bf16-contiguous")
 

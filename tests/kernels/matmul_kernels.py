@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from weft.kernels.aot import Variant
+from weft.kernels.launching.aot import Variant
 
 
 @triton.jit

@@ -12,24 +12,15 @@ from typing import Any
 
 import pytest
 import triton
-from weft.kernels.aot import (
-    TARGETS,
-    Report,
-    as_json,
-    as_table,
-    compile_variant,
-    others,
-    save,
-    variants,
-)
 from weft.kernels.cross_entropy.launch import FUSED_STAGES
+from weft.kernels.launching.aot import TARGETS, Report, as_json, as_table, compile_variant, others, save, variants
 
 from tests.kernels.matmul_kernels import PRODUCT as A_PRODUCT
 from tests.support.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks/results/aot" / f"triton-{triton.__version__}.json"
-RENEW = "python -m weft.kernels.aot --save benchmarks/results/aot"
+RENEW = "python -m weft.kernels.launching.aot --save benchmarks/results/aot"
 STREAMED = {"bf16-contiguous", "fp16-contiguous", "fp32-contiguous"}
 SHARED_KIB = {  # shared memory that a program can have
     "sm_80": 163, "sm_90": 227, "sm_100": 227,  # CUDA C++ Programming Guide, "Technical Specifications"
@@ -54,7 +45,7 @@ def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:
 
 
 def compiled(target: str) -> list[dict[str, Any]]:
-    """The reports of `python -m weft.kernels.aot --json`, and the report of a kernel that only the tests have."""
+    """The reports of `python -m weft.kernels.launching.aot --json`, and of a kernel that only the tests have."""
     return json.loads(as_json(compile_variant(variant, target) for variant in (*variants(), A_PRODUCT)))
 
 
@@ -259,7 +250,7 @@ def test_what_is_read_once_moves_128_bits_at_a_time(variant, accesses):
 
 
 def test_an_interpreted_kernel_is_refused(interpreted):
-    from weft.kernels.aot import compile_variant
+    from weft.kernels.launching.aot import compile_variant
 
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
         compile_variant(next(variants()), "sm_90")
@@ -308,7 +299,7 @@ def test_a_report_is_kept_as_one_line(tmp_path):
 
 
 def test_an_unknown_target_is_refused():
-    from weft.kernels.aot import _gpu
+    from weft.kernels.launching.aot import _gpu
 
     with pytest.raises(ValueError, match="'h100'; give an NVIDIA target such as 'sm_90'"):
         _gpu("h100")

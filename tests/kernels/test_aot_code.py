@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from weft.kernels.aot import accesses, inner_loops, instructions, loops, tensor_core
+from weft.kernels.launching.aot import accesses, inner_loops, instructions, loops, tensor_core
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import KeyValueCache, attention
 from weft.mesh import Layout, LayoutError, derive_key
 from weft.reshard import distribute, layout_of, to_global
-from weft.reshard.running.groups import of_this_world
+from weft.reshard.world.groups import of_this_world
 
 from tests.kernels.cases import FOUR, GRID, TWO, assert_names_a_remedy, normal, upstream_of
 from tests.support import philox

@@ -21,7 +21,7 @@ from weft.kernels.cross_entropy.sharded import gather
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
 from weft.reshard import distribute, layout_of
-from weft.reshard.running.groups import device_mesh
+from weft.reshard.world.groups import device_mesh
 
 from tests.kernels.cross_entropy.cases import given
 from tests.kernels.linear_cross_entropy.cases import make

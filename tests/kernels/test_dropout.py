@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from weft import kernels
 from weft.kernels.dropout import function, reference
+from weft.kernels.launching.traffic import Traffic, counted_traffic
 from weft.kernels.random.part import Part
-from weft.kernels.traffic import Traffic, counted_traffic
 from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
 from weft.reshard import distribute, layout_of
-from weft.reshard.running.groups import of_this_world
+from weft.reshard.world.groups import of_this_world
 
 from tests.support import philox as oracle
 from tests.support.collectives import Collectives
@@ -317,7 +317,7 @@ def test_the_values_and_gradients_of_dtensors_are_those_of_one_process(pool: Any
 def addend_masks(shape: tuple[int, ...], op: str) -> tuple[Tensor, Tensor]:
     """Where a rank's addend of a Partial survives, and where its part of a Partial(sum) gradient does."""
     import torch.distributed as dist
-    from weft.reshard.running.dtensor import wrap
+    from weft.reshard.moving.dtensor import wrap
 
     partial, whole = Layout(FOUR, f"tp: P({op})"), Layout(FOUR)
     mine = addends(torch.full(shape, 1000.0), "sum", 4)[dist.get_rank()]
@@ -354,7 +354,7 @@ def test_a_partial_that_is_no_sum_or_average_is_refused(pool: Any) -> None:
 
 def rules_kept() -> int:
     """How many answers of rules, and calls, a step more adds."""
-    from weft.kernels.sharded.rules import sharding_of
+    from weft.kernels.dispatch.sharded.rules import sharding_of
 
     x = distribute(torch.ones(4, 4), Layout(FOUR, "tp: S(0)"))
     kernels.dropout(x, 0.1, KEY)

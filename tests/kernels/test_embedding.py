@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from weft import kernels
 from weft.kernels.embedding import function
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.cases import ints, normal
 

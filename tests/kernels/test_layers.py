@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from weft import kernels
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.cases import normal
 
@@ -139,9 +139,9 @@ LONG = {
 @pytest.mark.parametrize("of", LONG)
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
 def test_long_rows(name: str, of: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.kernels.launching.rows import Tile
     from weft.kernels.layer_norm import launch as of_layer
     from weft.kernels.rms_norm import launch
-    from weft.kernels.rows import Tile
 
     dtype, width, keeps, launches = LONG[of]
     tiles = ((Tile.of(width, each), each) for each in (launch.FORWARD_ELEMENTS, launch.BACKWARD_ELEMENTS))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from weft import kernels
+from weft.kernels.dispatch.sharded import apply
 from weft.kernels.embedding import function as embedding
-from weft.kernels.sharded import apply
 
 from tests.kernels.test_local_ops import normal, op, with_gradients
 

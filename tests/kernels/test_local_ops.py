@@ -9,14 +9,14 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels.attention import reference as attention
+from weft.kernels.dispatch.op import Op
+from weft.kernels.dispatch.sharded import apply
 from weft.kernels.elementwise import reference as elementwise
 from weft.kernels.gelu import function as gelu
 from weft.kernels.layer_norm import reference as layer_norm
 from weft.kernels.matmul import function as products
-from weft.kernels.op import Op
 from weft.kernels.rms_norm import reference as norm
 from weft.kernels.rope import function as rope
-from weft.kernels.sharded import apply
 from weft.kernels.swiglu import function as swiglu
 
 matmul = SimpleNamespace(__name__=products.__name__, forward=products.linear, backward=products.linear_backward)

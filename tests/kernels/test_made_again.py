@@ -40,8 +40,8 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory as short as a GPU's, or a CPU's in 16 bits: see the last test."""
-    monkeypatch.setattr("weft.kernels.backend._PLAIN", frozenset())
-    monkeypatch.setattr("weft.kernels.backend.is_short_of_memory", lambda output: True)
+    monkeypatch.setattr("weft.kernels.dispatch.backend._PLAIN", frozenset())
+    monkeypatch.setattr("weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True)
 
 
 def test_a_product_keeps_what_makes_its_input() -> None:

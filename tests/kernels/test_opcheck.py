@@ -16,8 +16,8 @@ from weft.kernels.cross_entropy.sharded import custom_ops as of_logits
 from weft.kernels.linear_cross_entropy.sharded import custom_ops as of_products
 from weft.mesh import Layout
 from weft.reshard import plan
-from weft.reshard.running import traced
-from weft.reshard.running.groups import device_mesh
+from weft.reshard.moving import compiled
+from weft.reshard.world.groups import device_mesh
 
 from tests.kernels.cases import TWO, normal
 from tests.support.pool import Pool
@@ -120,7 +120,7 @@ def check_on_a_mesh() -> None:
         "all_reduce_": (x, group),
         "linear_cross_entropy_compare": (x[:3], x, *compared, *own, *Options().flat()),
         "reduce_scatter_tokens": (x, 2, group),
-        "reshard": (x, traced._text(moved), rank),
+        "reshard": (x, compiled._text(moved), rank),
         "sum_over": (x, group),
     }
     assert given.keys() == {*MESHES}

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import layout_of
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 from tests.kernels.cases import (
     FOUR,

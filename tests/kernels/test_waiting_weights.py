@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import grouped_matmul, linear, rms_norm, swiglu_linear
-from weft.kernels.weights import waiting_weights, weights_may_wait
+from weft.kernels.dispatch.delayed_weight_gradients import waiting_weights, weights_may_wait
 
 
 class Ran(TorchDispatchMode):

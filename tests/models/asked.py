@@ -13,8 +13,8 @@ from weft.models.cli import train as train_command
 from weft.models.config import ModelConfig
 from weft.models.data.tokenizer import Tokenizer, byte_tokenizer
 from weft.models.rope_scaling import Llama3RopeScaling
-from weft.models.train.config import Run
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 from weft.models.train.toml import as_toml
 
 SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}

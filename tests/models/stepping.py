@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from weft.models.communication import Communication
 from weft.models.parallel.pipeline.run import Microbatch
-from weft.models.train.observe import CollectiveCount
-from weft.models.train.step import Found, find_gradients
+from weft.models.step.communication import Communication
+from weft.models.step.find_gradients import Found, find_gradients
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync
 
 from tests.support.collectives import Collectives

@@ -15,9 +15,10 @@ from weft.models.checkpoint.configs import config_of
 from weft.models.checkpoint.convert import convert
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
-from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.checkpoints import Saver
+from weft.models.train.config import DataConfig, PlanConfig, TrainConfig
 from weft.models.train.report import ROUNDING, Report
-from weft.models.train.saving import Saver
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.models.folders import their_model, their_saved

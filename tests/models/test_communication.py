@@ -25,11 +25,11 @@ from weft.models import (
     parallelize,
     record,
 )
-from weft.models.communication import Communication, Entry
 from weft.models.layers import Embedding, Linear
-from weft.models.train.observe import CollectiveCount
+from weft.models.step.communication import Communication, Entry
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import Slice, distribute, plan, reshard
-from weft.reshard.running.recording import recording
+from weft.reshard.world.recording import recording
 
 from tests.models.stepping import observed_step
 

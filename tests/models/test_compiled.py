@@ -20,7 +20,7 @@ from weft.models import GPTConfig, Llama, LlamaConfig, QwenConfig, initialize, l
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.parallel.pipeline.run import Microbatch
-from weft.models.train.step import find_gradients
+from weft.models.step.find_gradients import find_gradients
 from weft.reshard import GradientSync, layout_of, reshard, to_global
 
 from tests.support.pool import Pool

@@ -140,7 +140,7 @@ def test_a_command_that_is_shown_is_taken(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 8)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 8)
     (tmp_path / "book.txt").write_text("Call me Weft. " * 500)
     for folder in ("books", "code", "prepared"):
         (tmp_path / folder).mkdir()

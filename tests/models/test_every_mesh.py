@@ -28,11 +28,11 @@ from weft.mesh import ProcessMesh, derive_key
 from weft.models import GPTConfig, LlamaConfig, PipelinePlan, QwenConfig, initialize, parallelize, record
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.models.microbatches import divide
 from weft.models.parallel.parallelize import pipeline_of
-from weft.models.schedules.bubble import NAMES
-from weft.models.train.optimizer import clip_gradients
-from weft.models.train.step import find_gradients
+from weft.models.schedules.schedule import NAMES
+from weft.models.step.clip import clip_gradients
+from weft.models.step.find_gradients import find_gradients
+from weft.models.step.forward_backward import divide
 from weft.reshard import GradientSync, layout_of
 
 from tests.models.cases import ALLOWED, deviation

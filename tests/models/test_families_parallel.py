@@ -25,7 +25,7 @@ from weft.models import (
 )
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
 
 from tests.models.cases import whole

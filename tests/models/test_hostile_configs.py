@@ -16,15 +16,16 @@ import pytest
 import torch
 from weft.mesh import ProcessMesh
 from weft.models import save_checkpoint
+from weft.models.checks import divisors
 from weft.models.cli import main
 from weft.models.data.text import find_corpus
-from weft.models.degrees import divisors
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
-from weft.models.train.config import DataConfig, MeshConfig, Run
+from weft.models.train.checkpoints import describe_run, read_saved
+from weft.models.train.config import DataConfig, MeshConfig
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
-from weft.models.train.saved import describe_run, read_saved
+from weft.models.train.run import Run
 from weft.models.train.toml import LARGEST
 
 from tests.models.metrics import some_metrics
@@ -37,7 +38,7 @@ HUGE = [2**62, 2**70, 10**400]
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     Path("text.txt").write_text("Call me Weft. " * 500)

@@ -11,9 +11,9 @@ from weft.models.checkpoint import huggingface
 from weft.models.checkpoint.huggingface import from_pretrained, save_pretrained
 from weft.models.checkpoint.tensors import read_slices
 from weft.models.generation import generate
-from weft.models.llama.plan import PLAN
+from weft.models.llama.model import PLAN
 from weft.reshard import distribute, layout_of, to_global
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 from tests.models.cases import SMALL, make, some_tokens
 from tests.models.test_huggingface import CLOSE

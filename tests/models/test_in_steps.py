@@ -18,7 +18,7 @@ from weft.kernels.matmul.sharded.choice import Form, Product, Timed
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, initialize, lora, parallelize
 from weft.models.llama.model import Llama
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import distribute
 
 from tests.models.cases import whole

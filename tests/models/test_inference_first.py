@@ -11,8 +11,8 @@ from torch import Tensor
 from weft.kernels import KeyValueCache, attention, cross_entropy
 from weft.mesh import Layout, ProcessMesh
 from weft.models import PipelinePlan, forward_backward, generate, parallelize
-from weft.models.microbatches import divide
-from weft.models.train.step import find_loss
+from weft.models.step.find_gradients import find_loss
+from weft.models.step.forward_backward import divide
 from weft.reshard import GradientSync, clip_grad_norm_, distribute, fixed_parameters, reshard
 
 from tests.models.cases import gradients_off, whole

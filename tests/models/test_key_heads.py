@@ -16,9 +16,9 @@ from weft.kernels import attention, cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.models import ColwiseParallel, LlamaConfig, ParallelPlan, generate, parallelize, record
 from weft.models.checks import check_tensor_parallel
-from weft.models.parallel.layouts import few_heads
+from weft.models.parallel.parameter_layouts import few_heads
 from weft.models.parallel.resolve import resolve
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, layout_of, reshard
 
 from tests.models.cases import gradients_of, gradients_off, make, whole

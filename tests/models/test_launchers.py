@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from weft.models.cli import main
 from weft.models.data.text import Corpus
-from weft.models.train import launch, meeting
-from weft.models.train.config import Run
-from weft.models.train.launchers import OF_A_LAUNCHER, adopt_launcher, first_host, has_launcher, world_of
-from weft.models.train.meeting import meet
+from weft.models.train import agreement, launch
+from weft.models.train.agreement import meet
+from weft.models.train.launch import OF_A_LAUNCHER, adopt_launcher, first_host, has_launcher, world_of
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
@@ -109,7 +109,7 @@ def test_a_rank_watches_its_launcher_before_anything_else(
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "end_with_parent", lambda: did.append("watches"))
-    monkeypatch.setattr(meeting, "meet", lambda timeout: did.append("meets") or {})
+    monkeypatch.setattr(agreement, "meet", lambda timeout: did.append("meets") or {})
     monkeypatch.setattr(launch, "_train", lambda *arguments, **world: did.append("trains"))
     config = recipe("llama-tiny")
     run = Run(recipe="llama-tiny", config=config, corpus=Corpus("none", (), 0), dp=1, tp=1, folder=Path("run"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
-from weft.models.train.logged import METRICS, Sum, check_logged, read_logged
+from weft.models.train.metrics_file import METRICS, Sum, check_logged, read_logged
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 

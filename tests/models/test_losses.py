@@ -16,7 +16,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import forward_backward, parallelize
 from weft.models.losses import LossSum, first_gradient
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.running.waits import Waits, measured_by
+from weft.reshard.moving.collectives import Waits, measured_by
 
 from tests.models.cases import SMALL, gradients_off, make, some_tokens, whole
 from tests.models.stepping import observed_microbatches
@@ -100,7 +100,7 @@ def test_a_rank_goes_back_without_waiting_for_the_others(pool: Pool) -> None:
 
 
 def communication_of_microbatches() -> str:
-    from weft.models.microbatches import divide, weighing
+    from weft.models.step.forward_backward import divide, weighing
 
     model, (tokens, targets) = on_ranks({"dp": 2}), a_batch()
     parts = divide(model, tokens, targets, 2, {})

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from weft.models.train.meeting import of_this_attempt
+from weft.models.train.agreement import of_this_attempt
 
 RANKS = 3
 

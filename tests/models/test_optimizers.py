@@ -25,8 +25,7 @@ from weft.models import (
     save_checkpoint,
 )
 from weft.models.train.config import NOT_ELEMENTWISE, OPTIMIZERS, OptimizerConfig
-from weft.models.train.learning_rate import learning_rate
-from weft.models.train.optimizer import make_optimizer
+from weft.models.train.optimizer import learning_rate, make_optimizer
 from weft.reshard import distribute, layout_of, to_global
 
 from tests.models.cases import SMALL, some_tokens
@@ -61,7 +60,9 @@ def test_a_cosine_is_half_way_down_in_the_middle() -> None:
 
 
 def test_decay_steps_are_of_one_schedule() -> None:
-    with pytest.raises(ValueError, match="decay_steps is 5, but only the schedule wsd has decay steps"):
+    with pytest.raises(
+        ValueError, match=r"decay_steps is 5, but only the schedule wsd has decay steps; optimizer\.schedule is cosine"
+    ):
         OptimizerConfig(decay_steps=5)
 
 

@@ -16,8 +16,8 @@ from weft.models import load_checkpoint
 from weft.models.checkpoint.manifest import Manifest
 from weft.models.cli import main
 from weft.models.cli import train as train_command
-from weft.models.train.config import Run
-from weft.models.train.outside import find_class, parameters_of
+from weft.models.train.model_class import find_class, parameters_of
+from weft.models.train.run import Run
 
 from tests.support.limits import PATIENCE
 

@@ -28,9 +28,9 @@ from weft.models import (
 )
 from weft.models.checks import check_tensor_parallel
 from weft.models.parallel.resolve import resolve
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.running.gradients import BUCKET_BYTES
+from weft.reshard.training.gradient_sync import BUCKET_BYTES
 
 from tests.models.cases import gradients_of, gradients_off, whole
 from tests.models.stepping import observed_step

@@ -24,7 +24,7 @@ from weft.models import (
     record,
     save_lora,
 )
-from weft.reshard.running.units import units_of
+from weft.reshard.training.gathered_modules import units_of
 
 from tests.models.cases import gradients_off, whole
 from tests.models.test_pipeline import MICROBATCHES, batch, make

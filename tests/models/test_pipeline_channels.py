@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import PipelinePlan, forward_backward, parallelize
-from weft.models.parallel.pipeline.channels import Channel
+from weft.models.parallel.pipeline.messages import Channel
 
 from tests.models.test_pipeline import MICROBATCHES, batch, make
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.mesh import Layout, ProcessMesh
-from weft.models.parallel.pipeline.channels import Channel
-from weft.models.parallel.pipeline.forms import form_of, read, written
+from weft.models.parallel.pipeline.messages import Channel, form_of, read, written
 from weft.reshard import distribute
 
 from tests.architecture.rules import ROOT

@@ -16,13 +16,13 @@ from torch.autograd.profiler import profile, record_function
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, ParallelPlan, PipelinePlan, initialize, parallelize
-from weft.models.memory import predict_memory
-from weft.models.microbatches import divide
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.parallel.pipeline.run import stage_mesh_of
-from weft.models.train.step import find_gradients
+from weft.models.step.find_gradients import find_gradients
+from weft.models.step.forward_backward import divide
+from weft.models.step.memory import predict_memory
 from weft.reshard import GradientSync
-from weft.reshard.running.units import units_of
+from weft.reshard.training.gathered_modules import units_of
 
 from tests.models.test_zero_numbers import held_by, held_since
 
@@ -38,8 +38,10 @@ def plan_of(zero: int, pipeline: dict[str, Any], recompute: str = "none") -> Par
     return replace(Llama(CONFIG).parallel_plan(), zero=zero, pipeline=chosen, recompute=recompute)
 
 
-@patch("weft.kernels.backend._PLAIN", frozenset())
-@patch("weft.kernels.backend.is_short_of_memory", lambda output: True)  # as a GPU is, for which memory is predicted
+@patch("weft.kernels.dispatch.backend._PLAIN", frozenset())
+@patch(
+    "weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True
+)  # as a GPU is, for which memory is predicted
 def measured(
     axes: dict[str, int], plan: ParallelPlan, config: LlamaConfig, observers: tuple[int, ...]
 ) -> dict[str, int]:

@@ -16,10 +16,10 @@ from torch import nn
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import ParallelPlan, PipelinePlan, parallelize, record
-from weft.models.communication import Communication
 from weft.models.decoder import CausalModel
 from weft.models.families import make_model
-from weft.models.microbatches import divide, weighing
+from weft.models.step.communication import Communication
+from weft.models.step.forward_backward import divide, weighing
 
 from tests.models.stepping import observed_microbatches
 from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, batch, make

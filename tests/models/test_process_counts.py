@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from weft.models.cli import main
 from weft.models.cli import train as train_command
-from weft.models.cli.resuming import sizes_for_processes
-from weft.models.train.config import MeshConfig, Run, TrainConfig
+from weft.models.cli.settings import sizes_for_processes
+from weft.models.train.config import MeshConfig, TrainConfig
 from weft.models.train.recipes import recipe
+from weft.models.train.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def on(mesh: MeshConfig) -> TrainConfig:
 def test_a_mesh_that_is_given_is_started(
     mesh: dict[str, int], gpus: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: gpus)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: gpus)
     assert sizes_for_processes(on(MeshConfig(**mesh))) == sizes
 
 
@@ -50,7 +51,7 @@ def test_a_mesh_that_is_given_is_started(
 def test_no_machine_starts_more_processes_than_it_has_gpus(
     mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 2)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 2)
     with pytest.raises(ValueError, match="does not fit 2 processes"):
         sizes_for_processes(on(MeshConfig(**mesh)))
 
@@ -74,7 +75,7 @@ def test_the_command_starts_as_many(
     given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     Path("text.txt").write_text("warp and weft. " * 200)
     started: list[Run] = []
     monkeypatch.setattr(train_command, "launch", lambda run, gpus: started.append(run) or 0)

@@ -22,7 +22,7 @@ from tests.support.limits import PATIENCE
 PROGRAM = """
 import os, signal, sys, tempfile, time
 from pathlib import Path
-from weft.models.train.processes import ProcessFailed, run_together
+from weft.models.processes import ProcessFailed, run_together
 
 PATIENCE = 5.0
 
@@ -70,7 +70,7 @@ if __name__ == "__main__":
 # A program that starts a process bound to end with it, as another launcher would, and waits.
 LAUNCHER = """
 import subprocess, sys
-imports = "from weft.models.train.processes import end_with_parent"
+imports = "from weft.models.processes import end_with_parent"
 computes = imports + "; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
 subprocess.run([sys.executable, "-c", computes])
 """

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from weft.models.data.text import find_corpus
-from weft.models.train.config import DataConfig, Run
+from weft.models.train.config import DataConfig
 from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Metrics
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
 from tests.support.pool import Pool

@@ -22,7 +22,7 @@ from weft.mesh import Layout, ProcessMesh, Shard, derive_key
 from weft.models import GPTConfig, LlamaConfig, ParallelPlan, QwenConfig, initialize, parallelize
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.models.train.observe import CollectiveCount
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard
 
 from tests.models.cases import whole

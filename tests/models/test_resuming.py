@@ -19,11 +19,12 @@ from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.checkpoints import check_same_run, describe_run
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.folder import check_again
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
-from weft.models.train.saved import check_same_run, describe_run
+from weft.models.train.run import Run
 from weft.models.train.toml import as_toml, check_sum, with_sum
 
 from tests.models.metrics import some_metrics
@@ -38,7 +39,7 @@ TEXT = "what was saved is whole. " * 40
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """The config of a run in the folder `run`, which has a checkpoint of step 4; its parent is the working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     Path("text.txt").write_text(TEXT)
@@ -166,8 +167,8 @@ def test_where_there_is_no_run_yet_one_begins(config: TrainConfig, capsys: pytes
         (["--seed", "5"], "saved with seed 3, but this run has 5;"),
         (["--model.num-layers", "4"], "saved with model.num_layers 2, but this run has 4;"),
         (["--data.batch-size", "8"], "saved with data.batch_size 4, but this run has 8;"),
-        (["--data.path", "longer.txt"], "data of tokens 1001, and longer.txt has 1005;"),
-        (["--data.path", "other.txt"], "data of sha256 "),
+        (["--data.path", "longer.txt"], "data with tokens 1001, but longer.txt has 1005;"),
+        (["--data.path", "other.txt"], "data with sha256 "),
         (["llama-tiny"], "config run/config.toml is of the recipe qwen3-tiny, but llama-tiny is asked for;"),
     ],
     ids=["seed", "model", "batch", "more-text", "other-text", "recipe"],

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from weft.models.train import rollcall
-from weft.models.train.rollcall import RollCall, is_silence
+from weft.models.train import agreement
+from weft.models.train.agreement import RollCall, is_silence
 
 
 class Store:
@@ -24,22 +24,22 @@ class Store:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], rollcall.Unanswered]:
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], agreement.Unanswered]:
     """The error that rank 1 of 2 raises after 4 s of silence, with a store whose calls run the given function."""
-    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(rollcall, "STORE_SECONDS", 0.2)
-    monkeypatch.setattr(rollcall.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(rollcall.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(agreement, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "STORE_SECONDS", 0.2)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(agreement.dist, "get_world_size", lambda: 2)
 
-    def called(answer: Callable[[], object]) -> rollcall.Unanswered:
-        monkeypatch.setattr(rollcall, "_get_default_store", lambda: Store(answer))
+    def called(answer: Callable[[], object]) -> agreement.Unanswered:
+        monkeypatch.setattr(agreement, "_get_default_store", lambda: Store(answer))
         with RollCall(lambda: "step 3, forward", "rank 0") as roll:
             return roll.call(4)
 
     return called
 
 
-def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., rollcall.Unanswered]) -> None:
+def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., agreement.Unanswered]) -> None:
     never, begun = threading.Event(), time.monotonic()
 
     def silent() -> object:
@@ -55,7 +55,7 @@ def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., rollcall.U
     assert found.is_told
 
 
-def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., rollcall.Unanswered]) -> None:
+def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., agreement.Unanswered]) -> None:
     def gone() -> object:
         raise RuntimeError("Connection reset by peer")
 

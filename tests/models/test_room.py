@@ -13,13 +13,21 @@ from weft.mesh import ProcessMesh
 from weft.models import predict_memory
 from weft.models.cli import main
 from weft.models.data.text import Corpus
-from weft.models.train import room
-from weft.models.train.config import OPTIMIZERS, MeshConfig, OptimizerConfig, Run
-from weft.models.train.machine import MachineMemory, cpu_memory, gpu_memory
+from weft.models.train import memory_check
+from weft.models.train.config import OPTIMIZERS, MeshConfig, OptimizerConfig
+from weft.models.train.explanation import Outline
+from weft.models.train.memory_check import (
+    Holding,
+    MachineMemory,
+    check_room,
+    cpu_memory,
+    gpu_memory,
+    holding_of,
+    states_kept,
+)
 from weft.models.train.optimizer import states_per_element
-from weft.models.train.outline import Outline
 from weft.models.train.recipes import recipe
-from weft.models.train.room import Holding, check_room, holding_of, states_kept
+from weft.models.train.run import Run
 
 GIB = 2**30
 
@@ -98,8 +106,8 @@ def test_what_cannot_be_held_is_refused_with_what_would_fit(
 ) -> None:
     """a_parameter: bytes for each parameter, on a GPU or on the machine."""
     memory = MachineMemory(32 * GIB, 32 * GIB)
-    monkeypatch.setattr(room, "cpu_memory", lambda: memory)
-    monkeypatch.setattr(room, "gpu_memory", lambda: memory)
+    monkeypatch.setattr(memory_check, "cpu_memory", lambda: memory)
+    monkeypatch.setattr(memory_check, "gpu_memory", lambda: memory)
     run = run_of(name, axes)
     if a_parameter is None:
         assert check_room(run, gpus=gpus) == []
@@ -131,8 +139,8 @@ def test_near_the_limit_is_a_line(
     run = run_of("llama-tiny", {"dp": 1})
     needed = 16 * run.config.model.num_parameters
     memory = MachineMemory(math.ceil(needed * total), math.ceil(needed * available))
-    monkeypatch.setattr(room, "cpu_memory", lambda: memory)
-    monkeypatch.setattr(room, "gpu_memory", lambda: memory)
+    monkeypatch.setattr(memory_check, "cpu_memory", lambda: memory)
+    monkeypatch.setattr(memory_check, "gpu_memory", lambda: memory)
     if said == "refused":
         with pytest.raises(ValueError, match=r"llama-tiny on dp=1 x tp=1 needs at least 0\.0 GiB"):
             check_room(run, gpus=gpus)
@@ -142,7 +150,7 @@ def test_near_the_limit_is_a_line(
 
 
 def test_a_machine_that_does_not_say_its_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "cpu_memory", lambda: None)
+    monkeypatch.setattr(memory_check, "cpu_memory", lambda: None)
     assert check_room(run_of("llama3.1-405b", {"dp": 1}), gpus=0) == []
 
 

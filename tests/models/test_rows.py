@@ -17,8 +17,8 @@ from weft import kernels
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Partial, ProcessMesh
 from weft.models import Llama, LlamaConfig, ParallelPlan, forward_backward, initialize, lay_out_batch, lora, parallelize
-from weft.models.parallel import rows
-from weft.models.train.observe import CollectiveCount
+from weft.models.parallel import local_modules
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, layout_of, reshard, to_global
 
 CONFIG = LlamaConfig(
@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 def batch(seed: int = 0, rows: int = 5) -> tuple[Tensor, Tensor]:
     """Tokens and targets [5, 9]: uneven over two ranks."""
-    tokens = torch.randint(0, CONFIG.vocab_size, (rows, 10), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, CONFIG.vocab_size, (local_modules, 10), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -112,7 +112,7 @@ def stepped(name: str) -> tuple[set[str], float, dict[str, Tensor | None], list[
     """The types of the norms' inputs, the loss, the whole gradients, and the bytes of each collective."""
     options, change, bucket, _ = VARIANTS[name]
     model = made()
-    with patch.object(rows, "BUCKET_BYTES", bucket):
+    with patch.object(local_modules, "BUCKET_BYTES", bucket):
         parallelize(model, ProcessMesh.grid(dp=2), replace(PLAN, **options))
     change(model)
     with seeing() as seen, CollectiveCount() as count:
@@ -228,7 +228,7 @@ def sums(bucket: int) -> None:
     laid_out = lay_out_batch(mesh, PLAN, tokens, targets)
 
     def laid(model: Any) -> tuple[Any, GradientSync]:
-        with patch.object(rows, "BUCKET_BYTES", bucket):
+        with patch.object(local_modules, "BUCKET_BYTES", bucket):
             parallelize(model, mesh)
         return model, GradientSync(model)
 

@@ -26,7 +26,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.layers import ROWWISE
-from weft.models.parallel.rows import is_rowwise
+from weft.models.parallel.local_modules import is_rowwise
 from weft.reshard import to_global
 
 from tests.models.cases import gradients_off, whole

@@ -8,9 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from weft.models.schedules.bubble import NAMES
 from weft.models.schedules.orders import make_schedule
-from weft.models.schedules.schedule import Action, DeadlockError, Schedule, check_order, run_through
+from weft.models.schedules.schedule import NAMES, Action, DeadlockError, Schedule, check_order, run_through
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (*range(1, 10), 16)))
 NAMED = [*((name, 1) for name in NAMES if name != "interleaved"), ("interleaved", 2), ("interleaved", 3)]

@@ -16,11 +16,12 @@ from weft.models import from_pretrained, read_run
 from weft.models.checkpoint.states import Snapshot
 from weft.models.data.text import find_corpus
 from weft.models.train import launch
-from weft.models.train.config import DataConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, TrainConfig
 from weft.models.train.folder import newest_complete
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
 from tests.models.checkpoints.test_saver import MODEL

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from weft.models.data.batches import Prefetch
 from weft.models.data.manifest import Shard
-from weft.models.data.prefetch import Prefetch
 from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.streams import ShardStream, Stream

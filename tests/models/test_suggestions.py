@@ -13,11 +13,12 @@ from weft.models.cli.arguments import parse
 from weft.models.cli.generate import GenerateOptions
 from weft.models.data.text import Corpus
 from weft.models.rope_scaling import LinearRopeScaling
-from weft.models.train import room
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.machine import MachineMemory
+from weft.models.train import memory_check
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
+from weft.models.train.memory_check import MachineMemory
 from weft.models.train.recipes import recipe
-from weft.models.train.suggestions import suggestions
+from weft.models.train.report import suggestions
+from weft.models.train.run import Run
 
 TINY = recipe("llama-tiny")
 OTHER = replace(
@@ -92,7 +93,7 @@ def test_what_torchrun_has_started_is_started_by_it_again(monkeypatch: pytest.Mo
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where these tests stand: texts, a prepared folder, a configuration file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("weft.models.cli.resuming.gpu_count", lambda: 0)
+    monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     Path("a folder").mkdir()
     for name in ("text.txt", "my book's $HOME.txt", "-dash.txt", "a folder/one.txt"):
         Path(name).write_text('- weft and warp, "woven". ' * 400)
@@ -165,7 +166,7 @@ def test_a_mesh_without_room_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -
     """Data parallel alone would hold the model on each of two processes."""
     assert any("--mesh.dp 2 --mesh.tp 1 " in line for line in suggested(dp=1, tp=2))
     size = 16 * TINY.model.num_parameters
-    monkeypatch.setattr(room, "cpu_memory", lambda: MachineMemory(size, size))
+    monkeypatch.setattr(memory_check, "cpu_memory", lambda: MachineMemory(size, size))
     assert not any("another mesh" in line for line in suggested(dp=1, tp=2))
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from weft.models.data.text import find_corpus
-from weft.models.train.config import PlanConfig, Run
+from weft.models.train.config import PlanConfig
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
 from tests.models.test_train_steps import CONFIG

@@ -13,15 +13,16 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import LlamaConfig
-from weft.models.communication import Communication, Phase
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.initialization import initialize
 from weft.models.parallel import ParallelPlan
-from weft.models.train.config import DataConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
+from weft.models.step.communication import Communication, Phase
+from weft.models.train.config import DataConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.report import ROUNDING, Report
 from weft.models.train.results import Results
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
 from tests.models.metrics import some_metrics

@@ -15,7 +15,8 @@ from weft.models import GPTConfig, LlamaConfig, QwenConfig
 from weft.models.config import ModelConfig
 from weft.models.data.text import find_corpus
 from weft.models.families import FAMILIES
-from weft.models.train.config import DataConfig, PlanConfig, Run, TrainConfig
+from weft.models.train.config import DataConfig, PlanConfig, TrainConfig
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
 from tests.support.pool import Pool

@@ -23,10 +23,11 @@ from weft.models.data.prepare import prepare
 from weft.models.data.sources import find_data
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 from weft.models.families import make_model
-from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
+from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
 from weft.models.train.report import Metrics, next_steps
+from weft.models.train.run import Run, mesh_sizes, settled_plan
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import no_reads

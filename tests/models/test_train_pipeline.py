@@ -14,10 +14,11 @@ from weft.models import LlamaConfig, PipelinePlan
 from weft.models.cli import main
 from weft.models.data.text import find_corpus
 from weft.models.losses import local_value
-from weft.models.memory import predict_memory
-from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, Run, TrainConfig, mesh_sizes, settled_plan
+from weft.models.step.memory import predict_memory
+from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.loop import find_parts, train
 from weft.models.train.report import Part, Report
+from weft.models.train.run import Run, mesh_sizes, settled_plan
 from weft.models.train.trainer import Trainer
 
 MODEL = LlamaConfig(

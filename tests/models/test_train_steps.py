@@ -16,17 +16,19 @@ from weft import kernels
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import Communication, Llama, LlamaConfig, initialize, parallelize, record
-from weft.models.communication import Phase
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
-from weft.models.microbatches import divide
-from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, Run, TrainConfig
-from weft.models.train.optimizer import clip_gradients, make_optimizer
-from weft.models.train.step import find_gradients
+from weft.models.step.clip import clip_gradients
+from weft.models.step.communication import Phase
+from weft.models.step.find_gradients import find_gradients
+from weft.models.step.forward_backward import divide
+from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
+from weft.models.train.optimizer import make_optimizer
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer, TrainingError
 from weft.reshard import GradientSync
-from weft.reshard.running.issued import Collective
-from weft.reshard.running.recording import recording
+from weft.reshard.world.collective_bytes import Collective
+from weft.reshard.world.recording import recording
 
 from tests.kernels.reads import no_reads
 from tests.support.pool import Pool

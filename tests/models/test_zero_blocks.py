@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
-from weft.reshard.running import units
-from weft.reshard.running.gathering import Gathers
-from weft.reshard.running.wholes import stretch_in
+from weft.reshard.training import gathered_modules
+from weft.reshard.training.gathering import Gathers
+from weft.reshard.training.whole_parameters import stretch_in
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, truth_of
@@ -26,7 +26,7 @@ SMALL = replace(CONFIG, num_layers=3)
 
 def held(model: Any) -> int:
     """Bytes of gathered parameters in memory."""
-    wholes = {whole for unit in units.units_of(model) for whole in unit.wholes().values()}
+    wholes = {whole for unit in gathered_modules.units_of(model) for whole in unit.wholes().values()}
     return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes)
 
 
@@ -71,7 +71,7 @@ def events(steps: int) -> list[list[str]]:
         layer.register_forward_pre_hook(lambda *_, i=i: seen.append(f"forward {i}"))
         layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
     found = []
-    with patch.object(units, "Gathers", Noted):
+    with patch.object(gathered_modules, "Gathers", Noted):
         for step in range(steps):
             trained.step(step)
             found.append(list(seen))

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models import ParallelPlan, parallelize
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.running.units import units_of
+from weft.reshard.training.gathered_modules import units_of
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained

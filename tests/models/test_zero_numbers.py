@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
-from weft.kernels.backend import has_data
+from weft.kernels.dispatch.backend import has_data
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, initialize, lay_out_batch, parallelize, record
-from weft.models.communication import Communication
-from weft.models.memory import predict_memory
-from weft.models.train.observe import CollectiveCount
+from weft.models.step.communication import Communication
+from weft.models.step.memory import predict_memory
+from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, reshard
 
 CONFIG = LlamaConfig(

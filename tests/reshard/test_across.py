@@ -20,8 +20,8 @@ from weft.reshard import (
     reshard,
     simulate,
 )
+from weft.reshard.moving.dtensor import wrap
 from weft.reshard.planning.exchange import messages_of
-from weft.reshard.running.dtensor import wrap
 
 from tests.support.collectives import Collectives
 from tests.support.search import searched

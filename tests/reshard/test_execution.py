@@ -22,8 +22,8 @@ from weft.reshard import (
     start_reshard,
     to_global,
 )
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.groups import device_mesh
+from weft.reshard.moving.dtensor import wrap
+from weft.reshard.world.groups import device_mesh
 
 from tests.support.collectives import Collectives
 from tests.support.events import Events

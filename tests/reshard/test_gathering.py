@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute
-from weft.reshard.running.gathering import Gather, Gathers
+from weft.reshard.training.gathering import Gather, Gathers
 
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool

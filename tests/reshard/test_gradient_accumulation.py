@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, layout_of, to_global
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.waiting import Waiting
+from weft.reshard.moving.dtensor import wrap
+from weft.reshard.training.pending_gradient import Waiting
 
 from tests.reshard.test_gradients import (
     DATA,

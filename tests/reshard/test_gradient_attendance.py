@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.mesh import Layout
 from weft.reshard import GradientSync, distribute, to_global
-from weft.reshard.running import worlds
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.rendezvous import tell
+from weft.reshard.moving.dtensor import wrap
+from weft.reshard.world import world
+from weft.reshard.world.rendezvous import tell
 
 from tests.reshard.test_gradient_divergence import ALL, DATA, SIZES, Weights, assert_right, backward, right, whole_of
 from tests.reshard.test_gradients import Scale
@@ -31,12 +31,12 @@ def told_in_a_step() -> tuple[int, int]:
         said.append(what)
         tell(what, value)
 
-    worlds.tell, worlds.told, before = noted, lambda names: asked.append(names), (worlds.tell, worlds.told)
+    world.tell, world.told, before = noted, lambda names: asked.append(names), (world.tell, world.told)
     try:
         backward(model, DATA, ALL, 100)
         sync.wait()
     finally:
-        worlds.tell, worlds.told = before
+        world.tell, world.told = before
     return len(said), len(asked)
 
 
@@ -70,7 +70,7 @@ def read_in_a_step(layout: str) -> int:
     model = Weights(DATA)
     sync = GradientSync(model)
     asked: list[Sequence[str]] = []
-    before, worlds.told = worlds.told, lambda names: asked.append(names) or before(names)
+    before, world.told = world.told, lambda names: asked.append(names) or before(names)
     try:
         for _ in range(3):
             for parameter in model.all:
@@ -79,7 +79,7 @@ def read_in_a_step(layout: str) -> int:
                 )
             sync.wait()
     finally:
-        worlds.told = before
+        world.told = before
     for parameter in model.all:
         assert torch.equal(to_global(parameter.grad), torch.full((len(parameter),), 6.0 if layout else 3.0).double())
     return len(asked)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, distribute, layout_of, to_global
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 from tests.reshard.test_gradients import Scale
 from tests.support.collectives import Collectives

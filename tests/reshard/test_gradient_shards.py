@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import GradientSync, distribute, layout_of, to_global
-from weft.reshard.running.waiting import Waiting
+from weft.reshard.training.pending_gradient import Waiting
 
 from tests.reshard.test_gradients import DATA, GRID, Model, Scale, backward, expected, inputs, whole_of
 from tests.support.collectives import Collectives

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from weft.mesh import Layout, Partial, ProcessMesh, Replicate, Shard
 from weft.reshard import GradientSync, distribute, layout_of, reshard, to_global
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 from tests.support.collectives import Collectives
 

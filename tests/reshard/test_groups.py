@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.mesh import ProcessMesh
-from weft.reshard.running.groups import device_mesh, group_named, group_of, group_over, name_of
+from weft.reshard.world.groups import device_mesh, group_named, group_of, group_over, name_of
 
 from tests.support.pool import Pool
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.mesh import Layout, Partial, ProcessMesh
 from weft.reshard import plan, reshard
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.worlds import world
+from weft.reshard.moving.dtensor import wrap
+from weft.reshard.world.world import world
 
 from tests.support.shards import every_layout, split, whole_of
 

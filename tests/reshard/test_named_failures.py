@@ -6,7 +6,7 @@ import torch.distributed as dist
 from weft.kernels import add, swiglu
 from weft.mesh import Layout, LayoutError, ProcessMesh, infer
 from weft.reshard import distribute, layout_of, plan, reshard, simulate, to_global
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 from tests.support.shards import every_layout, split, whole_of
 

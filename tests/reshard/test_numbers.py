@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from weft.mesh import Layout, LayoutError, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 GRID = ProcessMesh.grid(dp=2, tp=1)
 CALLS = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import tensor as dtensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, OrderError, check_order, distribute, reshard
-from weft.reshard.running.order import announce
+from weft.reshard.moving.order_check import announce
 
 from tests.support.limits import PATIENCE
 from tests.support.pool import RanksFailed

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import Link, Topology, reshard
-from weft.reshard.running import collectives
-from weft.reshard.running.collectives import in_turn, pieces_of
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.worlds import world
+from weft.reshard.moving import collectives
+from weft.reshard.moving.collectives import in_turn, pieces_of
+from weft.reshard.moving.dtensor import wrap
+from weft.reshard.world.world import world
 
 from tests.reshard.test_memory import Alive
 from tests.support.collectives import Collectives

@@ -22,7 +22,7 @@ from weft.reshard import (
     reshard,
     to_global,
 )
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.moving.dtensor import wrap
 
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from weft.reshard.running import shared_memory
-from weft.reshard.running.collectives import Pending
-from weft.reshard.running.groups import of_this_world
-from weft.reshard.running.issued import received_bytes
-from weft.reshard.running.shared_memory import summed
+from weft.reshard.moving.collectives import Pending
+from weft.reshard.training import shared_memory
+from weft.reshard.training.shared_memory import summed
+from weft.reshard.world.collective_bytes import received_bytes
+from weft.reshard.world.groups import of_this_world
 
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed

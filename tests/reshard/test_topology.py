@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import Link, Topology, plan
-from weft.reshard.running.topology import _fitted
+from weft.reshard.moving.topology import _fitted
 
 F32 = torch.float32
 GIVEN = Topology({"dp": Link(5e-6, 50e9), "tp": Link(2e-6, 400e9)})

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import distribute, layout_of, plan, reshard, start_reshard, to_global
-from weft.reshard.running.dtensor import layout_on
+from weft.reshard.moving.dtensor import layout_on
 
 from tests.support.pool import Pool
 

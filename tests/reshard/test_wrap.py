@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, to_global
-from weft.reshard.running.dtensor import torch_layout, wrap
+from weft.reshard.moving.dtensor import torch_layout, wrap
 
 from tests.support.pool import Pool
 

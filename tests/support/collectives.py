@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.reshard.running.issued import bytes_of_call, group_of_call, kind_of_op
+from weft.reshard.world.collective_bytes import bytes_of_call, group_of_call, kind_of_op
 
 KINDS = {  # name of torch's op -> kind
     "allgather_": "all-gather",

@@ -24,7 +24,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from weft.reshard.running.dtensor import as_process_mesh
+from weft.reshard.moving.dtensor import as_process_mesh
 
 ask = ShardingPropagator.propagate_op_sharding_non_cached
 LONG = 0.005  # seconds; slower answers are kept in files

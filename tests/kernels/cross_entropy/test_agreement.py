@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from weft.kernels.cross_entropy import options, reference
-from weft.kernels.cross_entropy.sharded import agreement
+from weft.kernels.cross_entropy.sharded import gather
 from weft.kernels.linear_cross_entropy.sharded import loss as linear
 
 from tests.kernels.reads import NoReads
@@ -49,7 +49,7 @@ def one_after_the_other(loss: Callable[..., Tensor], changes: list[Change], stop
     """
     rank, found = dist.get_rank(), []
     with ExitStack() as patches:
-        patches.enter_context(patch.object(agreement, "on_gpu", lambda tensor: True))
+        patches.enter_context(patch.object(gather, "on_gpu", lambda tensor: True))
         patches.enter_context(patch.object(reference, "can_read", lambda tensor: False))
         patches.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         patches.enter_context(patch.object(options, "_check_values", lambda *arguments: None))

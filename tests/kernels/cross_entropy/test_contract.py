@@ -13,7 +13,7 @@ from weft.kernels.cross_entropy import function, reference
 from weft.kernels.cross_entropy.merged import Shard
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.sharded.loss import as_denominator
-from weft.kernels.traffic import Traffic, counted_traffic
+from weft.kernels.launching.traffic import Traffic, counted_traffic
 
 from tests.kernels.cross_entropy.cases import loss_and_gradient, make, shard_by_shard
 from tests.support.pool import Pool

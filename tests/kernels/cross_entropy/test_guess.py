@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import function, guess
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.cross_entropy.cases import ASKED, given, make
 

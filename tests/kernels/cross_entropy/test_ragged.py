@@ -9,7 +9,7 @@ from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy import launch, reference
 from weft.kernels.cross_entropy.merged import Shard, Upstream
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.cross_entropy.cases import BLOCK, given, make
 

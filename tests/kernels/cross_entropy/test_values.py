@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.kernels.cross_entropy.merged import Shard
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.cross_entropy.cases import (
     BLOCK,

@@ -13,8 +13,8 @@ from torch import Tensor
 from weft.kernels import linear_cross_entropy
 from weft.kernels.cross_entropy.function import Gather
 from weft.kernels.cross_entropy.options import Options
+from weft.kernels.dispatch.op import Tensors
 from weft.kernels.linear_cross_entropy import function
-from weft.kernels.op import Tensors
 
 from tests.kernels.cross_entropy.cases import max_error, torch_loss_and_gradient
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels.linear_cross_entropy import sum24
+from weft.kernels.linear_cross_entropy import gradients
 from weft.kernels.linear_cross_entropy.chunks import Product
-from weft.kernels.linear_cross_entropy.gradients import Sums
-from weft.kernels.linear_cross_entropy.sum24 import ADDITIONS, Sum24, accumulate
+from weft.kernels.linear_cross_entropy.gradients import ADDITIONS, Sum24, Sums, accumulate
 
 SPECIAL = [
     0.0,
@@ -132,8 +131,8 @@ def test_a_product_in_blocks_is_the_whole(device, V, H, monkeypatch):
     a, b = factors(64, V, H, device)
     like = torch.empty(V, H, device=device)
     whole = Sum24(like, 2)
-    monkeypatch.setattr(sum24, "PRODUCT_BYTES", 4 * 128 * 16)
-    monkeypatch.setattr(sum24, "PRODUCT_BYTES_ON_CPU", 4 * 128 * 16)
+    monkeypatch.setattr(gradients, "PRODUCT_BYTES", 4 * 128 * 16)
+    monkeypatch.setattr(gradients, "PRODUCT_BYTES_ON_CPU", 4 * 128 * 16)
     blocks = Sum24(like, 2)
     for total in (whole, blocks):
         for rows in (slice(0, 40), slice(40, 64)):
@@ -143,7 +142,7 @@ def test_a_product_in_blocks_is_the_whole(device, V, H, monkeypatch):
 
 
 def test_it_reads_and_writes_3_bytes_an_element_beside_the_product(interpreted):
-    from weft.kernels.traffic import Traffic, counted_traffic
+    from weft.kernels.launching.traffic import Traffic, counted_traffic
 
     x = torch.randn(5001)
     high, low = empty(x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels import linear, matmul
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 
 from .cases import ACTIVATIONS, assert_as_good_as_eager, expected, normal
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import matmul
-from weft.kernels.backend import multiplies
+from weft.kernels.dispatch.backend import multiplies
 from weft.kernels.matmul import function, scaled
 
 from .cases import assert_as_good_as_eager, expected, normal

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft.kernels import grouped_matmul
-from weft.kernels.traffic import counted_traffic
+from weft.kernels.launching.traffic import counted_traffic
 from weft.mesh import Layout, LayoutError
 from weft.reshard import distribute
 
@@ -175,13 +175,13 @@ def test_transposed_matrices_are_not_copied(device: str) -> None:
 
 def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the path of a GPU, on which the kernels find the groups themselves."""
-    from weft.kernels.grouped_matmul import checks, kernel
+    from weft.kernels.grouped_matmul import function, kernel
 
     class Launched:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *arguments, **constexprs: None
 
-    monkeypatch.setattr(checks, "can_read", lambda tensor: False)
+    monkeypatch.setattr(function, "can_read", lambda tensor: False)
     monkeypatch.setattr(kernel, "rows_by_group", Launched())
     monkeypatch.setattr(kernel, "weights_by_group", Launched())
     a, b, residual = (normal(*shape, dtype=torch.float32).requires_grad_() for shape in ((9, 4), (3, 4, 5), (9, 5)))

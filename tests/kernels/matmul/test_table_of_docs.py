@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from weft.kernels.aot import Report, variants
+from weft.kernels.launching.aot import Report, variants
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/kernels/matmul.md").read_text()

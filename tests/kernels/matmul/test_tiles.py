@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from weft.kernels.launching.traffic import counted_traffic
 from weft.kernels.matmul import configurations
 from weft.kernels.matmul.configurations import (
     BY_POINTERS,
@@ -20,7 +21,6 @@ from weft.kernels.matmul.configurations import (
     Configuration,
     by_rule,
 )
-from weft.kernels.traffic import counted_traffic
 
 from .cases import assert_as_good_as_eager, expected, normal
 

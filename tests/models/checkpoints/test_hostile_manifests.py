@@ -8,10 +8,9 @@ import pytest
 import torch
 from weft.models import Llama, from_pretrained, initialize, save_pretrained
 from weft.models.checkpoint.convert import convert
-from weft.models.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint
+from weft.models.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, uncovered
 from weft.models.checkpoint.shards import DTYPES
 from weft.models.checkpoint.states import load_checkpoint
-from weft.models.checkpoint.tiling import uncovered
 
 from .strangers import CONFIG, NORM, change_manifest, write_folders
 

@@ -17,11 +17,12 @@ from weft.models import LlamaConfig, load_checkpoint
 from weft.models.checkpoint.states import Snapshot
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
-from weft.models.train.config import DataConfig, Run, TrainConfig
+from weft.models.train.checkpoints import Saver
+from weft.models.train.config import DataConfig, TrainConfig
 from weft.models.train.folder import newest_complete
 from weft.models.train.loop import train
 from weft.models.train.optimizer import make_optimizer
-from weft.models.train.saving import Saver
+from weft.models.train.run import Run
 from weft.models.train.trainer import Trainer
 
 from tests.models.checkpoints.states import held

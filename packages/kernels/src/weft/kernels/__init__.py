@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from weft.mesh.version import version_of
+from weft.mesh.extension import version_of
 
 from .attention import KeyValueCache, attention
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy

@@ -1,4 +1,4 @@
-"""Layouts: a mesh plus a placement per axis, which together say what each rank holds of a tensor."""
+"""Layouts: a mesh plus a placement per axis, which together define each rank's part of a tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Spec = Sequence[str | Sequence[str] | None]
 class LayoutError(ValueError):
     """A tensor's layout does not fit the request; the message says how to change the layout, mostly by a reshard.
 
-    nearest: set where layout inference refuses the operands. Layouts that the rule takes, one per operand in order;
+    nearest: set where layout inference refuses the operands. Layouts accepted by the rule, in the operands' order;
         empty where there are none. Empty in all other errors.
     """
 
@@ -168,7 +168,7 @@ class Layout:
         return Layout.in_order(self.mesh, still_sharding | unchanged | changed)
 
     def parts(self, dim: int) -> int:
-        """The number of parts that dim `dim` is cut into."""
+        """The number of parts of dim `dim`."""
         self.check_counted()
         return self.mesh.axis_size(*self.shard_order.get(dim, ()))
 

@@ -30,7 +30,7 @@ Index = int | None  # a dim, or a part of a dim; None for no dim, or for parts l
 
 
 class Drawable(Protocol):
-    """The part of `Layout` that drawing uses. A protocol, because `layout.py` imports this module."""
+    """The part of `Layout` used for drawing. A protocol, because `layout.py` imports this module."""
 
     @property
     def mesh(self) -> ProcessMesh: ...
@@ -140,7 +140,7 @@ def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
 
 
 def _drawn(layout: Drawable, dim: Index, most: int) -> list[Index]:
-    """The parts of a dim that are drawn; None stands for the parts left out."""
+    """The parts of a dim to draw; None stands for the parts left out."""
     count = 1 if dim is None else layout.parts(dim)
     return [*range(most - 2), None, count - 1] if count > most else [*range(count)]
 

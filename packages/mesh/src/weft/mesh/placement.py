@@ -1,4 +1,4 @@
-"""Placements: what one mesh axis does to a tensor. Shard, Replicate or Partial."""
+"""Placements: the effect of a mesh axis on a tensor. Shard, Replicate or Partial."""
 
 from __future__ import annotations
 

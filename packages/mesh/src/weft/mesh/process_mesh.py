@@ -1,4 +1,4 @@
-"""Meshes: ranks on named axes, as an immutable value that is equal by content."""
+"""Meshes: ranks on named axes, as an immutable value, equal by content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessMesh:
 
     Two meshes with the same names, shape and ranks are the same mesh, in every process and whatever was created
     earlier: equal, with the same hash and digest. A part of a grid is stored as strides, and takes no memory per rank.
-    Raises ValueError for ranks that repeat, are ragged or are not ints >= 0, and for names that do not fit the ranks.
+    Raises ValueError for repeated, ragged or invalid ranks, and for names that do not fit the ranks.
     """
 
     __slots__ = ("__dict__", "_ranks", "axis_names")
@@ -207,7 +207,7 @@ class ProcessMesh:
     def __getitem__(self, index: Index | str | tuple[Index, ...] | tuple[str, ...]) -> ProcessMesh | None:
         """A sub-mesh by indices, like an array's: `mesh[0]`, `mesh[:, 1:]`. By names, this process's: `mesh["tp"]`.
 
-        An int drops its axis; an int for every axis gives the mesh of that process alone. By names, the result is
+        An int drops its axis; an int for every axis gives the mesh of a single process. By names, the result is
         `submesh(rank, *names)` for this process's rank in torch.distributed, as of a DeviceMesh.
         Raises RuntimeError where torch.distributed is not initialized; `submesh` and `groups` need no processes.
         """
@@ -370,7 +370,7 @@ def _at_least(least: int, value: Any, message: Callable[[], str]) -> int:
 
 
 def _picked(name: str, size: int, at: slice) -> range:
-    """The indices that a slice picks along an axis. Raises ValueError for none."""
+    """The indices picked by a slice along an axis. Raises ValueError for none."""
     try:
         pick = range(size)[at]
     except TypeError:

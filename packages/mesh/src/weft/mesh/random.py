@@ -1,4 +1,4 @@
-"""Keys of random numbers that are the same on every mesh."""
+"""Keys of random numbers, the same on every mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts rewritten between a coarse mesh and a fine mesh, which splits axes of the coarse one as `unflatten` does.
+"""Layouts rewritten between a coarse mesh and a fine mesh, which splits axes of the coarse mesh as `unflatten` does.
 
 No data moves: under both layouts every rank holds the same elements.
 """

@@ -10,15 +10,12 @@ if TYPE_CHECKING:
     from .checkpoint.adapters import load_lora, save_lora
     from .checkpoint.huggingface import from_pretrained, save_pretrained
     from .checkpoint.states import load_checkpoint, read_run, save_checkpoint
-    from .communication import Communication
     from .generation import generate, stream
     from .gpt.config import GPTConfig
     from .gpt.model import GPT
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
-    from .memory import Memory, predict_memory
-    from .microbatches import forward_backward
     from .parallel import (
         Batch,
         ColwiseParallel,
@@ -36,10 +33,13 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
-    from .recording import record
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
-    from .schedules.plan import PipelinePlan
-    from .train.optimizer import clip_gradients
+    from .schedules.pipeline_plan import PipelinePlan
+    from .step.clip import clip_gradients
+    from .step.communication import Communication
+    from .step.forward_backward import forward_backward
+    from .step.memory import Memory, predict_memory
+    from .step.record import record
 
 _HOMES = {
     "load_lora": ".checkpoint.adapters",
@@ -49,15 +49,15 @@ _HOMES = {
     "load_checkpoint": ".checkpoint.states",
     "read_run": ".checkpoint.states",
     "save_checkpoint": ".checkpoint.states",
-    "Communication": ".communication",
+    "Communication": ".step.communication",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
-    "forward_backward": ".microbatches",
+    "forward_backward": ".step.forward_backward",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
     "ParallelPlan": ".parallel",
-    "PipelinePlan": ".schedules.plan",
+    "PipelinePlan": ".schedules.pipeline_plan",
     "PositionParallel": ".parallel",
     "PrepareInput": ".parallel",
     "PrepareOutput": ".parallel",
@@ -69,14 +69,14 @@ _HOMES = {
     "parallelize": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
-    "record": ".recording",
+    "record": ".step.record",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
-    "Memory": ".memory",
-    "predict_memory": ".memory",
-    "clip_gradients": ".train.optimizer",
+    "Memory": ".step.memory",
+    "predict_memory": ".step.memory",
+    "clip_gradients": ".step.clip",
 }  # public name -> module; `families.FAMILIES` adds the names of the model families
 __all__ = [
     "GPT",
@@ -133,7 +133,7 @@ def _imported(name: str) -> object:
 
     modules = _HOMES | {each: home for family in FAMILIES.values() for each, home in family.names.items()}
     if name not in modules:
-        from weft.mesh.version import version_of
+        from weft.mesh.extension import version_of
 
         return version_of(__name__)(name)
     value = getattr(import_module(modules[name], __name__), name)

@@ -1,10 +1,23 @@
-"""Checks of config fields. Each raises a ValueError with the class, the field, the value and the remedy."""
+"""Checks of config fields, and the degrees of parallelism that divide heads.
+
+Checks of config fields. Each raises a ValueError with the class, the field, the value and the remedy.
+
+The degrees of parallelism that divide numbers of heads.
+
+Range checks for the fields of a configuration. Called from `__post_init__` of the classes in config.py.
+
+In every function `where` is the option group named in errors ("data", "mesh", ...).
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
+
 
 # Layers of a model, and heads of a layer: ten times any published model's. Each layer of a model becomes a module.
 MOST_LAYERS = 100_000
@@ -95,3 +108,54 @@ def _misfits(config: Cut, ways: int) -> list[str]:
     return [
         f"{name} {size}" for name, size in sizes if size % ways and not (name == "num_kv_heads" and ways % size == 0)
     ]
+
+
+def check_head_degrees(heads: Mapping[str, int], *, cp: int, tp: int) -> None:
+    """Raises ValueError, with the cp that work, unless tp x cp divides each number of heads. heads: kind -> number."""
+    ways = tp * cp
+    misfits = [f"{name} {count}" for name, count in heads.items() if count % ways]
+    if misfits:
+        most = math.gcd(*heads.values())
+        works = ", ".join(str(n) for n in divisors(most) if most % (tp * n) == 0) or f"none beside tp={tp}"
+        raise ValueError(
+            f"context 'ulysses' cuts heads over tp x cp = {tp} x {cp}, which does not divide "
+            f"{' and '.join(misfits)}; cp that work: {works}; context 'all_gather' takes any"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def check_at_least(where: str, config: object, least: int, *names: str) -> None:
+    """Raise ValueError unless each named field of `config` is a finite number >= `least`."""
+    for name in names:
+        _check(where, name, getattr(config, name), lambda value: value >= least, f"{least} or more")
+
+
+def check_above_zero(where: str, config: object, *names: str) -> None:
+    """Raise ValueError unless each named field of `config` is a finite number > 0."""
+    for name in names:
+        _check(where, name, getattr(config, name), lambda value: value > 0, "above 0")
+
+
+def check_decay_rates(where: str, config: object, *names: str) -> None:
+    """Raise ValueError unless each named field is in [0, 1). At a decay of 1 an average would ignore every gradient."""
+    for name in names:
+        _check(where, name, getattr(config, name), lambda value: 0 <= value < 1, "0 or more, and below 1")
+
+
+def check_at_most(where: str, config: object, most: int, *names: str) -> None:
+    """Raise ValueError unless each named field is None or in [-most, most]."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and abs(value) > most:
+            shown = f"{value}" if isinstance(value, float) or abs(value) < 10**20 else "a number of many digits"
+            raise ValueError(f"{where}.{name} is {shown}; it must be {most:,} or less")
+
+
+def _check(where: str, name: str, value: float, fits: Callable[[float], bool], words: str) -> None:
+    if not (math.isfinite(value) and fits(value)):
+        raise ValueError(f"{where}.{name} is {value}; it must be {words}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family: a folder of config.py, model.py, plan.py and weights.py, with the classes NAME and NAMEConfig."""
+    """A family: a folder of config.py, model.py and weights.py, with the classes NAME and NAMEConfig."""
 
     folder: str
     model: str  # the model class's name

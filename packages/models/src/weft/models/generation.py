@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import uniform
 from weft.mesh import Shard, derive_key
 from weft.reshard import fixed_parameters, layout_of, to_global
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.extension import wrap
 
 from .checks import MOST_NEW_TOKENS
 from .decoder import CausalModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.random import normal_
+from weft.kernels.extension import normal_
 from weft.mesh import derive_key
 from weft.reshard import layout_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
-from weft.kernels.order import Runs
+from weft.kernels.extension import Runs
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 ROWWISE: set[type[nn.Module]] = set()
@@ -181,7 +181,7 @@ class DotProductAttention(nn.Module):
     """Causal attention without parameters: the part of an attention layer between its projections.
 
     A layer may pass keys and values through `keys_and_values` before computing its queries.
-    window: the number of most recent keys visible to a query, itself included; None: all.
+    window: the number of most recent keys visible to a query, its own included; None: all.
     scale: multiplies the scores; None: 1 / sqrt(head_dim).
     name: the module's path in the model.
     """

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, plan
-from weft.reshard.planning.layouts import cotangent
-from weft.reshard.running.collectives import Pending
-from weft.reshard.running.dtensor import kind_of, memory_of, of_kind, wrap
-from weft.reshard.running.executor import started
+from weft.reshard.extension import Pending, cotangent, kind_of, memory_of, of_kind, started, wrap
 
 
 def first_gradient(loss: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from weft import kernels
-from weft.kernels.autocast import is_autocasting
+from weft.kernels.extension import is_autocasting
 
 
 class LowRank(nn.Module):

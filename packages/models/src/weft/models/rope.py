@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.running.dtensor import kind_of, of_kind, wrap
+from weft.reshard.extension import kind_of, of_kind, wrap
 
 from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Rotary, YarnRopeScaling
 

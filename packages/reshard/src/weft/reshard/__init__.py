@@ -2,8 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from weft.mesh.version import version_of
+from weft.mesh.extension import version_of
 
+from .moving.dtensor import distribute, layout_of
+from .moving.order_check import OrderError, check_order
+from .moving.reshard import reshard, start_reshard, to_global
+from .moving.topology import Topology
 from .planning.links import Link
 from .planning.plan import Plan, plan
 from .planning.simulate import simulate
@@ -20,13 +24,9 @@ from .planning.steps import (
     Slice,
     Step,
 )
-from .running.api import reshard, start_reshard, to_global
-from .running.dtensor import distribute, layout_of
-from .running.gradients import GradientSync
-from .running.norm import clip_grad_norm_
-from .running.order import OrderError, check_order
-from .running.topology import Topology
-from .running.units import drop_gathered, fixed_parameters
+from .training.clip import clip_grad_norm_
+from .training.gathered_modules import drop_gathered, fixed_parameters
+from .training.gradient_sync import GradientSync
 
 __all__ = [
     "AllGather",

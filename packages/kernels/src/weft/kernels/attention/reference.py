@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..dispatch.token_order import Runs, as_read
 from ..dropout import function as dropping
-from ..order import Runs, as_read
 from ..random.part import Part
 
 

@@ -9,12 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..backend import is_recorded, on_cpu, use_triton
-from ..op import Tensors
+from ..dispatch.backend import is_recorded, on_cpu, use_triton
+from ..dispatch.op import Tensors
 from . import reference
-from .accuracy import correct
 from .guess import Once, guess
-from .merged import Merged, Shard, Upstream, of_target
+from .merged import Merged, Shard, Upstream, correct, of_target
 from .options import Options, check, check_contiguous, form_of
 
 # Starts the all-gather of this shard's statistics [N, 3 to 6]. Returns a function to wait for the result [shards, N,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
 from . import guess, kernel
 from .merged import Merged, Shard, Upstream
 from .options import Options

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from ..backend import can_read
+from ..dispatch.backend import can_read
 
 REDUCTIONS = ("mean", "sum", "none")
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

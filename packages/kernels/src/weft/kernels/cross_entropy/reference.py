@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backend import can_read
+from ..dispatch.backend import can_read
 from . import guess
-from .accuracy import rival
-from .merged import Merged, Shard, Upstream, finite, losses, merge, rows
+from .merged import Merged, Shard, Upstream, finite, losses, merge, rival, rows
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 

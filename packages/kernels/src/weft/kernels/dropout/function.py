@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from weft.mesh.random import derive_key
+from weft.mesh import derive_key
 
-from .. import backend
-from ..op import Tensors
-from ..order import Runs
+from ..dispatch import backend
+from ..dispatch.op import Tensors
+from ..dispatch.token_order import Runs
 from ..random.part import Part
 from . import reference
 

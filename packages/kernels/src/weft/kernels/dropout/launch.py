@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
 from ..random.launch import (
     OUTER_DIMS,
     PART_ARGUMENTS,

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
-from ..backend import is_compiling
+from ..dispatch.backend import is_compiling
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.token_order import checked_order, runs_within
 from ..elementwise import add
-from ..op import Op
-from ..order import checked_order, runs_within
 from ..random.philox import check_key
 from ..random.sharded import DTYPES, part_of
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import function
 
 

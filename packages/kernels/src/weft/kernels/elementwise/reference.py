@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..op import Tensors
+from ..dispatch.op import Tensors
 
 
 def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import reference
 
 

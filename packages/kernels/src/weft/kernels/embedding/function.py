@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import can_read, use_triton
-from ..launched import launched
-from ..op import Tensors
+from ..dispatch.backend import can_read, use_triton
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
 from . import reference
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
-from ..rows import rows_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
+from ..launching.rows import rows_of
 from . import kernel
 
 # 16 bytes of bf16 a thread. Backward reads four tokens at once, so a frequent token has four loads in flight.

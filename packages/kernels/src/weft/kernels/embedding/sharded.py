@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
-from ..backend import is_torchs
-from ..checks import TOKEN_DTYPES, check_floats
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..dispatch.backend import TOKEN_DTYPES, check_floats, is_torchs
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
 from .reference import look_up
 

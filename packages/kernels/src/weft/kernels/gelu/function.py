@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..backend import is_torchs, use_triton
-from ..op import Tensors
+from ..dispatch.backend import is_torchs, use_triton
+from ..dispatch.op import Tensors
 from ..swiglu.function import activated, gradients
 from . import reference
 

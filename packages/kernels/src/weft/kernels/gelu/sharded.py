@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..checks import check_floats
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, independent
+from ..dispatch.backend import check_floats
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, independent
 from ..swiglu.sharded import check_form
 from . import function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from ..backend import chip_of, device_of
+from ..dispatch.backend import chip_of, device_of
 from ..matmul.configurations import Configuration
 from ..matmul.launch import MOST_IN_GRID, chosen_for, class_of, has_descriptor, parts_of, precision, scratch
 from . import kernel

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Shard, infer
 
-from ..matmul.sharded.layouts import (
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..matmul.sharded.layout_rule import (
     GRADIENT,
     adds_bias,
     check_activation,
@@ -19,10 +21,8 @@ from ..matmul.sharded.layouts import (
     summed_axes,
     without_partial,
 )
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
-from .checks import check_accumulation, check_grouped
+from .function import check_accumulation, check_grouped
 
 BACKWARD = "grouped_matmul, backward"
 

@@ -1,11 +1,11 @@
-"""The kernel variants the launches use, for compilation without a GPU by weft.kernels.aot."""
+"""The kernel variants the launches use, for compilation without a GPU by weft.kernels.launching.aot."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from ..aot import Variant
+from ..launching.aot import Variant
 from ..matmul.configurations import (
     BY_POINTERS,
     EIGHT_BITS,

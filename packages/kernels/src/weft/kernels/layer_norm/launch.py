@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
+from ..launching.rows import Tile, programs_of, rows_of, vector_of
 from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD_ELEMENTS, WARPS_AT_WORK, keeps_weight
-from ..rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
 # itemsize -> the most elements a thread for which dweight's and dbias' sums fit in registers beside the computation

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import is_compiling
-from ..op import Tensors
+from ..dispatch.backend import is_compiling
+from ..dispatch.op import Tensors
 
 Wanted = tuple[bool, ...]
 # Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are

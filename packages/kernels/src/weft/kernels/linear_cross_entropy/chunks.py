@@ -14,9 +14,9 @@ from itertools import cycle, zip_longest
 import torch
 from torch import Tensor
 
-from ..backend import on_cpu
 from ..cross_entropy.function import Gather, passes_on
 from ..cross_entropy.merged import Shard, Upstream
+from ..dispatch.backend import on_cpu
 
 # The memory limit above inputs and gradients: the logits' gradient of one chunk, the logits of all parts held at
 # once, and the lower bits of a `Sum24`. A float32 sum that is not itself the gradient is not counted: chunks would

@@ -3,20 +3,22 @@
 For a scalar upstream gradient, forward computes the gradients as if it were 1, from each chunk's logits: three GEMMs
 a chunk. Backward multiplies the gradients by the upstream gradient. Otherwise backward computes the logits again:
 four GEMMs a chunk.
+
+Checks of the operands of linear cross-entropy's matrix product. Cross-entropy checks the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..cross_entropy.accuracy import correct
 from ..cross_entropy.function import Count, Gather, mean_denominator, outputs_of, passes_on, per_token
-from ..cross_entropy.merged import Shard, Upstream
-from ..cross_entropy.options import Form, Options, check
-from ..op import Tensors
+from ..cross_entropy.merged import Shard, Upstream, correct
+from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check, form_of
+from ..dispatch.op import Tensors
 from .chunks import Product, chunks_of, longest, part_tokens, parts_of, sweep
 from .gradients import Sums, Wanted, may_be_in_24_bits, scaled
 
@@ -203,3 +205,48 @@ def _product(
     x = input.reshape(target.numel(), input.shape[-1]).to(dtype)  # [N, H]
     bias = None if linear_bias is None else linear_bias.to(dtype)
     return Product(x, linear_weight.to(dtype), bias, target.reshape(-1))
+
+
+def computed(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
+    """The input's form in the GEMMs, cast to compute_dtype. Raises ValueError for a compute_dtype without a loss."""
+    if compute_dtype is not None and compute_dtype not in LOGITS_DTYPES:
+        raise ValueError(
+            f"compute_dtype is {compute_dtype}; give one of {', '.join(map(str, LOGITS_DTYPES))}, or None for "
+            f"the input's dtype"
+        )
+    return replace(form_of(input), dtype=compute_dtype or input.dtype)
+
+
+def check_factors(
+    input: Form,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    chunk_tokens: int | None,
+    compute_dtype: torch.dtype | None,
+) -> None:
+    """Raise ValueError for factors, chunk_tokens or dtypes which do not fit together. input: from `computed`."""
+    if linear_weight.ndim != 2 or not input.shape or input.shape[-1] != linear_weight.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy takes input [..., H] and linear_weight [V, H], got {input.shape} and "
+            f"{tuple(linear_weight.shape)}"
+        )
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        raise ValueError(
+            f"linear_cross_entropy takes a linear_bias of shape {tuple(linear_weight.shape[:1])}, got "
+            f"{tuple(linear_bias.shape)}"
+        )
+    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if tensor is None:
+            continue
+        is_as_input = tensor.dtype == input.dtype if compute_dtype is None else tensor.is_floating_point()
+        if not is_as_input or tensor.device != input.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, input {input.dtype} on {input.device}; convert one of "
+                f"them, or give a compute_dtype for both"
+            )
+    if chunk_tokens is not None and (
+        not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1
+    ):
+        raise ValueError(
+            f"chunk_tokens is {chunk_tokens!r}; give a number of tokens, 1 or more, or None to choose automatically"
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
 from . import kernel
 
 BLOCK, WARPS = 4096, 8  # 16 elements a thread: 16-byte accesses to bf16 and to bytes

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import WIDE, check_floats
+from ..dispatch.backend import WIDE, check_floats
 from .reference import ACTIVATIONS
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import chip_of, is_torchs, multiplies, use_triton
-from ..launched import launched
-from ..op import Tensors
+from ..dispatch.backend import chip_of, is_torchs, multiplies, use_triton
+from ..dispatch.delayed_weight_gradients import may_wait
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
 from ..swiglu import function as gates
-from ..weights import may_wait
 from . import reference
 from .checks import rows_in_place
 from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..backend import chip_of, device_of
+from ..dispatch.backend import chip_of, device_of
 from . import kernel
 from .configurations import Class, Configuration, Kind, by_measurement, by_rule, fitted, kind_of, transposed
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import on_cpu
+from ..dispatch.backend import on_cpu
 from . import scaled
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import chip_of, multiplies
-from ..launched import launched
+from ..dispatch.backend import chip_of, multiplies
+from ..launching.launched import launched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes: `torch._scaled_mm` needs sizes, strides and addresses in multiples of this

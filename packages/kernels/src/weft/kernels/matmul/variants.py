@@ -1,11 +1,11 @@
-"""The kernel variants the launches use, by configuration and epilogue: weft.kernels.aot compiles them without a GPU."""
+"""The kernel variants the launches use, by configuration and epilogue: weft.kernels.launching.aot compiles them without a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..aot import Variant
+from ..launching.aot import Variant
 from . import kernel
 from .configurations import (
     BY_POINTERS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..op import Tensors
+from ..dispatch.op import Tensors
 
 
 def pack(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, apply_many, independent
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, independent
 from . import reference
 
 

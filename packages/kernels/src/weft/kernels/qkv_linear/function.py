@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..dispatch.op import Tensors
 from ..matmul.function import accumulate, linear, plain
 from ..matmul.reference import rows_of, shaped
-from ..op import Tensors
 from ..rope import function as rope
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply_many, autocasts, check_devices
 from ..matmul.checks import check_bias_dtype, check_wide
-from ..matmul.sharded.layouts import adds_bias, check_operand, layout_of_dims, linear_gradients, linear_output
+from ..matmul.sharded.layout_rule import adds_bias, check_operand, layout_of_dims, linear_gradients, linear_output
 from ..matmul.sharded.linear import check_sizes
-from ..op import Op
 from ..rope.sharded import check_tables, turned_layout
-from ..sharded import Shapes, Sharding, apply_many, autocasts, check_devices
 from . import function
 
 NAMES = ("queries", "keys", "values")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
 from . import kernel
 from .part import Ints, Part
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError
 from weft.reshard import layout_of
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.groups import this_rank
+from weft.reshard.extension import this_rank, wrap
 
-from ..backend import refuse_jit_trace, use_triton
+from ..dispatch.backend import refuse_jit_trace, use_triton
 from . import philox
 from .part import Part
 

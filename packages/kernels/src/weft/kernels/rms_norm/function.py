@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
-from ..launched import launched
-from ..op import Tensors
-from ..rows import fits
+from ..dispatch.backend import use_triton
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
+from ..launching.rows import fits
 from . import reference
 
 

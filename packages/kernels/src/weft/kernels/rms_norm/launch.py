@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
-from ..rows import Tile, programs_of, rows_of, vector_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
+from ..launching.rows import Tile, programs_of, rows_of, vector_of
 from . import kernel
 
 # Elements of a row a thread. Forward: 32 bytes of bf16, two 16-byte loads; a row too long for 16 warps has more a

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import is_compiling, on_cpu
-from ..op import Tensors
+from ..dispatch.backend import is_compiling, on_cpu
+from ..dispatch.op import Tensors
 
 
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:

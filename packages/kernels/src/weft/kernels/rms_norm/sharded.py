@@ -8,9 +8,9 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 
 from ..attention.sharded.heads import check_heads
-from ..checks import check_floats
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
+from ..dispatch.backend import check_floats
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
 from . import function
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import is_compiling, use_triton
-from ..launched import launched
-from ..op import Tensors
+from ..dispatch.backend import is_compiling, use_triton
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
 from ..rms_norm import reference as norm
 from . import reference
 

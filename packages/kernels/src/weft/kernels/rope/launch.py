@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
-from ..rows import programs_of, rows_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
+from ..launching.rows import programs_of, rows_of
 from . import kernel
 
 # 16 first and 16 second elements of pairs a thread: two 16-byte loads of bf16 each. The norm's backward also keeps the

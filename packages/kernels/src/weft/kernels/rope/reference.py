@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import is_compiling
+from ..dispatch.backend import is_compiling
 
 
 def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
-from weft.mesh.infer import terms
+from weft.mesh.extension import terms
 
 from ..attention.sharded.heads import check_heads
-from ..checks import check_floats
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.backend import check_floats
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import function, reference
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backend
-from ..launched import launched
-from ..op import Tensors
+from ..dispatch import backend
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
 from . import reference
 
 ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # the kernel's numbers; gelu by its `approximate` option

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..aot import Variant
-from ..backend import device_of
-from ..rows import rows_of
+from ..dispatch.backend import device_of
+from ..launching.aot import Variant
+from ..launching.rows import rows_of
 from . import kernel
 
 # Two 16-byte loads of each operand a thread. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import is_compiling
-from ..op import Tensors
+from ..dispatch.backend import is_compiling
+from ..dispatch.op import Tensors
 
 SLOPE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # constants of gelu's "tanh" form
 ELEMENTS_AT_ONCE = 2**18  # 1 MB of float32, the size of a core's second-level cache

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..checks import check_floats
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.backend import check_floats
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
 from . import function
 
 FORMS = ("none", "tanh")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import use_triton
-from ..launched import launched
+from ..dispatch.backend import use_triton
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
 from ..matmul.function import accumulate, by_kernel, linear, plain
 from ..matmul.reference import rows_of, shaped
-from ..op import Tensors
 from ..swiglu import function as swiglu
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
+from ..dispatch.op import Op
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ..matmul.checks import check_wide
-from ..matmul.sharded.layouts import linear_gradients, linear_output, summed_axes, without_partial
-from ..op import Op
-from ..sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ..matmul.sharded.layout_rule import linear_gradients, linear_output, summed_axes, without_partial
 from ..swiglu import function as swiglu
 from . import function
 

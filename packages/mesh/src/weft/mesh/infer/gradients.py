@@ -1,4 +1,4 @@
-"""The layout of an operand's gradient, for operations computed by each rank on its own shards independently."""
+"""The layout of an operand's gradient, for operations computed by each rank independently on its own shards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Search for the nearest layout of a single tensor that an operation takes, where the tensor's shape is known.
 
-Nearest is the layout that the busiest rank reaches by receiving the fewest elements.
+Nearest is the layout with the fewest elements received by the busiest rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _candidates(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
 
 
 def _received(before: Layout, after: Layout, shape: tuple[int, ...]) -> float:
-    """Elements received by the busiest of the first ranks: those needed and not held, and those of reductions."""
+    """Elements received by the busiest of the first ranks: elements needed and not held, and those of reductions."""
     return max(
         volume(needed)
         - volume(overlap(needed, before.local_slices(shape, rank)))

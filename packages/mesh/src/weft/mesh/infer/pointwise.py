@@ -1,4 +1,4 @@
-"""Layout rules of operations that keep elements, or rows, in place: elementwise operations, softmax, norms, sorts."""
+"""Layout rules of operations on elements, or rows, in place: elementwise operations, softmax, norms, sorts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def elementwise(
         linear in each operand alone; use `einsum` for them.
     shapes: the operands' shapes, where they are broadcast as in torch; by default all have the same shape.
     operands: the operands' names in messages; by default operand 0, operand 1, …
-    Raises LayoutError for operands that differ in layout, and for Partial operands that do not pass. Raises ValueError
+    Raises LayoutError for operands of different layouts, and for Partial operands that do not pass. Raises ValueError
     for shapes that cannot be broadcast together, and for more or fewer shapes or names than operands.
     """
     if operands and len(operands) != len(layouts):
@@ -61,7 +61,7 @@ def _elementwise(
 
 
 def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], str]:
-    """The terms of the operands and the output's term; a dim that is broadcast gets an index of its own."""
+    """The terms of the operands and the output's term; a broadcast dim gets an index of its own."""
     dims = max(map(len, shapes), default=0)
     output = letters(dims)
     padded = [(1,) * (dims - len(shape)) + shape for shape in shapes]

@@ -14,8 +14,8 @@ def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str,
     """Layout of `torch.einsum(equation, ...)` where each rank computes on its own shards.
 
     An axis that shards a contracted index leaves the output Partial(sum). An axis that shards a kept index shards the
-    output. Because einsum is linear in each operand, Partial(sum) and Partial(avg) pass where a single operand has
-    them and the others replicate. Where nothing is contracted, a sole operand passes with any reduction, and several
+    output. Because einsum is linear in each operand, Partial(sum) and Partial(avg) pass where a single operand is
+    Partial and the rest replicate. Where nothing is contracted, a sole operand passes with any reduction, and several
     operands pass where all are Partial(product).
 
     name, operands: names of the operation and its operands in messages; by default the equation and its terms.

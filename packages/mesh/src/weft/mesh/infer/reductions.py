@@ -11,7 +11,7 @@ from ..placement import Partial, Placement
 from .nearest import nearest
 from .terms import Operation, Placements, checked_dims, judge, letters
 
-# Reduction -> the ops of Partial operands that pass through the reduction.
+# Reduction -> ops of the Partial operands accepted by the reduction.
 PASSING = {"sum": ("sum", "avg"), "avg": ("sum", "avg"), "min": ("min",), "max": ("max",), "product": ("product",)}
 
 
@@ -21,9 +21,9 @@ def reduction(
     """Layout of the sum, avg, min, max or product over `dims`; over all elements where `dims` is None.
 
     An axis that shards a reduced dim leaves the output Partial(op). A Partial operand passes where both reductions can
-    be taken in either order: sum and avg with each other, min, max and product only with themselves.
+    be taken in either order: sum and avg with themselves and each other, min, max and product only with themselves.
 
-    shape: the global shape. An average needs parts of equal size, min and max an element on every rank.
+    shape: the global shape. An average needs parts of equal size; min and max need an element on every rank.
     Raises LayoutError where the result would be wrong. Raises ValueError for an unknown op or a dim outside the
     tensor.
     """
@@ -59,7 +59,7 @@ def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int,
 
 
 def _misfits(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[list[int], str]:
-    """The reduced dims that are sharded in a way that makes the result wrong, and the reason."""
+    """The reduced dims whose sharding makes the result wrong, and the reason."""
     if op == "avg":
         uneven = [dim for dim in dims if shape[dim] % layout.parts(dim)]
         return uneven, "averages of parts that differ in size differ in weight"

@@ -77,7 +77,7 @@ def _concat(dim: int, layouts: tuple[Layout, ...]) -> Layout:
 
 
 def split(layout: Layout, dim: int) -> Layout:
-    """Layout of each piece of a tensor that is split, or sliced, along `dim`, which must not be sharded.
+    """Layout of each piece of a tensor split, or sliced, along `dim`, which must not be sharded.
 
     Raises LayoutError where the dim is sharded. Raises ValueError for a negative dim.
     """

@@ -1,8 +1,8 @@
 """The engine of most layout rules: an operation written by the indices of its operands, inferred per mesh axis.
 
 "mk,kn->mn" describes a matrix product completely. An axis may shard a single index, in every operand that has the
-index. Where the output lacks the index, the output is Partial. Rules differ in how they write an operation, and in how
-they treat Partial operands.
+index. Where the output lacks the index, the output is Partial. Rules differ in their terms, and in the treatment
+of Partial operands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..process_mesh import ProcessMesh
 
 Placements = tuple[Placement, ...]  # an axis's placement for each operand
 Why = Callable[[], str]  # the text of a reason, made on demand: the search for a remedy fails many times
-SHOWN = 4  # operands to reshard that a message lists
+SHOWN = 4  # operands to reshard listed in a message
 IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
 
 

@@ -1,1 +1,1 @@
-"""Models on disk. This package imports none of its modules, so `checkpoint.manifest` can be imported without torch."""
+"""Models on disk: checkpoints and Hugging Face folders. Imports no submodule, as `checkpoint.manifest` needs no torch."""

@@ -32,7 +32,7 @@ from .tensors import DTYPES
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # `load_lora` knows the fields of adapter_config.json in the three tables below; any further field is an error.
-# _MEANINGLESS: fields for training only, or already expressed by the tensors and the scale.
+# _MEANINGLESS: fields that affect only training, or nothing beyond the tensors and the scale.
 _MEANINGLESS = frozenset(
     [
         "auto_mapping",

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
-from weft.reshard.running.dtensor import as_process_mesh
-from weft.reshard.running.groups import axis_group, device_mesh
+from weft.reshard.extension import as_process_mesh, axis_group, device_mesh
 
 from ..documents import read_plain
 from .manifest import CHECKSUMS, CONFIG, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor

@@ -115,7 +115,7 @@ class Fields:
     model: str  # the model's name in errors
     config: type[ModelConfig]  # the family's config class; its annotations give the fields' types
     names: Mapping[str, str]  # Hugging Face's name -> our name
-    required: Collection[str]  # keys of `names` without a default
+    required: Collection[str]  # keys of `names` that config.json must have
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
     elsewhere: Collection[str] = ()  # fields read by the family's `weights` module itself

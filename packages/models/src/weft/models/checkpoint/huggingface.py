@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
-from weft.reshard.running.dtensor import one_mesh, wrap
+from weft.reshard.extension import one_mesh, wrap
 
 from ..data.tokenizer import Tokenizer
 from ..families import FAMILIES, family_of, foreign_part, make_model

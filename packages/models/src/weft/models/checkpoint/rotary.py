@@ -101,7 +101,7 @@ class _Kind:
 
     make: type[Any]  # our class
     names: Mapping[str, str]  # Hugging Face's name -> our field
-    optional: tuple[str, ...] = ()  # keys of `names` with a default
+    optional: tuple[str, ...] = ()  # keys of `names` that may be absent
     others: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
 
 

@@ -1,8 +1,7 @@
-"""The `weft` command. Each of its commands is a module of this package, imported when the command is called.
+"""The `weft` command. Every command of `weft` is a module of this package, imported when called.
 
-Until `main` handles Ctrl-C, Python answers with a traceback, or ends silently. So `main` runs before any other
-import.
-No package can handle Ctrl-C during the tens of milliseconds in which Python itself starts; `./run` blocks the signal
+Before `main` handles Ctrl-C, Python would answer with a traceback or end silently, so this module imports only sys.
+No package can handle Ctrl-C in the tens of milliseconds in which Python itself starts; `./run` blocks the signal
 then.
 """
 
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its status: 0, 1 if a run stopped, 2 for input that cannot be used, 130 after
-    Ctrl-C.
-    """
+    """Run a command and exit: 0, 1 if a run stopped, 2 for input that cannot be used, 130 after Ctrl-C."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         from .command import call

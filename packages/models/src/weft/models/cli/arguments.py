@@ -54,7 +54,7 @@ def parse(
             description=wrapped(about, width),
             compact_help=width < compact_below,
             console_outputs=speaks(),
-            config=(tyro.conf.AvoidSubcommands,),  # no subcommand to choose a rope scaling for a recipe without
+            config=(tyro.conf.AvoidSubcommands,),  # a recipe without a rope scaling gets no subcommand to choose one
         )
     except SystemExit as end:
         if end.code:

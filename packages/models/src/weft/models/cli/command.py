@@ -43,9 +43,9 @@ Examples
 def call(command: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit status. Ctrl-C raises KeyboardInterrupt.
 
-    If output cannot be written, a command whose result is the output ends. If the reader has closed the pipe, as `|
-    head -1` does, the end is silent, with the status of SIGPIPE; otherwise it is a one-line error and status 1.
-    Commands that do other work (`WORKING`) continue.
+    If output cannot be written, a command whose result is its output ends: after a closed pipe, as by `| head -1`,
+    silently and with the status of SIGPIPE; after any other error with a line on stderr and status 1. Commands that
+    do other work (`WORKING`) continue.
     """
     try:
         with printing(ends=command not in WORKING):
@@ -58,7 +58,7 @@ def call(command: str, arguments: Sequence[str]) -> int:
 
 
 def _call(command: str, arguments: Sequence[str]) -> int:
-    """Run a command whose output is protected by `call`."""
+    """Run a command. `call` handles output that cannot be written."""
     if command in ("-h", "--help", "help"):
         print(wrapped(HELP, shutil.get_terminal_size().columns))
         return 0

@@ -250,7 +250,7 @@ def _verify(arguments: list[str]) -> int:
     """`weft data verify`."""
     options = parse(VerifyOptions, arguments, command="data verify", about=VERIFY)
     with refusing("data verify"):
-        from ..data.verify import verify
+        from ..data.sources import verify
 
         manifest = verify(options.folder)
     print(

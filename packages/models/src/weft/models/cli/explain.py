@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..terminal import PROGRAM
-from ..train.config import MeshConfig, TrainConfig, axes_of, mesh_sizes, title_of
+from ..train.config import MeshConfig, TrainConfig
 from ..train.launch import gpu_count, processes_for
+from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import refusing
 from .settings import base_of, configured, origin_of, settled
 

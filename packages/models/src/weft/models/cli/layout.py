@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 from weft.mesh import Layout, ProcessMesh
-from weft.mesh.picture import WIDTH, coloured
+from weft.mesh.extension import WIDTH, coloured
 
 from ..terminal import PROGRAM
 from .arguments import parse, refusing

@@ -1,4 +1,7 @@
-"""The configuration of a run from the arguments of `weft train` or `weft explain`, checked before torch is imported."""
+"""The configuration of a run from the arguments of `weft train` or `weft explain`, checked before torch is imported.
+
+What `--resume` implies for the arguments: the checkpoint, the earlier run's configuration, and the mesh.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,18 @@ from typing import Any, get_type_hints
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from ..terminal import PROGRAM
-from ..train.config import OptimizerConfig, TrainConfig, settled_plan
-from ..train.origin import contradictions, find_model, find_origin, model_of
-from ..train.outside import config_class_of
+from ..train.config import MeshConfig, OptimizerConfig, TrainConfig
+from ..train.folder import CONFIG, find_to_resume, newest_complete
+from ..train.initial_weights import contradictions, find_model, find_origin, model_of
+from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes, processes_for
+from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
+from ..train.run import mesh_sizes, settled_plan
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
-from .resuming import (
-    checkpoint_to_resume,
-    config_to_resume,
-    on_a_mesh_that_fits,
-    options_not_resumed,
-    resume_options,
-    with_resume,
-)
+
+NEWEST = "newest"  # the value of --resume without a path
+
 
 DEFAULT_RECIPE = "llama-tiny"
 
@@ -46,7 +47,7 @@ def configured(
     before = config_to_resume([*options, *given])
     if before is not None:
         check_sum(before)
-    not_resumed = options_not_resumed([*options, *given])
+    not_resumed = names_not_resumed([*options, *given])
     of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_resumed)
     every = [*options_of_run, *options, *given]
     model = _model_options().parse_known_args(every)[0]
@@ -95,8 +96,8 @@ def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None =
 
     origin: the folder of --from. outside: the config of the user's model class. Sequences are cut to the model's
     length.
-    Raises ValueError for an unknown recipe, for a folder without a known model, and for two models (--model, and the
-    folder's).
+    Raises ValueError for an unknown recipe, for a folder without a known model, and if --model and --from both give a
+    model.
     """
     if name is not None:
         base = recipe(name)
@@ -161,10 +162,10 @@ def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelC
 
 
 def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:
-    """Raise ValueError if a --model option contradicts the config of the model in the folder `path`, with both
-    values.
+    """Raise ValueError if a --model option contradicts the config of the model in the folder `path`.
 
-    Values are compared before a config is made, because sizes of two models may not form a valid config.
+    The error shows both values. Values are compared before a config is made, because the sizes of two models may not
+    form a valid config.
     """
     options = _options_of_model(arguments)
     if not options:
@@ -193,3 +194,80 @@ def _options_of_model(arguments: Sequence[str]) -> list[str]:
         if is_model_option:
             found.append(each)
     return found
+
+
+def with_resume(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the value NEWEST added to a `--resume` without a path."""
+    ended = [*arguments, "--"]
+    return [
+        f"{each}={NEWEST}" if each == "--resume" and ended[i + 1].startswith("-") else each
+        for i, each in enumerate(arguments)
+    ]
+
+
+def config_to_resume(arguments: Sequence[str]) -> Path | None:
+    """The config.toml of the run to resume; None for a new run, or without such a file."""
+    given, _ = resume_options().parse_known_args(arguments)
+    if given.resume is None:
+        return None
+    path = Path(given.resume)
+    folders = [given.output] if given.resume == NEWEST else [path, path.parent]
+    return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
+
+
+def resume_options() -> argparse.ArgumentParser:
+    """A parser of --output and --resume, which determine the run to resume."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--resume", nargs="?", const=NEWEST)
+    return parser
+
+
+def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None:
+    """The checkpoint to resume from; None for a new run, or without a checkpoint. Raises as `find_to_resume`."""
+    if resume == NEWEST:
+        return None if output is None else newest_complete(output)[0]
+    return None if resume is None else find_to_resume(Path(resume))
+
+
+def names_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
+
+    The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are
+    kept.
+    """
+    given, _ = resume_options().parse_known_args(arguments)
+    return ("output", "resume", "profile", *(() if given.resume == NEWEST else ("track",)))
+
+
+def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
+    """(dp, cp, tp) for the processes of the launcher, or for the processes to start on this machine.
+
+    Raises ValueError as `mesh_sizes`, and for more processes than this machine has GPUs.
+    """
+    mesh, world, gpus = config.mesh, launched_processes(), gpu_count()
+    if world is not None:
+        return mesh_sizes(mesh, world, exact=True)
+    count = gpus or CPU_PROCESSES
+    if mesh.dp is not None:
+        count = min(processes_for(mesh, gpus=gpus), gpus or sys.maxsize)
+    return mesh_sizes(mesh, count, exact=False)
+
+
+def on_a_mesh_that_fits(config: TrainConfig, given: Sequence[str]) -> TrainConfig:
+    """The config of a resumed run, without its mesh if the mesh cannot be used again.
+
+    It cannot if the command gives another mesh, or if there are too few processes.
+    given: the arguments of the command.
+    """
+    try:
+        sizes_for_processes(config)
+        fits = not any(each.startswith("--mesh.") for each in given)
+    except ValueError:
+        fits = False
+    if fits:
+        return config
+    plan = config.plan
+    if not any(each.startswith("--mesh.pp") for each in given):
+        plan = replace(plan, schedule=None, split=None)  # these belong to the old pipeline
+    return replace(config, mesh=MeshConfig(), plan=plan)

@@ -10,22 +10,21 @@ from pathlib import Path
 
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
-from ..train.config import Run, TrainConfig, title_of
+from ..train.checkpoints import check_same_run, logged_of, read_saved
+from ..train.config import TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
-from ..train.launch import gpu_count, launch
-from ..train.launchers import adopt_launcher, check_world
-from ..train.learning_rate import unfinished_warmup
-from ..train.logged import METRICS, check_logged, read_logged
-from ..train.origin import check_same_model, check_tokens
-from ..train.outside import check_class
+from ..train.initial_weights import check_same_model, check_tokens
+from ..train.launch import adopt_launcher, check_world, gpu_count, launch
+from ..train.memory_check import check_room
+from ..train.metrics_file import METRICS, check_logged, read_logged
+from ..train.model_class import check_class
+from ..train.optimizer import unfinished_warmup
 from ..train.report import describe
-from ..train.room import check_room
-from ..train.saved import check_same_run, logged_of, read_saved
+from ..train.results import check_trackers
+from ..train.run import Run, title_of
 from ..train.toml import as_toml
-from ..train.trackers import check_trackers
 from .arguments import refusing, speaks
-from .resuming import NEWEST, sizes_for_processes
-from .settings import base_of, configured, origin_of, settled
+from .settings import NEWEST, base_of, configured, origin_of, settled, sizes_for_processes
 
 ABOUT = f"""\
   Trains a model on a text, whose bytes are the tokens, or on prepared tokens. Runs on a mesh of processes: one per \

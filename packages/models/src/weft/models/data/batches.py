@@ -1,10 +1,16 @@
-"""Batches of a run's data, in an order independent of meshes, workers and restarts."""
+"""Batches of a run's data, in an order independent of meshes, workers and restarts.
+
+Reads the next step's batch while the current step is computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from weft.mesh import derive_key
 
-from .order import Turns, permute
+from .sample_order import Turns, permute
 from .sources import Data, Mixture, check_enough
 from .split import split
 from .streams import Stream
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,3 +123,31 @@ def _begins(stream: Stream, start: int, length: int) -> NDArray[np.int64]:
     """
     ends = stream.document_ends(start, start + length) - start
     return np.concatenate(([0], ends[ends < length]))
+
+
+class Prefetch(Generic[T]):
+    """Calls `read(step)` in a thread, a step ahead of the caller; a step asked for out of order is read at once.
+
+    Raises what `read` raises, when the caller asks for the step.
+    """
+
+    def __init__(self, read: Callable[[int], T]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
+        self._next: tuple[int, Future[T]] | None = None
+        self.waited = 0.0  # seconds that the caller has waited, in all
+
+    def begin(self, step: int) -> None:
+        """Start the thread, and begin to read `step`, the next to be asked for."""
+        self._next = (step, self._thread.submit(self._read, step))
+
+    def __call__(self, step: int) -> T:
+        """The result of `read` for the step; begins to read the next step."""
+        start = time.perf_counter()
+        if self._next is not None and self._next[0] == step:
+            found = self._next[1].result()
+        else:
+            found = self._read(step)
+        self.begin(step + 1)
+        self.waited += time.perf_counter() - start
+        return found

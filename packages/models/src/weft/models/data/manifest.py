@@ -1,4 +1,7 @@
-"""The manifest of a prepared folder: the contents of its shards, with checksums. Written last."""
+"""The manifest of a prepared folder: the contents of its shards, with checksums. Written last.
+
+The tokens around each document of a prepared folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..documents import as_type, check_plain_name, parse_json, read_plain
-from .tokenizer import TOKENIZER_FILE
+from .tokenizer import TOKENIZER_FILE, Tokenizer
 
 MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -222,3 +225,32 @@ def finish(file: Any, path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """The tokens before and after each document."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool = True) -> Around:
+    """The tokens to put before and after each document.
+
+    bos: True begins documents with the tokenizer's BOS token, False with no token. None begins documents as prompts
+        begin: with the tokens that the tokenizer puts before a prompt, if any.
+    eos: whether documents end with the tokenizer's end token.
+    Raises ValueError for bos=True where the tokenizer names no BOS token.
+    """
+    begin = tokenizer.begin
+    if bos is False:
+        begin = ()
+    elif bos and not begin:
+        if tokenizer.bos is None:
+            raise ValueError(
+                "--bos puts the tokenizer's bos_token before each document, and the tokenizer names none; "
+                "leave out --bos"
+            )
+        begin = (tokenizer.bos,)
+    return Around(begin=begin, end=(tokenizer.end,) if eos else ())

@@ -43,22 +43,21 @@ def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | No
             at_once = min(max(BYTES_AT_ONCE * rows // max(nbytes, 1), 1), ROWS_AT_ONCE)
             for batch in opened.iter_batches(at_once, row_groups=[group], columns=[column]):
                 yield from (value.as_py() for value in batch.column(0))
-    except (*_damages(), ValueError, OSError) as error:
+    except _damages() as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}; save it again") from None
 
 
 def _open(file: Path, **options: Any) -> Any:
     try:
         return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True, **options)
-    except (*_damages(), ValueError, OSError) as error:
+    except _damages() as error:
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}; save it again") from None
 
 
 def _damages() -> tuple[type[Exception], ...]:
-    """The errors that pyarrow raises for a damaged file."""
-    # The base class of all pyarrow errors, including pyarrow's IndexError and KeyError.
+    """The errors raised for a damaged file: by the system, by decoding, and the base class of all pyarrow errors."""
     arrow: type[Exception] = import_module("pyarrow").ArrowException
-    return (arrow,)
+    return arrow, ValueError, OSError
 
 
 def _group_bytes(opened: Any, group: int) -> int:

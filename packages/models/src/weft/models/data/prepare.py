@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from ..documents import as_type
-from ..train.processes import ProcessFailed, run_together
+from ..processes import ProcessFailed, run_together
 from ..versions import versions
-from .around import Around, around_documents
 from .inputs import Columns, LeftOut, Part, find_parts, read_part
 from .manifest import (
     MANIFEST,
     TOKENIZER_FOLDER,
+    Around,
     Manifest,
     Shard,
+    around_documents,
     check_request,
     digest_of,
     finish,

@@ -1,4 +1,7 @@
-"""The data of a run: text, records, a prepared folder, or a weighted mixture of these."""
+"""The data of a run: text, records, a prepared folder, or a weighted mixture of these.
+
+Verifies prepared data: the checksum of every file, and the content of the shards.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from .tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
     from .streams import ShardStream, Stream
+from .manifest import Shard, check_sum
+from .streams import ShardStream
 
 
 class Source(Protocol):
@@ -193,7 +198,6 @@ def check_share(data: Data, share: int, shares: int) -> int:
 
     Raises ValueError as `check_shard` does.
     """
-    from .verify import check_shard  # imported late: numpy takes a tenth of a second
 
     shards = [
         (each.folder, shard, each.manifest)
@@ -273,3 +277,22 @@ def check_vocabulary(data: Data, size: int) -> None:
             f"model.vocab_size {size} is below {tokenizer.vocab_size}: {what}; give --model.vocab-size "
             f"{tokenizer.vocab_size} or more"
         )
+
+
+def verify(folder: Path) -> Manifest:
+    """Read every file of a prepared folder. Raises ValueError for a file whose checksum differs from the manifest's."""
+    manifest = read_manifest(folder)
+    check_tokenizer(folder, manifest)
+    for shard in manifest.shards:
+        check_shard(folder, shard, manifest)
+    return manifest
+
+
+def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
+    """Read both files of a shard.
+
+    Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` does.
+    """
+    for name, wanted in zip(shard.names, shard.sha256, strict=True):
+        check_sum(folder / name, wanted)
+    ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..documents import parse_json, read_plain
 from ..terminal import install_command
-from .changes import CLASSES, Changes, changes_of, token_of
-from .token_types import check_types
+from .tokenizer_files import CLASSES, Changes, changes_of, check_types, token_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

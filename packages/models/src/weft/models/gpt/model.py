@@ -25,8 +25,22 @@ from ..layers import (
     rowwise,
 )
 from ..parallel.plan import ParallelPlan
+from ..parallel.styles import ColwiseParallel, PositionParallel, RowwiseParallel, VocabParallel
 from .config import Activation, GPTConfig
-from .plan import PLAN
+
+PLAN = ParallelPlan(
+    tensor={
+        "wte": VocabParallel(),
+        "wpe": PositionParallel(),
+        "h.*.attn.[qkv]_proj": ColwiseParallel(),
+        "h.*.attn.c_proj": RowwiseParallel(),
+        "h.*.mlp.c_fc": ColwiseParallel(),
+        "h.*.mlp.c_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(),
+    },
+    blocks=("h.*",),
+)
+
 
 # The config's name of an activation -> (`kernels.linear`'s name, `kernels.gelu`'s name of the approximation).
 ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {"gelu_new": ("gelu_tanh", "tanh"), "gelu": ("gelu", "none")}

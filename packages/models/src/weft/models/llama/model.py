@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ..decoder import Decoder
+from ..decoder import TENSOR_STYLES, Decoder
 from ..layers import rowwise
 from ..parallel.plan import ParallelPlan
 from .config import LlamaConfig
-from .plan import PLAN
+
+PLAN = ParallelPlan(tensor=TENSOR_STYLES)
 
 
 @rowwise

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.kernels.order import Runs, as_laid, as_read
+from weft.kernels.extension import Runs, as_laid, as_read
 from weft.mesh import Layout, ProcessMesh, Shard
-from weft.mesh.extents import chunk
-from weft.reshard.running.dtensor import as_process_mesh, wrap
-from weft.reshard.running.groups import this_rank
+from weft.mesh.extension import chunk
+from weft.reshard.extension import as_process_mesh, this_rank, wrap
 
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS

@@ -1,4 +1,7 @@
-"""Forward hooks resharding activations at the boundaries of tensor-parallel layers."""
+"""Forward hooks resharding activations at the boundaries of tensor-parallel layers.
+
+The hooks of `PrepareInput` and `PrepareOutput`.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,32 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.sharded import cast_for
-from weft.mesh import Layout
-from weft.mesh.refinement import axes_of
+from weft.kernels.extension import cast_for
+from weft.mesh import Layout, ProcessMesh
+from weft.mesh.extension import axes_of
 from weft.reshard import layout_of, reshard
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.dynamo import in_graph
+from weft.reshard.extension import in_graph, torch_layout, wrap
 
-from . import in_steps
+from . import overlapped_sequence
 from .plan import ParallelPlan
-from .styles import TENSOR_AXIS, TOKENS_DIM, ColwiseParallel, PositionParallel, RowwiseParallel, Style, VocabParallel
+from .resolve import Part
+from .styles import (
+    TENSOR_AXIS,
+    TOKENS_DIM,
+    ColwiseParallel,
+    Placed,
+    PositionParallel,
+    PrepareInput,
+    PrepareOutput,
+    RowwiseParallel,
+    Style,
+    VocabParallel,
+    check_named,
+)
+
+Axes = tuple[str, ...]
+Words = tuple[str, ...]  # the text of a placement for each axis
+
 
 Called = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's call
 
@@ -58,8 +77,8 @@ def hook(
             continue
         if len(names) == 1 and places[modules[names[0]]] == 1:
             layer = modules[names[0]]
-            if in_steps.may_run_in_steps(layer, plan):
-                in_steps.gather_columns(layer)
+            if overlapped_sequence.may_run_in_steps(layer, plan):
+                overlapped_sequence.gather_columns(layer)
                 _before(layer, partial(_enter_or_leave, layer))
             else:
                 _before(layer, _enter)
@@ -71,8 +90,8 @@ def hook(
     stream = f"S({TOKENS_DIM})" if plan.sequence else "R"
     for each, style in styles.items():
         if isinstance(style, RowwiseParallel | VocabParallel) and each not in left:
-            if isinstance(style, RowwiseParallel) and in_steps.may_run_in_steps(modules[each], plan):
-                in_steps.reduce_rows(modules[each])
+            if isinstance(style, RowwiseParallel) and overlapped_sequence.may_run_in_steps(modules[each], plan):
+                overlapped_sequence.reduce_rows(modules[each])
             modules[each].register_forward_hook(_leave(stream))
         if isinstance(style, PositionParallel) and plan.sequence:
             _before(modules[each], partial(_cut_positions, modules[each]))
@@ -109,7 +128,7 @@ def _enter_or_leave(layer: nn.Module, x: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     x = cast_for("linear", x)
-    return x if in_steps.gathers_in_product(layer, x) else _along_tensor_axis(x, "R")
+    return x if overlapped_sequence.gathers_in_product(layer, x) else _along_tensor_axis(x, "R")
 
 
 class _Entrance:
@@ -181,3 +200,123 @@ def _map_dtensors(output: Any, change: Callable[[DTensor], DTensor]) -> Any:
             changed[key] = _map_dtensors(each, change)
         return changed
     return output
+
+
+def check_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> None:
+    """Check the plan's PrepareInput and PrepareOutput styles against the mesh and the model.
+
+    Raises ValueError for an axis unknown to the mesh and to plans, and for an input unknown to forward.
+    """
+    for part in parts:
+        for name, inputs in part.inputs.items():
+            for where, placed in inputs.layouts.items():
+                check_named(mesh, placed, f"PrepareInput of {name!r}")
+                _parameter(model.get_submodule(name), name, where)
+        for name, outputs in part.outputs.items():
+            for placed in outputs.by_output.values():
+                check_named(mesh, placed, f"PrepareOutput of {name!r}")
+
+
+def hook_prepared(model: nn.Module, parts: list[Part], mesh: ProcessMesh) -> None:
+    """Register the hooks: prepared inputs before all registered pre-hooks, prepared outputs after all registered
+    hooks.
+    """
+    for part in parts:
+        for name, inputs in part.inputs.items():
+            _hook_inputs(model.get_submodule(name), name, inputs, mesh)
+        for name, outputs in part.outputs.items():
+            _hook_outputs(model.get_submodule(name), name, outputs, mesh)
+
+
+def _hook_inputs(module: nn.Module, name: str, style: PrepareInput, mesh: ProcessMesh) -> None:
+    wanted = {_parameter(module, name, where): _on_mesh(placed, mesh) for where, placed in style.layouts.items()}
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positional, named = list(args), dict(kwargs)
+        for (position, parameter), (axes, words) in wanted.items():
+            if parameter in named:
+                named[parameter] = _prepared(named[parameter], axes, words, mesh)
+            elif position is not None and position < len(positional):
+                positional[position] = _prepared(positional[position], axes, words, mesh)
+        return tuple(positional), named
+
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def _hook_outputs(module: nn.Module, name: str, style: PrepareOutput, mesh: ProcessMesh) -> None:
+    wanted = {where: _on_mesh(placed, mesh) for where, placed in style.by_output.items()}
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if None in wanted:
+            return _prepared(output, *wanted[None], mesh)
+        changed: Any = list(output) if isinstance(output, tuple | list) else copy.copy(output)
+        if not isinstance(changed, list | MutableMapping):
+            raise ValueError(
+                f"{name!r} returned a {type(output).__name__}, and its plan prepares several outputs; write "
+                f'PrepareOutput({{"tp": …}}) for a single output'
+            )
+        outputs: Any = changed
+        for where, (axes, words) in wanted.items():
+            try:
+                found = outputs[where]
+            except (KeyError, IndexError, TypeError):
+                raise ValueError(f"{name!r} returned no output {where!r}, which its plan prepares") from None
+            outputs[where] = _prepared(found, axes, words, mesh)
+        if isinstance(output, tuple):
+            return output._make(changed) if hasattr(output, "_make") else tuple(changed)
+        return changed
+
+    module.register_forward_hook(hook)
+
+
+def _parameter(module: nn.Module, name: str, where: str | int) -> tuple[int | None, str]:
+    """Position and name of the parameter of forward named by `where`; the position is None for keyword-only
+    parameters.
+
+    Raises ValueError where forward lacks the parameter.
+    """
+    signature = inspect.signature(module.forward)
+    parameters = list(signature.parameters.values())
+    kinds = {each.kind for each in parameters}
+    by_position = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if isinstance(where, int):
+        if 0 <= where < len(by_position):
+            return where, by_position[where]
+        if where >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds:
+            return where, ""
+    elif where in signature.parameters:
+        return (by_position.index(where) if where in by_position else None), where
+    elif inspect.Parameter.VAR_KEYWORD in kinds:
+        return None, where
+    raise ValueError(
+        f"PrepareInput of {name!r} names the input {where!r}, but {type(module).__name__}.forward takes {signature}"
+    )
+
+
+def _on_mesh(placed: Placed, mesh: ProcessMesh) -> tuple[Axes, Words]:
+    """The declared axes present in the mesh, and their placements as text. Absent axes have size 1."""
+    axes = [axis for axis in placed if axes_of(mesh, axis)]
+    return tuple(axes), tuple(str(placed[axis]) for axis in axes)
+
+
+def _prepared(x: Any, axes: Axes, words: Words, mesh: ProcessMesh) -> Any:
+    """x resharded to the declared placements. Plain tensors declared replicated, and other values, are returned
+    unchanged.
+    """
+    if not isinstance(x, Tensor) or (set(words) <= {"R"} and not isinstance(x, DTensor)):
+        return x
+    if not isinstance(x, DTensor):
+        on, placements = torch_layout(Layout(mesh), x.device.type)
+        x = DTensor.from_local(x, on, placements, run_check=False)
+    return _resharded(x, axes, words)
+
+
+@in_graph
+def _resharded(x: DTensor, axes: Axes, words: Words) -> DTensor:
+    return reshard(x, placements=_placed(layout_of(x), axes, words))
+
+
+@lru_cache(maxsize=1024)  # few layouts, looked up at every call
+def _placed(layout: Layout, axes: Axes, words: Words) -> Layout:
+    wanted = {own: word for axis, word in zip(axes, words, strict=True) for own in axes_of(layout.mesh, axis)}
+    return layout.replace(**wanted)

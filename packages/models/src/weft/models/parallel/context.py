@@ -9,17 +9,21 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.kernels.order import Runs, as_laid
-from weft.kernels.packing import pack, unpack
-from weft.kernels.sharded import cast_for
+from weft.kernels.extension import Runs, as_laid, cast_for, pack, unpack
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.reshard import layout_of, reshard, start_reshard
-from weft.reshard.running.api import StartedReshard, begin_in_graph, finish_in_graph
-from weft.reshard.running.dtensor import shape_of, wrap
-from weft.reshard.running.dynamo import in_graph, is_compiling
-from weft.reshard.running.groups import this_rank
+from weft.reshard.extension import (
+    StartedReshard,
+    begin_in_graph,
+    finish_in_graph,
+    in_graph,
+    is_compiling,
+    shape_of,
+    this_rank,
+    wrap,
+)
 
-from ..degrees import check_head_degrees
+from ..checks import check_head_degrees
 from ..layers import DotProductAttention, Dropout, KeysAndValues
 from .batch import OrderedPositions, order_of
 from .plan import ParallelPlan

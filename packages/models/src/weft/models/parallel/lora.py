@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, reshard
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.groups import this_rank
-from weft.reshard.running.units import layout_in_call
+from weft.reshard.extension import layout_in_call, this_rank, wrap
 
 from ..initialization import Constant, Initial, Normal, fill
 from ..low_rank import LowRank
-from .layouts import adapter_layout
 from .parallelize import pipeline_of
+from .parameter_layouts import adapter_layout
 from .resolve import nearest
 
 _ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model

@@ -9,23 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import distribute
-from weft.reshard.running.dtensor import as_process_mesh, one_mesh
-from weft.reshard.running.groups import this_rank
+from weft.reshard.extension import as_process_mesh, one_mesh, this_rank
 
-from ..schedules.plan import PipelinePlan
-from .axes import check_axes
-from .boundaries import hook
+from ..schedules.pipeline_plan import PipelinePlan
+from .boundaries import check_prepared, hook, hook_prepared
 from .context import check_context, hook_context
-from .layouts import has_tensor_axis, parameter_layouts
+from .local_modules import hook_rows
+from .parameter_layouts import has_tensor_axis, parameter_layouts
 from .pipeline.cut import cut
 from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
 from .plan import ParallelPlan, pipeline_plan, without_pipeline
-from .preparation import check_prepared, hook_prepared
 from .recompute import blocks_of, recompute
 from .resolve import Part, parts_of, parts_with, styles_of
-from .rows import hook_rows
-from .styles import PIPELINE_AXIS, TENSOR_AXIS
+from .styles import PIPELINE_AXIS, TENSOR_AXIS, check_axes
 from .zero import check_zero, hook_zero, shard_layouts
 
 _ATTRIBUTE = "_laid_out"  # of a parallel model: a `_LaidOut`, copied with the model

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from ..schedules.plan import PipelinePlan
+from ..schedules.pipeline_plan import PipelinePlan
 from .styles import Preparation, Style, as_styles
 
 Context = Literal["all_gather", "ulysses"]

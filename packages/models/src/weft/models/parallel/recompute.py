@@ -18,9 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from weft.kernels.backend import is_compiling
-from weft.reshard.running.received import giving, keeping
-from weft.reshard.running.traced import COMMUNICATING
+from weft.kernels.extension import is_compiling
+from weft.reshard.extension import COMMUNICATING, giving, keeping
 
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard.planning.layouts import sharded_over
-from weft.reshard.running.units import Place, gather_when_called
+from weft.reshard.extension import Place, gather_when_called, sharded_over
 
 from .plan import ParallelPlan
 from .resolve import Part

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import islice
 
-from .bubble import NAMES, Name
-from .schedule import Action, Schedule
+from .schedule import NAMES, Action, Name, Schedule
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,7 @@
-"""A pipeline schedule as a value: each rank's actions in order, their times, and a picture."""
+"""A pipeline schedule as a value: each rank's actions in order, their times, and a picture.
+
+The names of pipeline schedules, and the share of time that each leaves idle.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from .bubble import NAMES, bubble_formula
+Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+NAMES: tuple[Name, ...] = get_args(Name)
+
+
+def bubble_formula(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[int, int]:
+    """The idle share of a rank's time as (idle, all), in slots: a forward, and each half of a backward, takes a slot.
+
+    With p ranks, m microbatches and v chunks: GPipe and 1F1B (p-1)/(m+p-1); interleaved (p-1)/(v m+p-1);
+    zero_bubble (p-1)/(3m+p-1). Valid where m is p or more.
+    """
+    idle = ranks - 1
+    match name:
+        case "zero_bubble":
+            return idle, 3 * microbatches + idle
+        case "interleaved":
+            return 3 * idle, 3 * (chunks * microbatches + idle)
+    return 3 * idle, 3 * (microbatches + idle)
+
 
 Kind = Literal["F", "B", "I", "W"]
 Sends = Literal["buffered", "blocking"]

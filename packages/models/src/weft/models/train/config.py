@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from weft.mesh.process_mesh import MOST_RANKS
+from weft.mesh.extension import MOST_RANKS
 
+from ..checks import (
+    LARGEST,
+    check_above_zero,
+    check_at_least,
+    check_at_most,
+    check_decay_rates,
+)
 from ..config import ModelConfig, shown
-from ..data.sources import Data
-from ..degrees import check_head_degrees, divisors
-from ..schedules.bubble import Name as Schedule
-from ..schedules.plan import PipelinePlan, Split
-from .bounds import LARGEST, check_above_zero, check_at_least, check_at_most, check_decay_rates
+from ..schedules.pipeline_plan import PipelinePlan, Split
+from ..schedules.schedule import Name as Schedule
 
-MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
@@ -239,161 +241,3 @@ class TrainConfig:
                     f"lower data.sequence_length or raise model.max_seq_len"
                 )
             object.__setattr__(self, "model", replace(self.model, max_seq_len=self.data.sequence_length))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A training run with everything settled: made by `weft train`, then given to each of the run's processes."""
-
-    recipe: str | None  # None if no recipe was named, and the model comes from --from or --model
-    config: TrainConfig
-    corpus: Data
-    pp: int = 1
-    dp: int
-    cp: int = 1
-    tp: int
-    folder: Path
-    resume: Path | None = None  # the checkpoint to resume from
-    origin: Path | None = None  # the folder of a new run's initial weights; None: drawn from the seed
-    # the config before the command's options; None: the recipe's
-    base: TrainConfig | None = None
-    notes: tuple[str, ...] = ()  # lines to print before the run starts
-
-    @property
-    def title(self) -> str:
-        """The run's name for people: the recipe, or the folder or class of the model."""
-        return title_of(self.recipe, self.config)
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The mesh's axes with their sizes, from `axes_of`."""
-        return axes_of(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
-
-    @property
-    def resolved(self) -> TrainConfig:
-        """The config with the mesh's actual sizes."""
-        return replace(self.config, mesh=MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp))
-
-    @property
-    def processes(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-
-def title_of(recipe: str | None, config: TrainConfig) -> str:
-    """The recipe's name; without a recipe, the name of the model's folder or class."""
-    if recipe is not None:
-        return recipe
-    return config.from_.resolve().name if config.from_ is not None else str(config.model_class).rpartition(":")[2]
-
-
-def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
-    """A mesh's axes with their sizes: dp and tp always, pp and cp only above size 1."""
-    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("dp", "tp")}
-
-
-def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:
-    """Choose (dp, cp, tp) for a number of processes, given mesh.pp. Given sizes stay; the others use all processes.
-
-    exact: use every process, as under a launcher; otherwise dp and tp, if both given, may use fewer.
-    Raises ValueError for a mesh that does not fit the processes.
-    """
-    dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
-    pp_cp = mesh.pp * cp
-    dp_tp = processes // pp_cp
-    if tp is None:
-        tp = dp_tp // dp if dp else (2 if dp_tp % 2 == 0 else 1)
-    if dp is None:
-        dp = dp_tp // tp
-    used = dp * pp_cp * tp
-    if used < 1 or (used != processes if exact or None in (mesh.dp, mesh.tp) else used > processes):
-        sizes = (
-            ("pp", mesh.pp if mesh.pp > 1 else None),
-            ("dp", mesh.dp),
-            ("cp", cp if cp > 1 else None),
-            ("tp", mesh.tp),
-        )
-        given = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
-        fits = f"dp x tp that fit: {', '.join(f'{dp_tp // n} x {n}' for n in divisors(dp_tp))}"
-        beside = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
-        if beside:
-            names = "pp x cp" if mesh.pp > 1 and cp > 1 else "pp" if mesh.pp > 1 else "cp"
-            fits = (
-                f"beside {beside}, {fits}"
-                if processes % pp_cp == 0
-                else f"{names} that fit: {', '.join(map(str, divisors(processes)))}"
-            )
-        raise ValueError(f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
-    return dp, cp, tp
-
-
-def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
-    """Fill in the options of `plan` implied by the mesh: context, schedule, microbatches and split.
-
-    Raises ValueError for heads, microbatches or stages that do not divide, and for pipeline options without mesh.pp
-    above 1.
-    """
-    context = plan.context or ("all_gather" if cp > 1 else None)
-    if context == "ulysses":
-        sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
-        check_head_degrees(sizes, cp=cp, tp=tp)
-    settled, rows, pp = replace(plan, context=context), config.data.batch_size, config.mesh.pp
-    if pp == 1:
-        for name in ("schedule", "split"):
-            if getattr(plan, name) is not None:
-                raise ValueError(
-                    f"plan.{name} is {getattr(plan, name)}, which needs a pipeline; set --mesh.pp above 1 too"
-                )
-    else:
-        most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
-        settled = replace(
-            settled,
-            schedule=plan.schedule or "1f1b",
-            microbatches=plan.microbatches or most,
-            split=plan.split or "layers",
-        )
-    count = settled.microbatches or 1
-    if count < 1 or rows % count:
-        fit = ", ".join(map(str, divisors(rows)))
-        raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
-    if count > MOST_MICROBATCHES:
-        raise ValueError(f"plan.microbatches {count} is above {MOST_MICROBATCHES}; take {MOST_MICROBATCHES:,} or fewer")
-    # checked before a schedule with an entry per stage is made
-    if pp > config.model.num_layers:
-        raise ValueError(
-            f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
-        )
-    pipeline = settled.pipeline(pp)
-    if pipeline is not None:
-        stages = pipeline.make_schedule(pp).num_stages
-        if stages > config.model.num_layers:
-            raise ValueError(
-                f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower "
-                "mesh.pp" + (", or take another schedule" if stages > pp else "")
-            )
-        counts = [each for each in pipeline.split if isinstance(each, int)]  # empty unless split lists numbers
-        if counts and (len(counts) != stages or sum(counts) != config.model.num_layers):
-            raise ValueError(
-                f"plan.split {plan.split} gives {len(counts)} stages {sum(counts)} layers; there are {stages} "
-                f"stages and {config.model.num_layers} layers"
-            )
-        if pipeline.split != "layers" and not counts:
-            _check_names(config, pipeline, pp)
-    return settled
-
-
-def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:
-    """Raise ValueError for a split whose layer names do not cut the model into the schedule's number of stages."""
-    import torch  # imported here because torch takes seconds
-
-    from ..parallel.pipeline.cut import ranges_of
-    from .outside import make_model_of
-
-    with torch.device("meta"):
-        model = make_model_of(config.model, config.model_class)
-    ranges_of(model, pipeline, pipeline.make_schedule(pp))
-
-
-def general_name(parameter: str) -> str:
-    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight"."""
-    return re.sub(r"\.\d+\.", ".*.", parameter)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
-from .logged import METRICS, last_line
+from .metrics_file import METRICS, last_line
 
 CHECKPOINT = "checkpoint"  # the final model, a folder for transformers; checkpoints during the run are checkpoint-STEP
 NEW = f".{CHECKPOINT}.new"  # a complete final model about to replace CHECKPOINT

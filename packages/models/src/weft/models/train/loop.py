@@ -12,21 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from weft.reshard.running.waits import measured_by
+from weft.reshard.extension import measured_by
 
 from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
-from ..parallel.layouts import layouts_of, shapes_of
+from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
-from .config import Run
+from .agreement import RollCall, StopVote, is_silence, keeper_of_store
+from .checkpoints import NotSaved, Saver
 from .folder import CHECKPOINT
-from .meeting import keeper_of_store
-from .profiling import profiled
+from .measure import profiled
 from .report import Part, next_steps
 from .results import NotWritten, Results
-from .rollcall import RollCall, is_silence
-from .saving import NotSaved, Saver
-from .stopping import StopVote
+from .run import Run
 from .trainer import Trainer, TrainingError
 
 

@@ -1,4 +1,7 @@
-"""Optimizers of torch by name, and gradient clipping. Called by `Trainer`, the training step and `weft explain`."""
+"""A run's optimizer and the learning rate of each step.
+
+`Trainer` makes the optimizer by its name in torch and asks for the rate of each step; `weft explain` counts states.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from weft.reshard import clip_grad_norm_
 
-from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
 
 
@@ -88,19 +89,31 @@ def states_per_element(config: OptimizerConfig) -> int:
     return sum(isinstance(each, Tensor) and each.shape == model.weight.shape for each in states)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of step `step` (from 0) of `steps`: linear warmup, then `config.schedule`.
 
-    max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
-    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, called with all parameters requiring
-    gradients.
-    Under pipeline parallelism each rank passes the parameters of the local stages; a parameter shared by several
-    stages counts on the first stage only.
+    cosine: half a cosine down to `final_share` of the peak (Loshchilov & Hutter, 2017).
+    linear: a line down to `final_share`.
+    constant: the peak throughout.
+    wsd: the peak, then a line down to `final_share` over the last `decay_steps` (Hu et al., "MiniCPM", 2024).
     """
-    max_norm = max_norm or math.inf
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    pipeline = pipeline_of(model)
-    if pipeline is None:
-        return clip_grad_norm_(trained.values(), max_norm)
-    copies = [parameter for name, parameter in trained.items() if not pipeline.is_counted_here(name)]
-    return clip_grad_norm_(trained.values(), max_norm, mesh=pipeline.mesh, copies=copies)
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    first, last = config.warmup_steps, config.final_share
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "wsd":
+        first = max(first, steps - (steps // 5 if config.decay_steps is None else config.decay_steps))
+    progress = min(1.0, max(0.0, (step - first) / max(1, steps - first)))
+    above = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.lr * (last + (1 - last) * above)
+
+
+def unfinished_warmup(config: OptimizerConfig, steps: int) -> list[str]:
+    """A line of warning for a run shorter than the warmup; otherwise an empty list."""
+    if config.warmup_steps <= steps:
+        return []
+    return [
+        f"optimizer.warmup_steps is {config.warmup_steps}, above steps {steps}: the learning rate reaches "
+        f"{learning_rate(config, steps - 1, steps):.2g} of {config.lr:.2g}"
+    ]

@@ -13,7 +13,7 @@ from ..llama.config import LlamaConfig
 from ..published import PUBLISHED
 from ..qwen.config import QwenConfig
 from .config import DataConfig, OptimizerConfig, TrainConfig
-from .outside import parameters_of
+from .model_class import parameters_of
 
 # Near 1 / sqrt(hidden_size). At 0.02, which is meant for widths above 1000, the residual stream starts very small and
 # every norm multiplies gradients by 50: gradients spike, and rounding errors grow to percents of the loss within 40

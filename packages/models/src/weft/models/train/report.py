@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,11 +13,12 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
 from weft.mesh import Layout, Shard
 
-from ..communication import PHASES, Communication
 from ..schedules.schedule import Schedule
+from ..step.communication import PHASES, Communication
 from ..terminal import printable
-from .config import Run, TrainConfig, general_name
+from .config import TrainConfig
 from .recipes import size_in_words
+from .run import Run
 from .suggestions import suggestions
 
 NAMED = 3  # skipped files whose names are printed
@@ -274,3 +276,8 @@ def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token
         f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and {_last(run)}"
         + (f"\nnext  {commands}" if commands else "")
     )
+
+
+def general_name(parameter: str) -> str:
+    """A parameter's name with a star for the layer's number: "layers.*.mlp.up_proj.weight"."""
+    return re.sub(r"\.\d+\.", ".*.", parameter)

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
-from .config import MeshConfig, Run, TrainConfig
+from .config import MeshConfig, TrainConfig
+from .memory_check import check_room
 from .recipes import recipe
-from .room import check_room
+from .run import Run
 from .toml import OPTIONS
 
 

@@ -19,33 +19,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
-from weft.reshard import GradientSync, fixed_parameters
-from weft.reshard.running.issued import Collective
-from weft.reshard.running.units import drop_gathered, units_of
-from weft.reshard.running.waits import Waits
+from weft.reshard import GradientSync, drop_gathered, fixed_parameters
+from weft.reshard.extension import Collective, Waits, units_of
 
-from ..communication import Communication, Phase
-from ..data.batches import Batches, Rows
-from ..data.prefetch import Prefetch
+from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
 from ..losses import local_value
-from ..microbatches import divide, join
 from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
+from ..step.communication import Communication, Phase
+from ..step.find_gradients import Found, find_gradients, find_loss
+from ..step.forward_backward import divide, join
 from ..tracing import traced
-from .beginning import filled, loaded, loaded_alone
-from .config import Run
-from .learning_rate import learning_rate
-from .memory import peak_memory, total_memory
-from .observe import CollectiveCount
-from .optimizer import make_optimizer
-from .outline import Outline
-from .outside import parameters_of
+from .agreement import named_ranks
+from .explanation import Outline
+from .initial_weights import filled, loaded, loaded_alone
+from .measure import CollectiveCount, flops_per_token, peak_flops, peak_memory, total_memory
+from .model_class import parameters_of
+from .optimizer import learning_rate, make_optimizer
 from .report import Metrics, Report
-from .rollcall import named_ranks
-from .speed import flops_per_token, peak_flops
-from .step import Found, find_gradients, find_loss
+from .run import Run
 
 SAMPLE_TOKENS = 60
 

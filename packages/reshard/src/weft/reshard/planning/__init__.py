@@ -1,1 +1,1 @@
-"""Planning: pure functions and values of layouts, shapes and sizes. Nothing here uses a process group."""
+"""Plans as pure values: the steps from layout to layout, their costs, and the search for the cheapest. Starts no process."""

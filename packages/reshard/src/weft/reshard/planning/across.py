@@ -89,7 +89,7 @@ def _spread(target: Layout, shape: Shape) -> Layout:
 def _dim_to_cut(layout: Layout, axis: str, shape: Shape, prefer: list[int]) -> int | None:
     """The dim to shard over `axis`; None for a scalar.
 
-    Dims that divide evenly come first, then dims in `prefer`, then larger dims.
+    Evenly divisible dims come first, then dims in `prefer`, then larger dims.
     """
     local = layout.largest_local_shape(shape)
     dims = sorted(

@@ -1,6 +1,6 @@
 """The messages of an exchange, which changes any layout to any other in a single step, on one mesh or between two.
 
-Each rank lacks the elements of its target part that are outside its source part. A single holder sends each missing
+Each rank lacks the elements of its target part outside its source part. A single holder sends each missing
 piece: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
 computes the same messages. A rank holds a single box of the tensor and needs a single box, so any rank sends another
 at most one box.
@@ -15,18 +15,18 @@ from functools import lru_cache
 from itertools import product
 
 from weft.mesh import Layout
-from weft.mesh.extents import Box, overlap, volume
+from weft.mesh.extension import Box, overlap, volume
 
-from .spec import moving, spec_of
+from .layouts import moving, spec_of
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The boxes of the global tensor that a rank sends, receives and keeps."""
+    """The boxes of the global tensor sent, received and kept by a rank."""
 
     sends: tuple[tuple[int, Box], ...]  # (receiver, box), in the order of receivers
     receives: tuple[tuple[int, Box], ...]  # (sender, box), in the order of senders
-    kept: Box | None  # the box that the rank both holds and needs
+    kept: Box | None  # the box both held and needed by the rank
 
     def reversed(self) -> Messages:
         """The same messages sent back."""
@@ -122,7 +122,7 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
 
 
 def _nearest(src: Layout, dst: Layout, receiver: int, holders: Sequence[int]) -> list[int]:
-    """The holders that share the most outer axes with the receiver, because inner axes have the fast links.
+    """The holders with the most outer axes in common with the receiver, because inner axes have the fast links.
 
     Between two meshes, all holders.
     """
@@ -177,8 +177,8 @@ def _rank(message: tuple[int, Box]) -> int:
 def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
     """The contiguous run of memory filled by the boxes, in order, in the row-major local tensor of the box `outer`.
 
-    None where a box does not begin at the end of the previous box, or is itself not contiguous. The boxes of a run are
-    sent or received without a copy.
+    None where a box does not begin at the end of the previous box, where a box is itself not contiguous, and for no
+    boxes. The boxes of a run are sent or received without a copy.
     """
     start = end = None
     for box in boxes:

@@ -1,12 +1,22 @@
-"""Functions of layouts that resharding needs: duals, layouts of gradients, checks of reductions."""
+"""Layouts as the planner uses them: duals, gradients' layouts, identities of Partial ops, and specs.
+
+Functions of layouts for resharding: duals, layouts of gradients, checks of reductions.
+
+Identity elements and results of the ops of Partial.
+
+Specs: for each dim of a tensor, the axes sharding the dim, major first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
+
+Spec = tuple[tuple[str, ...], ...]
 
 
 def without_trivial_axes(layout: Layout) -> Layout:
@@ -27,7 +37,7 @@ def without_partial(layout: Layout) -> Layout:
     return layout.replace(**partial) if partial else layout
 
 
-cotangent = lru_cache(maxsize=65536)(without_partial)  # the name for callers in backward, who ask often
+cotangent = lru_cache(maxsize=65536)(without_partial)  # cached, for backward, which asks for every tensor
 
 
 def dual_layout(layout: Layout) -> Layout:
@@ -82,3 +92,69 @@ def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> L
             dims = [dim for dim, extent in enumerate(local) if extent % size == 0]
             layout = layout.replace(**{axis: Shard(dims[0] if dims else 0)})
     return layout
+
+
+def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The identity `e` of an op, with `op(e, x) == x` for every x of the dtype.
+
+    op: "sum", "product", "min" or "max".
+    """
+    if op == "sum":
+        return 0
+    if op == "product":
+        return 1
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    info = torch.iinfo(dtype)
+    return info.max if op == "min" else info.min
+
+
+def reduced(op: str, parts: Tensor) -> Tensor:
+    """`parts` reduced by `op` over dim 0, in their own dtype."""
+    match op:
+        case "sum":
+            return parts.sum(0, dtype=parts.dtype)
+        case "avg":
+            return parts.sum(0, dtype=parts.dtype) / parts.shape[0]
+        case "product":
+            return parts.prod(0, dtype=parts.dtype)
+        case "min":
+            return parts.amin(0)
+        case _:
+            return parts.amax(0)
+
+
+def spec_of(layout: Layout, ndim: int) -> Spec:
+    """The spec of a layout, for a tensor of `ndim` dims."""
+    return tuple(layout.shard_order.get(dim, ()) for dim in range(ndim))
+
+
+def moving(src: Spec, dst: Spec) -> set[str]:
+    """The axes over which an exchange moves data.
+
+    In every dim, all axes of either spec after the first axes common to both.
+    """
+    axes: set[str] = set()
+    for a, b in zip(src, dst, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        axes.update(a[same:], b[same:])
+    return axes
+
+
+def cutting(spec: Spec) -> set[str]:
+    """All axes that shard a dim."""
+    return {axis for order in spec for axis in order}
+
+
+def appended(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
+    """`spec` with axes added, each as the minor axis of its dim.
+
+    where: pairs of an axis and a dim. A pair without a dim, or whose axis already shards the dim, is skipped.
+    """
+    orders = [list(order) for order in spec]
+    for axis, dim in where:
+        if dim is not None and axis not in orders[dim]:
+            orders[dim].append(axis)
+    return tuple(tuple(order) for order in orders)

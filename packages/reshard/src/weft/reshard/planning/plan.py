@@ -1,25 +1,32 @@
-"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose."""
+"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose.
+
+The steps of a plan as text and pictures.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from weft.mesh import Layout, LayoutError
-from weft.mesh.picture import coloured, draw
+from weft.mesh.extension import WIDTH as PICTURE_WIDTH
+from weft.mesh.extension import coloured, draw
 
 from .across import cheapest_across
-from .bounds import lower_bound_elements
-from .costs import peak_elements, received_elements, seconds_of
+from .costs import lower_bound_elements, peak_elements, received_elements, seconds_of
 from .layouts import check_reductions, dual_layout, without_trivial_axes
 from .links import Links
-from .pictures import WIDTH, pictured, written
 from .search import cheapest
-from .steps import Step, dual, follow
+from .steps import Step, Targeted, dual, follow
+
+WIDTH = 105  # default columns of an explanation: room for two pictures of 48 columns side by side
+INDENT = "   "  # before each line of a picture
+
 
 LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
@@ -28,7 +35,7 @@ LISTED = 16  # ranks at most whose bytes are listed rank by rank
 class Plan:
     """The steps that bring a tensor from the layout `src` to the layout `dst`; the same on every rank.
 
-    `plan()` makes it. shape, dtype: of the global tensor. topology: the links that the plan was made for.
+    `plan()` makes it. shape, dtype: of the global tensor. topology: the links assumed by the search.
     """
 
     src: Layout
@@ -37,6 +44,13 @@ class Plan:
     dtype: torch.dtype
     steps: tuple[Step, ...]
     topology: Links | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.src, self.dst, self.shape, self.dtype, self.steps, self.topology))
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -56,17 +70,17 @@ class Plan:
         return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
 
     def received_bytes(self, rank: int) -> int:
-        """Bytes that `rank` receives from other ranks; `costs.py` states the algorithms counted."""
+        """Bytes received by `rank` from other ranks; `costs.py` states the algorithms counted."""
         return self.dtype.itemsize * sum(self._each(received_elements, rank))
 
     @cached_property
     def max_received_bytes(self) -> int:
-        """Bytes received by the rank that receives most. Cost: computes the bytes of all ranks."""
+        """Bytes received by the busiest rank. Cost: computes the bytes of all ranks."""
         return max(self.received_bytes(rank) for rank in self.ranks)
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that some rank must receive under any plan; see `bounds.py`."""
+        """Bytes received by the busiest rank under any plan, at least; see `bounds.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
         )
@@ -104,7 +118,7 @@ class Plan:
         """The plan of the gradients, from the result's gradient to the source's: the dual of each step, in reverse.
 
         The gradient of a replicated value is Partial("sum"), and the gradient of a Partial("sum") value is replicated.
-        The transpose of the transpose is an equal plan. Raises LayoutError for reductions that are not sums.
+        The transpose of the transpose is an equal plan. Raises LayoutError for reductions other than sums.
         """
         steps = (dual(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
         src, dst = dual_layout(self.dst), dual_layout(self.src)
@@ -138,7 +152,7 @@ class Plan:
         ]
 
     def _received_by_each(self) -> list[str]:
-        """A line with the bytes received by each rank. None if all are equal, or for more than LISTED ranks."""
+        """A line with the bytes received by each rank; no line where all are equal, or for more than LISTED ranks."""
         received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
         if len(self.ranks) > LISTED or len(set(received.values())) == 1:
             return []
@@ -171,7 +185,7 @@ def plan(
         fewest bytes received by the busiest rank.
     memory_limit: bytes that may be alive at the same time on a rank: the source, a step's input, its result and
         buffers.
-    Raises LayoutError where a layout shards a dim that the shape does not have, and where the reductions of the
+    Raises LayoutError where a layout shards a dim outside the shape, and where the reductions of the
     layouts cannot be combined or do not exist for the dtype.
     Raises LayoutError where every plan found exceeds the memory limit.
     """
@@ -219,6 +233,45 @@ def _plan(
 
 
 def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:
-    """Whether the meshes of the layouts have the same axes and ranks, but for the order of axes."""
+    """Whether the two meshes have the same axes and ranks, apart from the order of the axes."""
     names = src.mesh.axis_names
     return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh
+
+
+def pictured(
+    steps: Sequence[Step], layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, width: int
+) -> list[str]:
+    """For each step, a line with the most bytes received by any rank, and pictures of the layouts around the step.
+
+    layouts: the layout before each step. width: the columns that the pictures should fit in.
+    """
+    lines = []
+    for number, (step, layout) in enumerate(zip(steps, layouts, strict=True), start=1):
+        after = follow(step, layout)
+        ranks = {*layout.mesh.ranks, *after.mesh.ranks}
+        most = itemsize * max(received_elements(step, layout, shape, rank) for rank in ranks)
+        lines += ["", f"{number}. {written(step, layout)}: {most:,} bytes"]
+        lines += [f"{INDENT}{line}".rstrip() for line in _beside(layout, after, shape, width - len(INDENT))]
+    return lines
+
+
+def written(step: Step, layout: Layout) -> str:
+    """The step as code on a single line, without arguments at their defaults.
+
+    A target is written as its placements, and its mesh where the step changes the mesh.
+    """
+    if isinstance(step, Targeted):
+        there = "" if step.target.mesh == layout.mesh else f" on {step.target.mesh}"
+        return f"{type(step).__name__}({step.target}{there})"
+    values = [(f.name, getattr(step, f.name)) for f in fields(step) if getattr(step, f.name) != f.default]
+    return f"{type(step).__name__}({', '.join(repr(v) if n == 'axis' else f'{n}={v!r}' for n, v in values)})"
+
+
+def _beside(before: Layout, after: Layout, shape: tuple[int, ...], width: int) -> list[str]:
+    """The pictures of two layouts side by side; where `width` is too small, the second below the first."""
+    left, right = (draw(layout, shape, width=min(width, PICTURE_WIDTH)) for layout in (before, after))
+    room, middle = max(map(len, left)), min(len(left), len(right)) // 2
+    if room + len("  ->  ") + max(map(len, right)) > width:
+        return [*left, "->", *right]
+    arrows = ["->" if row == middle else "  " for row in range(max(len(left), len(right)))]
+    return [f"{a or '':{room}}  {arrow}  {b or ''}" for a, arrow, b in zip_longest(left, arrows, right, fillvalue="")]

@@ -10,7 +10,7 @@ from weft.mesh import Layout, LayoutError
 
 from .costs import backwards
 from .exchange import messages_of, within
-from .identities import identity, reduced
+from .layouts import identity, reduced
 from .plan import Plan
 from .steps import (
     AllGather,
@@ -124,6 +124,6 @@ def _exchanged_backwards(layout: Layout, step: ReduceExchange, shape: tuple[int,
 
 
 def _cut(whole: Tensor, size: int, dim: int) -> list[Tensor]:
-    """`whole` cut by torch.chunk into `size` parts, with the empty parts that torch.chunk leaves out."""
+    """`whole` cut by torch.chunk into `size` parts, with the empty parts left out by torch.chunk."""
     chunks = list(torch.chunk(whole, size, dim)) if whole.shape[dim] else []
     return chunks + [whole.narrow(dim, 0, 0)] * (size - len(chunks))

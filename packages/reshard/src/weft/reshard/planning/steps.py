@@ -127,12 +127,12 @@ Local = Slice | MakePartial | Relabel  # steps without communication
 
 
 def axes_of(step: AllGather | AllReduce | ReduceScatter | AllToAll | Slice | MakePartial) -> tuple[str, ...]:
-    """The axes that a step changes, as a tuple."""
+    """The axes changed by a step, as a tuple."""
     return (step.axis,) if isinstance(step.axis, str) else step.axis
 
 
 def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
-    """The dims that a step gathers or scatters, a dim per axis."""
+    """The dims gathered or scattered by a step, a dim per axis."""
     return (step.dim,) if isinstance(step.dim, int) else step.dim
 
 
@@ -172,7 +172,7 @@ def follow(step: Step, layout: Layout) -> Layout:
 
 
 def dual(step: Step, before: Layout) -> Step:
-    """The step's transpose as a linear map. before: the layout that the step starts from."""
+    """The step's transpose as a linear map. before: the layout at the start of the step."""
     match step:
         case AllGather(axis=axis, dim=dim, apart=apart):
             return ReduceScatter(axis, dim, "sum", tuple(reversed(apart)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
-from weft.reshard.running.dtensor import wrap
+from weft.reshard.extension import wrap
 
 
 class KeyValueCache:

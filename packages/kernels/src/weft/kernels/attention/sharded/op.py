@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import WIDE
+from ...dispatch.backend import WIDE
+from ...dispatch.op import Op
+from ...dispatch.sharded import apply, autocasts, check_devices
+from ...dispatch.token_order import checked_order
 from ...dropout.sharded import check_dropout
-from ...op import Op
-from ...order import checked_order
-from ...sharded import apply, autocasts, check_devices
 from .. import reference
 from .cache import KeyValueCache
-from .layouts import reading_rule, rule
+from .layout_rule import reading_rule, rule
 
 
 @autocasts("attention")

@@ -1,19 +1,33 @@
-"""cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes."""
+"""cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes.
+
+cross_entropy's custom ops on DTensors: unwrap the operands and run the same ops on local tensors.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
+from torch.distributed.tensor import DTensor
 
+from ...dispatch.sharded.compiled import Placed, sum_over, to_local
 from .. import function
+from ..function import mean_denominator
 from ..options import SCHEMA, Options, check, form_of
-from .agreement import Classes, stand_in
-from .gather import Along, attempted
+from .gather import Along, Classes, attempted, stand_in
+from .layout_rule import CROSS_ENTROPY, local_denominator
+
+__all__ = [
+    "compiled",
+    "divided_by",
+    "place_of",
+]  # `compiled` is imported from here, where its ops are registered for DTensors
+
 
 # Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty. So is the denominator if
 # the caller gave one.
@@ -171,3 +185,64 @@ def place_and_options(asked: Sequence[Any]) -> tuple[Place, Options]:
     """The place and the options from the last arguments of a custom op, in the order of PLACE and SCHEMA."""
     fields = len(Place._fields)
     return Place(*asked[:fields]), Options.of_flat(*asked[fields:])
+
+
+def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Results:
+    logits, target, weight, denominator, *asked = args
+    _, options = with_lse(asked)
+    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
+    divisor = divided_by(denominator, placed.locals[1], placed.locals[2], logits.dtype, placed, options)
+    rest = (*place_of(placed), *options.flat())
+    loss, lse, z_loss, accuracy, counted, statistics = forward(*placed.locals[:3], divisor, *rest)
+    outputs = (loss, lse, *([z_loss] * options.return_z_loss), *([accuracy] * options.return_token_accuracy))
+    wrapped = iter(placed.wrapped(outputs))
+    loss, lse = next(wrapped), next(wrapped)
+    z_loss = next(wrapped) if options.return_z_loss else z_loss
+    accuracy = next(wrapped) if options.return_token_accuracy else accuracy
+    return loss, lse, z_loss, accuracy, counted if denominator is not None or divisor is None else divisor, statistics
+
+
+def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
+    grad, grad_lse, logits, target, weight, denominator, statistics, *asked = args
+    _, options = with_lse(asked)
+    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
+    arrived, rest = map(to_local, (grad, grad_lse)), (*place_of(placed), *options.flat())
+    dlogits = backward(*arrived, *placed.locals, statistics, *rest)
+    return placed.as_operand(0, dlogits, placed.gradients(grad, grad_lse)[0])
+
+
+def divided_by(
+    denominator: Tensor | None,
+    target: Tensor | None,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    placed: Placed,
+    options: Options,
+) -> Tensor | None:
+    """The denominator of "mean": the caller's, or the sum over all ranks. None if this rank has all tokens.
+
+    target, weight: the local tensors.
+    """
+    if denominator is not None:
+        return local_denominator(denominator) if isinstance(denominator, DTensor) else denominator
+    count = placed.options["count"]
+    if count is None:
+        return None
+    assert target is not None, "the target is required"
+    wide = torch.promote_types(dtype, torch.float32)
+    return mean_denominator(weight, target, options, wide, partial(sum_over, names=count.names))
+
+
+def place_of(placed: Placed) -> Place:
+    """The `Place` of this rank's shard, from the options of the op's rule."""
+    gather = placed.options["gather"]
+    return Place(
+        placed.options["vocab_start"],
+        placed.options["vocab_size"],
+        None if gather is None else gather.names,
+        checked=False,
+    )
+
+
+library.register_torch_dispatch(forward, DTensor, _forward)
+library.register_torch_dispatch(backward, DTensor, _backward)

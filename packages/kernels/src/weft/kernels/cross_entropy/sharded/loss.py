@@ -10,17 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...backend import can_read, has_data, is_compiling
-from ...sharded import apply_many, autocasts
-from ...sharded.traced import groups_of
+from ...dispatch.backend import can_read, has_data, is_compiling
+from ...dispatch.sharded import apply_many, autocasts
+from ...dispatch.sharded.compiled import groups_of
 from ..guess import Once
 from ..options import Asked, AskedOfLoss, Form, Options, Reduction, check, check_contiguous, check_target, form_of
-from . import agreement
-from .agreement import Classes
-from .custom_ops import Place
-from .gather import attempted
-from .layouts import CROSS_ENTROPY, local_denominator
-from .traced import compiled
+from . import gather as agreement
+from .custom_ops import Place, compiled
+from .gather import Classes, attempted
+from .layout_rule import CROSS_ENTROPY, local_denominator
 
 
 @overload

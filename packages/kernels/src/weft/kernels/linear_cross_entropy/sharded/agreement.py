@@ -1,20 +1,27 @@
-"""The sizes to compare among the ranks of a group before the gathers of the parts, and the checks of the operands."""
+"""Agreement of the ranks before linear cross-entropy gathers: sizes, operands and failures are compared.
+
+The sizes to compare among the ranks of a group before the gathers of the parts, and the checks of the operands.
+
+Compares the ranks' sizes and failures, by one all-gather before the gathers of the parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from weft.mesh.extents import chunk
+from weft.mesh.extension import chunk
 
 from ...cross_entropy.options import Options, check
-from ...cross_entropy.sharded.agreement import Classes, values_on_ranks
-from ..checks import check_factors, computed
-from ..function import chunked
+from ...cross_entropy.sharded.gather import Classes, attempted, check_once, values_on_ranks
+from ..function import check_factors, chunked, computed
 from ..gradients import Wanted
+
+Result = TypeVar("Result")
 
 
 class Sizes(NamedTuple):
@@ -106,3 +113,24 @@ def checked_sizes(
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
     check(logits, target, weight, denominator, options, classes.start, classes.vocab_size)
     return sizes_of(input, target, form.dtype, wanted, chunk_tokens, classes.vocab_size, ranks, options)
+
+
+def compared(
+    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: Classes, device: torch.device
+) -> tuple[Result, Tensor]:
+    """Call `attempt` and compare the ranks' sizes. Returns the result, and a scalar: 0, or NaN if the sizes differ.
+
+    attempt: returns a result and this rank's sizes, or raises.
+    Communication: one all-gather of 36 bytes per rank, also if a rank has failed.
+    Raises as `attempted` does, and ValueError if the sizes differ and `check_once` checks them.
+    """
+    (result, sizes), gather = attempted(attempt, group, classes, lambda: _row(Sizes(), device))
+    gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
+    ranks = dist.get_process_group_ranks(group)
+    check_once((group, classes, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
+    return result, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
+
+
+def _row(sizes: Sizes, device: torch.device) -> Tensor:
+    """The sizes as a tensor [1, 3], made without a copy from the host, for which the host would wait."""
+    return torch.cat([torch.full((1,), size, dtype=torch.float32, device=device) for size in sizes]).unsqueeze(0)

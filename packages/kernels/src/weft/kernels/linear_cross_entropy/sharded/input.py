@@ -10,14 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, library
-from weft.mesh.extents import largest_part
-from weft.reshard.running.collectives import Pending, reduce_scatter, start_all_gather
-from weft.reshard.running.groups import group_named
-from weft.reshard.running.waits import wait_for
+from weft.mesh.extension import largest_part
+from weft.reshard.extension import Pending, group_named, reduce_scatter, start_all_gather, wait_for
 
-from ...backend import is_compiling
-from ...op import Tensors
-from ...sharded.derivatives import refusing
+from ...dispatch.backend import is_compiling
+from ...dispatch.op import Tensors
+from ...dispatch.sharded.functions import refusing
 
 
 class Shared(torch.autograd.Function):

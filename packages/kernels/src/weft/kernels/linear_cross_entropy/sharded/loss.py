@@ -9,22 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...backend import is_compiling
 from ...cross_entropy.options import Asked, AskedOfLoss, Options, Reduction, check_target
-from ...cross_entropy.sharded import agreement
+from ...cross_entropy.sharded import gather
 from ...cross_entropy.sharded.custom_ops import Place
 from ...cross_entropy.sharded.gather import Along
 from ...cross_entropy.sharded.loss import as_denominator
-from ...sharded import apply_many, autocasts
-from ...sharded.traced import groups_of
-from ..checks import check_factors, computed
+from ...dispatch.backend import is_compiling
+from ...dispatch.sharded import apply_many, autocasts
+from ...dispatch.sharded.compiled import groups_of
+from ..function import check_factors, computed
 from ..gradients import Wanted
-from .agreement import Sizes, checked_sizes, classes_of
-from .compare import compared
-from .custom_ops import compare
+from .agreement import Sizes, checked_sizes, classes_of, compared
+from .custom_ops import compare, compiled
 from .input import Gathered, Shared
-from .layouts import LINEAR_CROSS_ENTROPY
-from .traced import compiled
+from .layout_rule import LINEAR_CROSS_ENTROPY
 
 
 @overload
@@ -369,7 +367,7 @@ def vocab_parallel_linear_cross_entropy(
         options=asked, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
-    if agreement.on_gpu(input):  # on a CPU the host has checked the sizes
+    if gather.on_gpu(input):  # on a CPU the host has checked the sizes
         loss = loss + disagreement
     return (loss, *more) if more else loss
 

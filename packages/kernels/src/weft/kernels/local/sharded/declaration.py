@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.mesh import Layout, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
-from weft.mesh.refinement import axes_of
+from weft.mesh.extension import axes_of
 
 Placed = Mapping[str, Placement]  # mesh axis name -> placement; replicated over axes not named
 

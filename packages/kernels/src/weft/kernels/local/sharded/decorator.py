@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, infer
 from weft.reshard import layout_of, reshard
-from weft.reshard.running.dtensor import wrap
-from weft.reshard.running.groups import of_this_world, process_mesh, this_rank
+from weft.reshard.extension import of_this_world, process_mesh, this_rank, wrap
 
-from ...op import Op
-from ...sharded import Shapes, Sharding, apply, apply_many
+from ...dispatch.op import Op
+from ...dispatch.sharded import Shapes, Sharding, apply, apply_many
 from .declaration import Declaration
 
 P = ParamSpec("P")

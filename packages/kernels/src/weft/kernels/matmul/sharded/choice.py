@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of
 
-from ... import backend
+from ...dispatch import backend
 
 TABLE = Path(__file__).parent.with_name("in_steps.json")  # benchmarks/tune_in_steps.py writes it
 Form = Literal["all_gather_matmul", "matmul_reduce_scatter"]

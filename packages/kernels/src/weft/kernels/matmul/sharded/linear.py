@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, infer
 
-from ...op import Op
-from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ...dispatch.op import Op
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from .. import function
 from ..checks import check_activation_name, check_bias_dtype, check_wide
-from .layouts import (
+from .layout_rule import (
     adds_bias,
     check_activation,
     check_operand,

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, infer
 
-from ...op import Op
-from ...sharded import Shapes, Sharding, apply, autocasts, check_devices
+from ...dispatch.op import Op
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from .. import function
 from ..checks import check_accumulation, check_matmul
-from .layouts import (
+from .layout_rule import (
     GRADIENT,
     adds_bias,
     check_activation,

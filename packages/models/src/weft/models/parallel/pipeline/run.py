@@ -12,22 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from weft.kernels.weights import Later, waiting_weights, weights_may_wait
+from weft.kernels.extension import Later, waiting_weights, weights_may_wait
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.running.groups import group_for, this_rank
-from weft.reshard.running.trees import tensors_of
-from weft.reshard.running.units import keeping_gathered
-from weft.reshard.running.waiting import Waiting
-from weft.reshard.running.waits import wait_for
+from weft.reshard.extension import Waiting, group_for, keeping_gathered, tensors_of, this_rank, wait_for
 
-from ...communication import Phase
 from ...losses import first_gradient
-from ...schedules.plan import PipelinePlan
+from ...schedules.pipeline_plan import PipelinePlan
 from ...schedules.schedule import Action, Schedule
+from ...step.communication import Phase
 from ...tracing import traced
 from ..styles import PIPELINE_AXIS
-from .channels import Channel, Handover
+from .messages import Channel, Handover
 from .stages import Stages
 
 Within = Callable[[], AbstractContextManager[Any]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
-from weft.reshard.running.trees import tensors_of
+from weft.reshard.extension import tensors_of
 
 from .cut import Cut
 

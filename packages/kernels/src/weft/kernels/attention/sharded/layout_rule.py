@@ -1,0 +1,84 @@
+"""The layout rules of attention, and which attention weights each rank computes."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout
+from weft.mesh.extension import terms
+
+from ...dispatch.sharded import Shapes, Sharding, independent
+from ...dispatch.token_order import runs_within
+from ...random.part import Part
+from .heads import check_heads, keys_sharded_as_query
+
+Layouts = tuple[Layout | None, ...]
+CACHED = ("the cached keys", "the cached values")
+
+
+def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `ATTENTION` and `IN_ORDER`. Queries may be sharded on the tokens, keys and values may not.
+
+    layouts: of query, key, value, documents and the dropout key, which is a plain number without a layout.
+    """
+    *inputs, _ = layouts
+    shape, key_shape, *_ = shapes
+    assert shape is not None and key_shape is not None, "attention always has a query and keys"
+    lead = ascii_lowercase[: len(shape) - 2]
+    indices = (lead + "th", lead + "sh", lead + "sh", lead + "s")
+    _check_heads(layouts[:2], shapes[:2], options["head_dim"])
+    inputs[1:3] = keys_sharded_as_query(inputs[0], inputs[1:3], shape, key_shape, options["head_dim"])
+    output = _inferred(indices, inputs, ("the query", "the key", "the value", "the documents"), "s")
+    query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
+    order = options.get("order")
+    assert query is not None, "attention always has a query"
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        *rows, tokens, width = query.local_slices(shape, rank)
+        heads = slice(width.start // head_dim, width.stop // head_dim)
+        weights = (*shape[:-2], shape[-1] // head_dim, T, S)
+        if order is not None:
+            runs = runs_within(order, tokens.start, tokens.stop)
+            parts = tuple([Part.of(weights, (*rows, heads, slice(*run), slice(0, S))) for run in runs])
+            return {"queries": runs, "parts": parts}
+        found: dict[str, Any] = {"first": S - T + tokens.start}
+        if options.get("dropout"):
+            found["part"] = Part.of(weights, (*rows, heads, tokens, slice(0, S)))
+        return found
+
+    return Sharding(output, shape, independent(output, layouts), local)
+
+
+def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `READ_ON`, attention with a cache: no tensor may be sharded on the tokens.
+
+    layouts: of query, key, value, the cached keys, the cached values and documents.
+    """
+    shape = shapes[0]
+    assert shape is not None, "attention always has a query"
+    lead = ascii_lowercase[: len(shape) - 2]
+    indices = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
+    operands = ("the query", "the key", "the value", *CACHED, "the documents")
+    key_shape, head_dim = shapes[1], options["head_dim"]
+    assert key_shape is not None, "attention always has keys"
+    _check_heads(layouts[:2], shapes[:2], head_dim)
+    inputs = [layouts[0], *keys_sharded_as_query(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
+    output = _inferred(indices, inputs, operands, "tc")
+    return Sharding(output, shape, independent(output, layouts))
+
+
+def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
+    given = [i for i, layout in enumerate(layouts) if layout is not None]
+    operation = terms.Operation(
+        "attention", tuple(indices[i] for i in given), indices[0], terms.never, operands=tuple(operands[i] for i in given),
+        whole=whole, why_whole="attention needs the keys of all tokens",
+    )  # fmt: skip
+    return terms.infer(operation, [layouts[i] for i in given])
+
+
+def _check_heads(layouts: Layouts, shapes: Shapes, head_dim: int) -> None:
+    for layout, shape in zip(layouts, shapes, strict=True):
+        assert layout is not None and shape is not None, "attention always has a query and keys"
+        check_heads("attention", layout, shape, head_dim)

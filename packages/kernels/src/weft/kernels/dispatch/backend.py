@@ -1,0 +1,146 @@
+"""Questions about how code runs on a tensor: with Triton or plain torch, eager or traced. Ops ask here alone.
+
+Checks of operands' dtypes, run in every call of an op: nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import Parameter
+
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TOKEN_DTYPES = (torch.int32, torch.int64)
+
+
+INTERPRETED_PROGRAMS = 3  # few, to give a program several tiles
+# The dict behind os.environ, which encodes, decodes and raises: a microsecond for a missing name, twice in every op.
+_ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
+_PLAIN = frozenset((Tensor, Parameter))
+_FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
+# from torch 2.13, is_compiling is True during all of torch.compile
+if hasattr(torch.compiler, "_compile_session_context"):
+    is_compiling = torch.compiler.is_compiling
+else:
+
+    def is_compiling() -> bool:
+        """Whether the code is being traced by Dynamo, or by AOTAutograd, of which torch before 2.13 does not tell."""
+        return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in a third of the time
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether an op on this tensor launches Triton kernels. Otherwise the op runs plain torch.
+
+    True on CUDA, and on a CPU while TRITON_INTERPRET is 1. Kernels are interpreted only if TRITON_INTERPRET was also
+    1 when they were imported. float64 always runs plain torch, as the reference for the kernels.
+    Ask before importing kernels, because a CPU installation may have no triton.
+    """
+    if not tensor.is_cuda and _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1":  # the most frequent answer comes first
+        return False
+    return tensor.dtype != torch.float64 and (tensor.is_cuda or on_cpu(tensor))
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether the tensor is in CPU memory. A meta tensor counts as a GPU's.
+
+    On a CPU no GEMM multiplies 16-bit factors to a float32 product.
+    """
+    return tensor.device.type == "cpu"
+
+
+def is_short_of_memory(tensor: Tensor) -> bool:
+    """Whether recomputing an output of this dtype, on this device, is worth its time.
+
+    Not in float32 and float64 on a CPU, which is slow and has memory to spare.
+    """
+    return not on_cpu(tensor) or tensor.dtype.itemsize <= 2
+
+
+def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether an op may call torch's own differentiable function instead of an `Op`.
+
+    True for plain CPU tensors, all float32 or all float64, neither traced nor interpreted. Asked first in an op,
+    because a small op spends most of its time on the host.
+    """
+    dtype = first.dtype
+    if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN or not first.is_cpu:
+        return False
+    for each in others:
+        if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
+            return False
+    return _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1" and not is_compiling() and not is_jit_tracing()
+
+
+def refuse_jit_trace(name: str) -> None:
+    """Raise RuntimeError while `torch.jit.trace` records.
+
+    Its graph would keep decisions made by the host from one call's values and shapes, and never check them again.
+    name: of the op.
+    """
+    if not is_compiling() and is_jit_tracing():  # Dynamo cannot trace is_jit_tracing
+        raise RuntimeError(
+            f"{name} is recorded by torch.jit.trace, which keeps the host's decisions for the traced tensors and gives "
+            "wrong numbers for others; use torch.compile, or torch.export.export"
+        )
+
+
+def chip_of(device: torch.device) -> tuple[str, int]:
+    """The chip, as a Triton target name, and its multiprocessors. A CPU is "interpreted", with a few programs."""
+    if device.type != "cuda":
+        return "interpreted", INTERPRETED_PROGRAMS
+    properties = torch.cuda.get_device_properties(device)
+    name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
+    return name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+
+
+def multiplies(chip: str, dtype: torch.dtype) -> bool:
+    """Whether Triton compiles matrix products of `dtype` for `chip`, a Triton target name.
+
+    Of the 8-bit dtypes NVIDIA chips multiply float8_e5m2, and from sm_89 on float8_e4m3fn. A name without "sm_" is
+    AMD's.
+    """
+    if dtype.itemsize > 1 or not chip.startswith("sm_"):
+        return True
+    return dtype == torch.float8_e5m2 or (dtype == torch.float8_e4m3fn and int(chip.removeprefix("sm_")) >= 89)
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether the host can read the tensor's values without waiting for a device: on a CPU, not traced, with data."""
+    return on_cpu(tensor) and not is_compiling() and has_data(tensor)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether the tensor has values. A fake tensor has a shape alone.
+
+    Caches of real tensors, kept from call to call, must not be filled or read with fake ones.
+    """
+    return not is_fake(tensor)
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Context to launch kernels on the tensor's GPU, even if another is current. Does nothing for a CPU tensor."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the tensor's device. Replays of the graph run no host code."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_floats(op: str, names: tuple[str, ...], *operands: Tensor | None) -> None:
+    """Raise ValueError for an operand without a floating dtype of 16 bits or more. names: of the operands, in order."""
+    for operand in operands:
+        if operand is not None and operand.dtype not in WIDE:
+            name = next(name for name, each in zip(names, operands, strict=True) if each is operand)
+            raise ValueError(
+                f"{op}: {name} is {operand.dtype}; cast it with .to(), to one of {', '.join(map(str, WIDE))}"
+            )

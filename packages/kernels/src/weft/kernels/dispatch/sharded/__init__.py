@@ -1,0 +1,17 @@
+"""Runs ops on plain tensors and on DTensors: `apply` runs an `Op`; the op's rule returns a `Sharding`."""
+
+from .autocast import autocasts, cast_for
+from .functions import apply, apply_many
+from .rules import Shapes, Sharding, check_devices, independent, of_several
+
+__all__ = [
+    "Shapes",
+    "Sharding",
+    "apply",
+    "apply_many",
+    "autocasts",
+    "cast_for",
+    "check_devices",
+    "independent",
+    "of_several",
+]

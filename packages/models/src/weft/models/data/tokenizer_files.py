@@ -1,0 +1,254 @@
+"""The files of a tokenizer's folder: types of their values, and the changes that transformers makes when loading them.
+
+Checks the types of values in a tokenizer's files: a value of a wrong type would change tokens silently.
+
+How transformers changes a tokenizer.json when loading a folder: the rules of fast tokenizers, release 4.57.
+
+The tokens of a text depend on tokenizer.json and on the files beside tokenizer.json: added tokens, special tokens,
+and the class named in tokenizer_config.json. `changes_of` reads these files without any library; `Changes.apply`
+needs `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..documents import as_type
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_GPT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+# The class of a model's tokenizer, where tokenizer_config.json names none: by the model_type of config.json.
+CLASSES = {"llama": "LlamaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "gpt2": "GPT2Tokenizer"}
+
+
+_OBJECT = Mapping[str, Any] | None
+_BOOL = bool | None
+_NAMED: Mapping[str, Any] = {  # special tokens named in tokenizer_config.json and special_tokens_map.json
+    **dict.fromkeys(SPECIAL_NAMES, str | Mapping[str, Any] | None),
+    "additional_special_tokens": tuple[str | Mapping[str, Any], ...] | None,
+}
+_FLAGS: Mapping[str, Any] = dict.fromkeys(FLAGS, bool)
+_TYPES: Mapping[str, Mapping[str, Any]] = {
+    "tokenizer.json": {
+        "added_tokens": tuple[Mapping[str, Any], ...],
+        "pre_tokenizer": _OBJECT,
+        "normalizer": _OBJECT,
+    },
+    "tokenizer_config.json": {
+        **_NAMED,
+        "added_tokens_decoder": dict[str, Mapping[str, Any]],
+        "tokenizer_class": str | None,
+        **dict.fromkeys(
+            ("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "tokenize_chinese_chars"), _BOOL
+        ),
+        "strip_accents": _BOOL,
+    },
+    "special_tokens_map.json": _NAMED,
+    "added_tokens.json": {},
+}
+
+
+def check_types(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError for a value of another type than the file's format has, with the file and the place in the
+    file.
+
+    content, beside: as of `changes_of`. Values that are not read are not checked.
+    """
+    for file, value in (("tokenizer.json", content), *beside.items()):
+        _check(file, value, _TYPES[file])
+    for token, number in beside.get("added_tokens.json", {}).items():
+        as_type(int, number, f"added_tokens.json: {token[:60]!r}")
+    tokens = [("tokenizer.json: added_tokens", each) for each in content.get("added_tokens", ())]
+    config = beside.get("tokenizer_config.json", {})
+    for number, each in config.get("added_tokens_decoder", {}).items():
+        if not (number.isascii() and number.isdigit()):
+            raise ValueError(
+                f"tokenizer_config.json: added_tokens_decoder has the token {number[:60]!r}, which is no number"
+            )
+        tokens.append(("tokenizer_config.json: added_tokens_decoder", each))
+    for where, each in tokens:
+        as_type(str, each.get("content"), f"{where}.content")
+        _check(where, each, _FLAGS)
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        named = beside.get(file, {})
+        special = [named.get(name) for name in SPECIAL_NAMES]
+        for each in (*special, *(named.get("additional_special_tokens") or ())):
+            if isinstance(each, Mapping):
+                _check(f"{file}: a special token", each, {"content": str, **_FLAGS})
+
+
+def _check(where: str, value: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    for name, kind in types.items():
+        if name in value:
+            as_type(kind, value[name], f"{where}: {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The defaults of a class of transformers' tokenizers, for what the config does not set."""
+
+    tokens: Mapping[str, str]  # special tokens by their names
+    template: bool = False  # whether the class replaces the post-processor of tokenizer.json
+    begins: bool = False  # whether prompts begin with BOS by default
+
+
+# By the class's name without "Tokenizer" and "Fast". A class missing here adds no changes.
+KINDS: Mapping[str, _Kind] = {
+    "Llama": _Kind(_LLAMA, template=True, begins=True),
+    "CodeLlama": _Kind(_LLAMA, template=True, begins=True),
+    "Gemma": _Kind(
+        {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+        template=True,
+        begins=True,
+    ),
+    "Cohere": _Kind(
+        {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
+        template=True,
+        begins=True,
+    ),
+    "GPTNeoX": _Kind(_GPT, template=True),
+    "GPT2": _Kind(_GPT),
+    "Qwen2": _Kind(dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")),
+    "Bert": _Kind({name: f"[{name[:-6].upper()}]" for name in SPECIAL_NAMES[2:]}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """The changes to a tokenizer.json. Empty, and false, where the file is used unchanged."""
+
+    # Tokens missing in the file, or there with other flags: text, and the flags of `tokenizers.AddedToken` by FLAGS.
+    added: tuple[tuple[str, tuple[bool, ...]], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()  # replaced parts of the file, as JSON: pre_tokenizer, normalizer
+    # The tokens before and after a prompt, replacing the file's post-processor; None for the file's own.
+    template: tuple[str | None, str | None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.parts or self.template is not None)
+
+    def apply(self, library: Any, content: bytes) -> Any:
+        """The `tokenizers.Tokenizer` of the file's content, with the changes."""
+        if self.parts:
+            content = json.dumps(json.loads(content) | {name: json.loads(part) for name, part in self.parts}).encode()
+        made = library.Tokenizer.from_str(content.decode())
+        made.add_tokens(
+            [library.AddedToken(token, **dict(zip(FLAGS, flags, strict=True))) for token, flags in self.added]
+        )
+        if self.template is not None:
+            before, after = ([] if token is None else [token] for token in self.template)
+            special = [(token, made.token_to_id(token)) for token in dict.fromkeys(before + after)]
+            made.post_processor = library.processors.TemplateProcessing(
+                single=[*before, "$A", *after], special_tokens=special
+            )
+        return made
+
+
+def changes_of(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Changes:
+    """The changes to a tokenizer.json by the files beside it.
+
+    content: of tokenizer.json.
+    beside: the content of tokenizer_config.json, special_tokens_map.json and added_tokens.json, as far as these
+        files exist.
+    Raises ValueError where the class begins each prompt with a BOS token, and no BOS token is named.
+    """
+    config = beside.get("tokenizer_config.json", {})
+    kind = KINDS.get(class_of(config), _Kind({}))
+    # A config with a list of added tokens is complete; special_tokens_map.json counts only beside older configs.
+    named = config if "added_tokens_decoder" in config else _older(config, beside.get("special_tokens_map.json", {}))
+    special = {name: token_of({**kind.tokens, **named}.get(name)) for name in SPECIAL_NAMES}
+    return Changes(
+        added=_added(content, beside, named, special),
+        parts=_parts(content, config),
+        template=_template(config, kind, special) if kind.template else None,
+    )
+
+
+def _older(config: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
+    """An older config together with special_tokens_map.json, whose special tokens have precedence."""
+    more = [*(config.get("additional_special_tokens") or ()), *(special.get("additional_special_tokens") or ())]
+    return {**config, **special, "additional_special_tokens": more}
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The name of the tokenizer's class without "Tokenizer" and "Fast"."""
+    return str(config.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+
+
+def token_of(value: Any) -> str | None:
+    """The text of a special token, which is in JSON either a string or an object."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else None
+
+
+def _added(
+    content: Mapping[str, Any],
+    beside: Mapping[str, Mapping[str, Any]],
+    named: Mapping[str, Any],
+    special: Mapping[str, str | None],
+) -> tuple[tuple[str, tuple[bool, ...]], ...]:
+    """The tokens to add: those missing in the file, and those with other flags than the file's."""
+    of_file = {each["content"]: _flags(each) for each in content.get("added_tokens", ())}
+    more = [each for each in named.get("additional_special_tokens") or () if token_of(each)]
+    specials = [token for token in (*special.values(), *map(token_of, more)) if token]
+    if "added_tokens_decoder" in named:
+        listed = sorted(named["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
+        wanted = {each["content"]: _flags(each) for _, each in listed}
+    else:
+        older = sorted(beside.get("added_tokens.json", {}).items(), key=lambda item: int(item[1]))
+        wanted = {token: _flags({"special": token in specials}) for token, _ in older} | of_file
+    objects = [named[name] for name in SPECIAL_NAMES if isinstance(named.get(name), dict)]
+    objects += [each for each in more if isinstance(each, dict)]
+    of_object = {each["content"]: _flags({**each, "special": True}) for each in objects}
+    for token in specials:
+        if token not in of_file and token not in wanted:
+            wanted[token] = of_object.get(token, _flags({"special": True}))
+    wanted = {token: (*flags[:-1], flags[-1] or token in specials) for token, flags in wanted.items()}
+    return tuple((token, flags) for token, flags in wanted.items() if of_file.get(token) != flags)
+
+
+def _flags(token: Mapping[str, Any]) -> tuple[bool, ...]:
+    """A token's flags in the order of FLAGS, with the library's defaults: a token that is not special is normalized."""
+    special = bool(token.get("special", False))
+    return (*(bool(token.get(name, False)) for name in FLAGS[:3]), bool(token.get("normalized", not special)), special)
+
+
+def _parts(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The parts of tokenizer.json replaced by settings of the config: the pre-tokenizer, the normalizer."""
+    changed = {}
+    splits = content.get("pre_tokenizer") or {}
+    wanted = config.get("add_prefix_space", None if KINDS.get(class_of(config)) is KINDS["Llama"] else False)
+    if wanted is not None and splits.get("add_prefix_space", wanted) != wanted:
+        changed["pre_tokenizer"] = {**splits, "add_prefix_space": wanted}
+    normal = content.get("normalizer") or {}
+    if class_of(config) == "Bert" and normal.get("type") == "BertNormalizer":
+        asked = {
+            "lowercase": config.get("do_lower_case", True),
+            "strip_accents": config.get("strip_accents"),
+            "handle_chinese_chars": config.get("tokenize_chinese_chars", True),
+        }
+        if any(normal.get(name) != value for name, value in asked.items()):
+            changed["normalizer"] = {**normal, **asked}
+    return tuple((name, json.dumps(part)) for name, part in changed.items())
+
+
+def _template(
+    config: Mapping[str, Any], kind: _Kind, special: Mapping[str, str | None]
+) -> tuple[str | None, str | None]:
+    """The tokens before and after a prompt, by the config and the class."""
+    asked = (
+        ("bos_token", "add_bos_token", config.get("add_bos_token", kind.begins)),
+        ("eos_token", "add_eos_token", config.get("add_eos_token", False)),
+    )
+    for name, option, wanted in asked:
+        if wanted and special[name] is None:
+            raise ValueError(
+                f"tokenizer_config.json: {option} is true (a {config.get('tokenizer_class')}'s default, or set there), "
+                f"and there is no {name}; name the {name}, or set {option} to false"
+            )
+    before, after = (special[name] if wanted else None for name, _, wanted in asked)
+    return before, after

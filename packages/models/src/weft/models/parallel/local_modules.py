@@ -1,0 +1,329 @@
+"""Modules computing on local tensors, on a mesh that divides nothing but the rows of a batch.
+
+A whole module is then a single op on DTensors: inputs and parameters are unwrapped once and the output is wrapped
+once, where otherwise each op in the module would unwrap and wrap. FSDP2 does the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from weft.kernels.extension import is_compiling, recorded, refusing, sliced, sliced_layout
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
+from weft.reshard import layout_of
+from weft.reshard.extension import (
+    BUCKET_BYTES,
+    kind_of,
+    layout_on,
+    memory_of,
+    of_kind,
+    of_this_world,
+    takes_addends,
+    this_rank,
+    wrap,
+)
+
+from ..layers import ROWWISE, Dropout, hooks_of
+from .styles import is_of_data
+
+
+def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
+    """Make a laid-out model compute on local tensors, on the ranks of a mesh with data axes only.
+
+    Each block, a `rowwise` module in a ModuleList, is a unit of computation. The whole model is the unit if the
+    model is `rowwise`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
+    available all at once, and the buckets of a larger model are to be reduced while backward continues.
+    A unit still computes on DTensors when it is compiled, drops elements or reads other rows; when a module within
+    it has a hook, a replaced forward, or a class that is not `rowwise`; and when its inputs have another layout.
+    Communication: none.
+    """
+    axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
+    if this_rank() not in mesh or not all(map(is_of_data, axes)):
+        return
+    nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    if is_rowwise(model) and not by_block and nbytes <= BUCKET_BYTES:
+        model.forward = partial(_forward, _Unit(model, model.forward))
+        return
+    for blocks in model.modules():
+        for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
+            if is_rowwise(block):
+                block.forward = partial(_forward, _Unit(block, block.forward))
+
+
+def is_rowwise(module: nn.Module) -> bool:
+    """Whether a module computes each row of a batch independently of the other rows."""
+    return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
+
+
+class _Unit:
+    """A module that may compute on local tensors."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.module, self.forward = module, forward  # forward: the module's own
+        self.contents: _Contents | None = None  # as last inspected
+        self.last: Callable[[], _Call | None] = lambda: None  # a weak reference to the last call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
+        """A copy without `contents`, since the module's parameters may have no memory between calls."""
+        memo[id(self)] = copied = _Unit(copy.deepcopy(self.module, memo), self.forward)
+        copied.forward = copy.deepcopy(self.forward, memo)
+        return copied
+
+
+class _Contents:
+    """The modules and parameters within a unit, kept from call to call: an inspection takes as long as several ops."""
+
+    def __init__(self, unit: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
+        self.mesh, replicated = mesh, (Replicate(),) * ndim
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # parameter -> modules that hold it, names there
+        modules = [unit]
+        for module in modules:  # the list grows meanwhile
+            modules += filter(None, module._modules.values())
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    self.users.setdefault(parameter, []).append((module, name))
+        self._modules = modules[1:]
+        self._classes = [*map(type, self._modules)]
+        self._drops = [module for module in self._modules if isinstance(module, Dropout)]
+        self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
+        self._tables: list[list[dict[str, Any]]] = [[m._modules for m in modules], [m._parameters for m in modules]]
+        self._entries = [*map(_values, self._tables)]
+        self.locals = [*map(memory_of, self.users)]  # the parameters' local tensors
+        plain = [each for each in self._entries[1] if each is not None and not isinstance(each, DTensor)]
+        alike = all(_has_layout(parameter, mesh, replicated) for parameter in self.users)
+        known = all(type(module) is nn.ModuleList or is_rowwise(module) for module in self._modules)
+        # Whether the unit may compute on local tensors: all parameters are replicated, and no module has been altered.
+        self.is_eligible = known and alike and not plain and self._is_bare()
+
+    def _is_bare(self) -> bool:
+        """Whether no module has a hook or a replaced forward, is compiled, or drops elements."""
+        if any(self._hooks) or any(module.drops for module in self._drops):
+            return False
+        return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
+
+    def is_current(self, mesh: DeviceMesh) -> bool:
+        """Whether the unit is eligible and another inspection would find the same. Quick, since every call asks."""
+        if not self.is_eligible or mesh is not self.mesh:
+            return False
+        now = [*map(_values, self._tables)]
+        if not all(
+            len(new) == len(old) and all(map(is_, new, old)) for new, old in zip(now, self._entries, strict=True)
+        ):
+            return False
+        same = all(map(is_, map(type, self._modules), self._classes))
+        return same and all(map(is_, map(memory_of, self.users), self.locals)) and self._is_bare()
+
+
+def _values(tables: list[dict[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, tables))]
+
+
+def _has_layout(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
+    on = tensor.device_mesh
+    return (on is mesh or on == mesh) and tensor.placements == placements
+
+
+class _Call:
+    """One call of a unit, and the tensors to unwrap for the call."""
+
+    def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
+        self.unit, self.args, self.kwargs = unit, args, kwargs
+        self.mesh, self.placements, self.kind = x.device_mesh, x.placements, kind_of(x)
+        self.places: list[int | str] = []  # of tensor arguments besides x: positions in args, names in kwargs
+        self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # as in `_Contents`
+        self.operands: list[Tensor] = [x]  # x, the tensors at `places`, the parameters
+        self.locals: list[Tensor] = []  # the parameters' local tensors
+        # lone: no second call of the unit awaits backward. is_over: backward has reached the call's beginning.
+        self.lone, self.is_over = True, False
+
+    def prepare(self) -> bool:
+        """Find the operands. Returns whether the call may run on local tensors."""
+        if not self._add_arguments():
+            return False
+        contents = self.unit.contents
+        if contents is None or not contents.is_current(self.mesh):
+            contents = self.unit.contents = _Contents(self.unit.module, self.mesh, len(self.placements))
+        self.users, self.locals = contents.users, contents.locals
+        self.operands += self.users
+        return contents.is_eligible
+
+    def _add_arguments(self) -> bool:
+        """Add tensor arguments besides x to the operands. Returns whether all arguments allow local tensors."""
+        B_T = self.operands[0].shape[:2]
+        arguments: list[tuple[int | str, Any]] = [*enumerate(self.args[1:], 1), *self.kwargs.items()]
+        for place, each in arguments:
+            if isinstance(each, Tensor):
+                # A plain tensor [B, T] holds all rows of the batch; each rank would need only the rank's rows.
+                alike = (
+                    _has_layout(each, self.mesh, self.placements)
+                    if isinstance(each, DTensor)
+                    else each.shape[:2] != B_T
+                )
+                if each.requires_grad or not alike:
+                    return False
+                self.places.append(place)
+                self.operands.append(each)
+            elif each is not None and not isinstance(each, int):  # a cache, for example
+                return False
+        return True
+
+    def unwrapped(self) -> tuple[Tensor, ...]:
+        """The operands' local tensors, detached."""
+        arguments = self.operands[: 1 + len(self.places)]
+        locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in arguments]
+        return tuple([each.detach() for each in (*locals_, *self.locals)])
+
+    def run(self, x: Tensor, *locals_: Tensor) -> Tensor:
+        """Run the unit's forward on local tensors: x and the remaining operands.
+
+        Drops the references to the operands, which backward must not keep alive.
+        """
+        args, kwargs = [x, *self.args[1:]], dict(self.kwargs)
+        self.args, self.kwargs = (), {}
+        self.operands.clear()
+        for place, local in zip(self.places, locals_, strict=False):
+            if isinstance(place, int):
+                args[place] = local
+            else:
+                kwargs[place] = local
+        try:
+            self._place(locals_[len(self.places) :])
+            output: Tensor = self.unit.forward(*args, **kwargs)
+            return output
+        finally:
+            self._place(self.users)
+
+    def _place(self, tensors: Iterable[Any]) -> None:
+        """Put an entry of `tensors` in place of each parameter, in all modules holding the parameter."""
+        for tensor, users in zip(tensors, self.users.values(), strict=True):
+            for module, name in users:
+                module._parameters[name] = tensor
+
+    def gradients(self, parts: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Tensor | None]:
+        """The operands' gradients as DTensors, given the local gradients.
+
+        The input's gradient has the input's layout. A parameter's gradient is Partial over the axes sharding the
+        rows. A gradient that a GradientSync takes at once is None in the result.
+        parts: the local gradient of each operand.
+        nodes: the autograd node of each operand; empty where the gradients are differentiated.
+        """
+        first, *_ = parts
+        found: list[Tensor | None] = [None] * len(parts)
+        if first is not None:
+            found[0] = of_kind(first, self.kind)
+        kinds: dict[Any, Any] = of_this_world().setdefault(("addends", self.mesh, self.placements), {})
+        take = takes_addends(next(iter(self.users), None)) if self.lone and nodes else None
+        for i, parameter in enumerate(self.users, 1 + len(self.places)):
+            part = parts[i]
+            if part is None:
+                continue
+            kind = kinds.get((kind_of(parameter), part.dtype))
+            if kind is None:
+                kind = kind_of(wrap(part, _layout_of_addends(layout_on(self.mesh, self.placements)), parameter.shape))
+                kinds[kind_of(parameter), part.dtype] = kind
+            if take is None or not _is_added_up(nodes[i]) or not take(parameter, part, kind):
+                found[i] = of_kind(part, kind)
+        return found
+
+
+def _is_added_up(node: Any) -> bool:
+    """Whether the running backward pass adds to the `.grad` of the leaf with this node.
+
+    False in a backward pass for other leaves, and in autograd.grad. torch.autograd.graph asks the same for hooks of
+    several tensors.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # raised in autograd.grad for this leaf
+        return False
+
+
+def _layout_of_addends(rows: Layout) -> Layout:
+    """The layout of a parameter's gradient, given the layout of the rows: Partial over the axes sharding the rows."""
+    axes = zip(rows.mesh.axis_names, rows.mesh.shape, strict=True)
+    return Layout(rows.mesh, {axis: Partial() for axis, size in axes if size > 1 and rows[axis] == Shard(0)})
+
+
+def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
+    """The new forward of a unit: on local tensors if the call allows, else the module's own forward."""
+    x = args[0] if args else None
+    if (
+        isinstance(x, DTensor)
+        and not is_compiling()
+        and all(each.is_replicate() or each.is_shard(0) for each in x.placements)
+    ):
+        call = _Call(unit, args, kwargs, x)
+        if call.prepare():
+            return _computed(call, x)
+    return unit.forward(*args, **kwargs)
+
+
+def _computed(call: _Call, x: DTensor) -> DTensor:
+    """The unit's output as a DTensor, computed on local tensors."""
+    if not torch.is_grad_enabled():
+        return _wrapped(call.run(*call.unwrapped()), x)
+    previous, call.unit.last = call.unit.last(), weakref.ref(call)
+    if previous is not None and not previous.is_over:
+        previous.lone = call.lone = False
+    output: DTensor = recorded(_Wrap, x, call.run(*recorded(_Unwrap, call, *call.operands)))
+    return output
+
+
+def _wrapped(output: Tensor, x: DTensor) -> DTensor:
+    return wrap(output, layout_of(x), (x.shape[0], *output.shape[1:]))
+
+
+class _Unwrap(torch.autograd.Function):
+    """A call's operands as local tensors; backward gives the operands' gradients as DTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        locals_ = call.unwrapped()
+        needed = zip(locals_, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*[local for local, need in needed if not need])
+        return locals_
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.is_over = True
+        if not torch.is_grad_enabled():
+            return None, *ctx.call.gradients(parts, [node for node, _ in ctx.next_functions])
+        with torch.no_grad():
+            gradients = ctx.call.gradients([None if part is None else part.detach() for part in parts], ())
+        return None, *refusing(gradients, *parts)
+
+
+class _Wrap(torch.autograd.Function):
+    """A call's local output as a DTensor with the rows of the input; backward gives the local part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, output: Tensor) -> DTensor:
+        wrapped = _wrapped(output.detach(), x)
+        ctx.layout, ctx.shape = layout_of(wrapped), tuple(wrapped.shape)
+        return wrapped
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[None, Tensor | None]:
+        with torch.no_grad():
+            arrived = layout_of(grad)
+            cut = sliced_layout(arrived, ctx.layout, ctx.shape, grad.dtype)
+            if cut is None and arrived != ctx.layout:
+                raise LayoutError(
+                    f"the gradient of rows laid out as ({ctx.layout}) came as ({arrived}); reshard the result computed "
+                    f"from these rows before it is used"
+                )
+            part = sliced(grad, cut).to_local()
+        return None, refusing([part], grad)[0] if torch.is_grad_enabled() else part

@@ -1,0 +1,260 @@
+"""Messages between pipeline stages: the tensors of a microbatch, from each rank of a stage to its peer in the next
+stage.
+
+The form of a message between stages, as JSON for the receiver: structure, shapes, dtypes and layouts.
+
+JSON and not pickle: forms are told through a store to which strangers may be able to write, and a pickle can run
+any program.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from weft.mesh import Layout, ProcessMesh
+from weft.reshard import layout_of
+from weft.reshard.extension import group_for, kind_of, of_kind, of_this_world, wait_for, world, wrap
+
+from ..styles import PIPELINE_AXIS
+
+_PLAIN = (bool, int, float, str, type(None))  # types known to JSON
+_SEQUENCES: Mapping[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "list": list}
+_MAPPINGS: Mapping[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "OrderedDict": OrderedDict}
+
+
+class Channel:
+    """One direction between two neighboring stages, as seen by one of its two ranks.
+
+    Each channel has a process group of its own, so channels never wait for each other. Sends return at once. The
+    receiver posts the next receive ahead of time. The form of a message (structure, shapes, dtypes, layouts) is
+    told through the world's store, once for each kind of microbatch, with the first message of the kind. Both ranks
+    have the same coordinates in their stages' meshes, so shards correspond.
+    mesh: the mesh of the stages of this rank.
+    forms: the forms of messages that are known beforehand, by kind.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, int],
+        here: int,
+        mesh: ProcessMesh,
+        device: torch.device,
+        forms: Mapping[Any, Any],
+    ) -> None:
+        members = (min(ranks), max(ranks))
+        self._group = group_for(f"pipeline {name}", members, (PIPELINE_AXIS,))
+        self._peer = 1 - members.index(here)  # the rank in the group of the channel's other end
+        self._name, self._mesh, self._device = name, mesh, device
+        made = of_this_world()
+        number = made[self._group] = made.get(self._group, 0) + 1  # counts models with stages on these two ranks
+        self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
+        self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `Sent` in place of each tensor
+        self._looks: dict[Any, Any] = {}  # by kind: the last message's structure and `_look`s, quicker than a form
+        self._expected: dict[Any, _Expected] = {}
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # sends under way, with their buffers
+        self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None  # the receive posted ahead: buffers and works
+
+    def send(self, message: Any, kind: Any) -> None:
+        """Start to send a message, a tree of tensors and small values. kind: equal for microbatches whose messages
+        have one form.
+        """
+        leaves, structure = tree_flatten(message)
+        looks = structure, [_look(leaf) for leaf in leaves]
+        if kind not in self._looks or self._looks[kind] != looks:
+            self._check(message, kind)
+            self._looks[kind] = looks
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        with torch.no_grad():
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self._start((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
+
+    def receive(self, kind: Any, more: bool) -> Any:
+        """The next message. more: whether another message follows; its receive is then posted now."""
+        if kind not in self._expected:
+            if kind not in self._forms:
+                self._forms[kind] = read(world().hear(f"{self._key}, {kind}"))
+            self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
+        expected = self._expected[kind]
+        parts, works = self._ahead or self._receives(expected)
+        for work in works:
+            wait_for(work)
+        self._ahead = self._receives(expected) if more else None
+        return expected.made(parts)
+
+    def finish(self) -> None:
+        """Wait until the peer has received all messages sent."""
+        while self._sent:
+            wait_for(self._sent.popleft()[0])
+
+    def _check(self, message: Any, kind: Any) -> None:
+        """Tell the form of the first message of a kind; compare the form of later messages.
+
+        Raises RuntimeError for a form that differs, and for a form that JSON cannot express.
+        """
+        form = form_of(message)
+        known = self._forms.get(kind)
+        if known is None:
+            try:
+                told = written(form)
+            except TypeError as error:
+                raise RuntimeError(f"pipeline {self._name}: a message between stages has a bad form: {error}") from None
+            world().tell(f"{self._key}, {kind}", told)
+            self._forms[kind] = form
+        elif known != form:
+            raise RuntimeError(
+                f"pipeline {self._name}: microbatches of one kind, {kind}, gave {known} and then {form}; messages "
+                f"between stages must have one form for microbatches of one kind"
+            )
+
+    def _start(self, part: Tensor) -> None:
+        if part.numel():
+            work = dist.isend(part, group=self._group, group_dst=self._peer)
+            assert work is not None, "this rank is in the group"
+            self._sent.append((work, part))
+
+    def _receives(self, expected: _Expected) -> tuple[list[Tensor], list[dist.Work]]:
+        parts = expected.empty()
+        works = [dist.irecv(part, group=self._group, group_src=self._peer) for part in parts if part.numel()]
+        return parts, [work for work in works if work is not None]
+
+
+class _Expected:
+    """Builds the received messages of one form; what these messages have in common is found once."""
+
+    def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
+        self._leaves, self._structure = tree_flatten(form)
+        self._sent = [leaf for leaf in self._leaves if isinstance(leaf, Sent)]
+        self._mesh, self._device = mesh, device
+        self._kinds: dict[int, Any] = {}  # the `kind_of` each DTensor of the message, by position
+
+    def empty(self) -> list[Tensor]:
+        """Buffers for this rank's parts of the message's tensors."""
+        return [torch.empty(sent.local, dtype=sent.dtype, device=self._device) for sent in self._sent]
+
+    def made(self, parts: Sequence[Tensor]) -> Any:
+        """The message, given the received parts."""
+        tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
+        leaves = [next(tensors) if isinstance(leaf, Sent) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._structure)
+
+    def _tensor(self, i: int, part: Tensor, sent: Sent) -> Tensor:
+        if sent.placements is None:
+            return part.requires_grad_(sent.requires_grad)
+        if i not in self._kinds:
+            self._kinds[i] = kind_of(wrap(part, Layout(self._mesh, sent.placements), sent.shape))
+        return of_kind(part, self._kinds[i]).requires_grad_(sent.requires_grad)
+
+
+class Handover:
+    """A channel between two stages on the same rank."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Any] = deque()
+
+    def send(self, message: Any, kind: Any) -> None:
+        """Keep the message, with its tensors detached."""
+        self._kept.append(
+            tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
+        )
+
+    def receive(self, kind: Any, more: bool) -> Any:
+        """The next message."""
+        return self._kept.popleft()
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+
+def _look(leaf: Any) -> Any:
+    """A value that is equal for leaves of the same form."""
+    if isinstance(leaf, DTensor):
+        return kind_of(leaf), leaf.requires_grad
+    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The description of a tensor in the form of a message."""
+
+    local: tuple[int, ...]  # the shape of a rank's part, as sent to the peer
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: tuple[int, ...]  # the global shape
+    placements: str | None  # a DTensor's layout as text; None for a plain tensor
+
+
+def form_of(message: Any) -> Any:
+    """The message with a `Sent` in place of each tensor."""
+    return tree_map(_described, message)
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    local, placements = leaf, None
+    if isinstance(leaf, DTensor):
+        local, placements = leaf.to_local(), str(layout_of(leaf))
+    return Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
+
+
+def written(form: Any) -> bytes:
+    """A form as JSON. Raises TypeError for a value of a type unknown to `read`."""
+    return json.dumps(_as_json(form)).encode()
+
+
+def read(told: bytes) -> Any:
+    """The form written by `written`. Nothing is called by a name in the text; only dtypes are looked up by name.
+
+    Raises ValueError for other text.
+    """
+    try:
+        return _of_json(json.loads(told))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{told[:200]!r} is not the form of a message between stages") from error
+
+
+def _as_json(form: Any) -> Any:
+    if type(form) in _PLAIN:
+        return form
+    if type(form) in _SEQUENCES.values():
+        return {type(form).__name__: [_as_json(each) for each in form]}
+    if type(form) in _MAPPINGS.values():
+        return {type(form).__name__: [[_as_json(key), _as_json(each)] for key, each in form.items()]}
+    if isinstance(form, Sent):
+        dtype = str(form.dtype).removeprefix("torch.")
+        return {"Sent": [form.local, dtype, form.requires_grad, form.shape, form.placements]}
+    raise TypeError(
+        f"a {type(form).__name__} cannot be told to the next stage; use tensors, numbers, text and None, "
+        f"in tuples, lists and dicts"
+    )
+
+
+def _of_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        if type(value) not in _PLAIN:
+            raise TypeError
+        return value
+    ((kind, content),) = value.items()
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_of_json(each) for each in content)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]((_of_json(key), _of_json(each)) for key, each in content)
+    if kind != "Sent":
+        raise TypeError
+    local, name, requires_grad, shape, placements = content
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype) or type(requires_grad) is not bool or not isinstance(placements, str | None):
+        raise TypeError
+    return Sent(tuple(map(int, local)), dtype, requires_grad, tuple(map(int, shape)), placements)

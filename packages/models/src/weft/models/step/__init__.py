@@ -1,0 +1,1 @@
+"""A training step under any plan: its gradients, its communication and memory as predicted, and gradient clipping."""

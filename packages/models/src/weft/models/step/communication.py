@@ -1,0 +1,94 @@
+"""The communication of one rank in a training step, as a value: by phase, kind of collective and mesh axes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # imports torch, which printing a Communication does not need
+    from weft.reshard.extension import Collective
+
+Phase = Literal["forward", "backward", "gradients"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "gradients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """All collectives of the same kind, phase and mesh axes."""
+
+    phase: Phase
+    kind: str  # "all-reduce", ...
+    axes: tuple[str, ...]  # () where unknown
+    nbytes: int  # received by the rank in all `count` collectives; sent bytes are equal, except with uneven parts
+    count: int
+
+    @property
+    def over(self) -> str:
+        """The axes in the mesh's order: "dp x tp"."""
+        return " x ".join(self.axes) or "others"
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """The communication of one rank in a training step, as `record` returns."""
+
+    entries: tuple[Entry, ...] = ()  # in the order in which the rank first issued them
+
+    @classmethod
+    def of(cls, issued: Mapping[Phase, Iterable[Collective]]) -> Communication:
+        """Groups the collectives issued in each phase by kind and axes."""
+        found: dict[tuple[Phase, str, tuple[str, ...]], list[int]] = {}
+        for phase in PHASES:
+            for each in issued.get(phase, ()):
+                found.setdefault((phase, each.kind, each.axes), []).append(each.nbytes)
+        return cls(
+            tuple(
+                Entry(phase=phase, kind=kind, axes=axes, nbytes=sum(sizes), count=len(sizes))
+                for (phase, kind, axes), sizes in found.items()
+            )
+        )
+
+    def select(self, *, phase: Phase | None = None, kind: str | None = None, axis: str | None = None) -> Communication:
+        """The entries of a phase, of a kind, or over axes including `axis`."""
+        return Communication(
+            tuple(
+                each
+                for each in self.entries
+                if phase in (None, each.phase) and kind in (None, each.kind) and (axis is None or axis in each.axes)
+            )
+        )
+
+    @property
+    def count(self) -> int:
+        return sum(each.count for each in self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes received by the rank."""
+        return sum(each.nbytes for each in self.entries)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Kind -> number of collectives."""
+        counts: Counter[str] = Counter()
+        for each in self.entries:
+            counts[each.kind] += each.count
+        return counts
+
+    def __str__(self) -> str:
+        """One line for each phase and set of axes: the collectives by kind, and the bytes received."""
+        groups = dict.fromkeys((each.phase, each.over) for each in self.entries)
+        lines = []
+        for phase, over in groups:
+            part = Communication(tuple(each for each in self.entries if (each.phase, each.over) == (phase, over)))
+            lines.append((phase, over, part.summary, f"{part.nbytes:,} bytes"))
+        wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = (f"{p:{wide[0]}}  {o:{wide[1]}}  {s:{wide[2]}}  {b:>{wide[3]}}" for p, o, s, b in lines)
+        return "\n".join(rows) or "none"
+
+    @property
+    def summary(self) -> str:
+        """ "1 all-gather, 10 all-reduce"; "none" """
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items())) or "none"

@@ -1,0 +1,320 @@
+"""Weights a criterion: the losses of microbatches and ranks then add up to the loss of the whole batch.
+
+Weights of microbatches, and of each rank's rows, in the mean of a criterion without a parameter `denominator`.
+
+The criterion is probed by calls on random numbers. The loss is assumed to be N / D, where N and D are sums over
+tokens, and D depends only on targets. The probe appends a row R of tokens to the rows M of a microbatch, and scales
+R's output; N(R) grows by some x. The loss of R alone grows by x / D(R), and the loss of M and R together by x / (D(M)
++ D(R)). The ratio of both growths gives D(M) / D(R).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels.extension import has_data, of_target
+from weft.mesh import Layout, Partial, Shard
+from weft.reshard import layout_of, reshard, to_global
+from weft.reshard.extension import tensors_of, wrap
+
+from ..parallel.pipeline.run import Microbatch, Pipeline
+
+SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
+CLASSES = 4  # candidates for the added row's class; not all may be ignored
+ALLOWED = 2e-5  # relative rounding error of a mean in float32
+
+
+Criterion = Callable[..., Tensor]
+IGNORED = -100  # torch's ignore_index
+
+_signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
+
+
+def weighing(
+    criterion: Criterion, parts: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
+) -> Criterion:
+    """Weights the criterion, for the losses of microbatches to add up to the loss of the whole batch.
+
+    targets: of the whole batch.
+    A criterion with a parameter `denominator` gets the whole batch's. Ranks that have all targets count them before
+    the step. Counting inside the criterion would make all ranks wait for each other between forward and backward.
+    Communication: for sharded targets in several microbatches, the sum of a number or two.
+    """
+    parameters = _parameters(criterion)
+    options = {name: each.default for name, each in parameters.items()} | getattr(criterion, "keywords", {})
+    if "denominator" not in parameters:
+        is_whole = len(parts) == 1 and not sharded_axes(parts[0].targets)
+        return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in parts], pipeline)
+    if options.get("reduction") == "sum" or options["denominator"] not in (None, inspect.Parameter.empty):
+        return criterion
+    weight = options.get("weight")
+    has_all_targets = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
+    if len(parts) == 1 and (weight is not None or not has_all_targets):
+        return criterion
+    index = options.get("ignore_index", IGNORED)
+    if not isinstance(weight, Tensor):
+        total = _total(targets, index, None)
+        return lambda output, target: criterion(output, target, denominator=total)
+    total = _total(targets, index, weight)
+    if not options.get("z_loss"):
+        return lambda output, target: criterion(output, target, denominator=total)
+    # z-loss is unweighted and divided by the number of tokens. Weights scaled by tokens / total share this
+    # denominator.
+    tokens = _total(targets, index, None)
+    scaled = _scaled_weight(weight, tokens / total)
+    return lambda output, target: criterion(output, target, weight=scaled, denominator=tokens)
+
+
+def _parameters(criterion: Criterion) -> Mapping[str, inspect.Parameter]:
+    """The criterion's signature, cached for functions: reading a signature takes longer than counting the tokens."""
+    if not isinstance(criterion, FunctionType):
+        return inspect.signature(criterion).parameters
+    if criterion not in _signatures:
+        _signatures[criterion] = inspect.signature(criterion).parameters
+    return _signatures[criterion]
+
+
+def _total(targets: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
+    """The number of tokens not ignored, or the sum of their classes' weights: a plain scalar."""
+    classes = to_global(weight) if isinstance(weight, DTensor) else weight
+    dtype = torch.float32 if weight is None else torch.float64
+    return summed(of_target(classes, local_of(targets).flatten(), ignored, dtype).sum(), targets)
+
+
+def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
+    """Class weights times a factor, in float64."""
+    if isinstance(weight, DTensor):
+        return wrap(weight.to_local().double() * factor, layout_of(weight), weight.shape)
+    return weight.double() * factor
+
+
+class ProbedCriterion:
+    """A criterion without a parameter `denominator`, weighted by its shares, see `shares`.
+
+    targets: of each microbatch. Where tokens are sharded, the criterion gets plain tensors of the rank's own tokens,
+    or DTensors where classes are sharded.
+    """
+
+    def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
+        self._criterion, self._targets, self._pipeline = criterion, targets, pipeline
+        self._shares: Shares | None = None
+        self._why: str | None = None  # why the criterion is refused; `finish` tells the other stages
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        if self._shares is None:
+            self._shares = find_shares(self._criterion, output, self._targets)
+        shares, number = self._shares, next(i for i, each in enumerate(self._targets) if each is target)
+        if shares.why is not None:
+            loss = self._criterion(output, target) if len(self._targets) == 1 else None
+            if loss is not None and not _is_averaged(loss):
+                return loss
+            if self._pipeline is None:
+                raise self._refused(shares.why)
+            self._why = shares.why
+            # Zero lets the step run to the end; `finish` raises the error.
+            zero_loss: Tensor = local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
+            return _partial_loss(zero_loss, target)
+        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not sharded_axes(target):
+            return self._weighted(output, target, shares.whole[number])
+        if layout_of(output) != layout_of(target):  # classes are sharded
+            loss = self._weighted(output, target, shares.whole[number])
+            if not _is_averaged(loss):
+                return loss
+            output = reshard(output, placements=layout_of(target))
+        return _partial_loss(self._weighted(output.to_local(), local_of(target), shares.own[number]), target)
+
+    def finish(self) -> None:
+        """Raises ValueError on every stage where the last stage found no weights.
+
+        Communication: with stages, the sum of a number.
+        """
+        if self._pipeline is None:
+            return
+        found = torch.tensor(float(self._why is not None), device=self._targets[0].device)
+        if self._pipeline.sum_over_stages(found).item():
+            raise self._refused(self._why or "see the error of a rank of the last stage")
+
+    def _weighted(self, output: Any, target: Tensor, share: float) -> Tensor:
+        """The criterion's loss times `share`.
+
+        With share 0, no token counts and the loss is NaN: returns 0 times the loss of labels that count.
+        """
+        if share:
+            return self._criterion(output, target) * share
+        assert self._shares is not None, "shares were found before"
+        label = torch.full_like(local_of(target), self._shares.label)
+        others = wrap(label, layout_of(target), target.shape) if isinstance(target, DTensor) else label
+        zero_loss = self._criterion(output, others)
+        return zero_loss * 0 if isinstance(zero_loss, DTensor) else zero_loss.nan_to_num(0, 0, 0) * 0
+
+    def _refused(self, why: str) -> ValueError:
+        name = getattr(self._criterion, "__name__", type(self._criterion).__name__)
+        return ValueError(
+            f"the criterion {name} cannot be weighed over {len(self._targets)} microbatches and the ranks' tokens: "
+            f"{why}. Let it return a sum divided by a parameter `denominator`, which is given the number of tokens "
+            f"of the whole batch whose target is not {IGNORED}; or take weft.kernels.cross_entropy with its options; "
+            f"or one microbatch"
+        )
+
+
+def _partial_loss(addend: Tensor, target: Tensor) -> Tensor:
+    """A rank's addend of the loss; as a Partial DTensor where the targets are a DTensor."""
+    if not isinstance(target, DTensor):
+        return addend
+    added: Tensor = _PartialLoss.apply(addend, layout_of(target))  # type: ignore[no-untyped-call]
+    return added
+
+
+def _is_averaged(loss: Tensor) -> bool:
+    """Whether torch averaged the ranks' losses, regardless of the number of tokens on each rank."""
+    return isinstance(loss, DTensor) and any(each == Partial("avg") for each in layout_of(loss).placements)
+
+
+class _PartialLoss(torch.autograd.Function):
+    """Wraps a rank's addend of a loss as a DTensor, Partial over the axes sharding the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, addend: Tensor, tokens: Layout) -> DTensor:
+        return wrap(addend.detach(), Layout(tokens.mesh, dict.fromkeys(sharded_in(tokens), Partial())), ())
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return grad.to_local(), None
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The weights of microbatches in the loss of the whole batch, or the reason why no weights exist."""
+
+    own: Sequence[float]  # by microbatch: of this rank's tokens
+    whole: Sequence[float]  # by microbatch: of all tokens
+    label: int = 0  # a class not ignored by the criterion
+    why: str | None = None  # why the criterion cannot be weighted; else None
+
+
+def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) -> Shares:
+    """Finds the weights of microbatches in a criterion's loss of the whole batch.
+
+    output: the model's output for the first microbatch; only shape and dtype are used.
+    targets: of each microbatch, plain or DTensors.
+    The criterion is called with plain tensors of random numbers: for each microbatch three times in full size, and a
+    few times with a single row; twice as often where tokens of a row are on several ranks.
+    Communication: for sharded targets, the sum of a few numbers. The host waits for the device.
+    """
+    first = targets[0]
+    if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[:1] != first.shape[:1]:
+        return Shares((), (), why="the model's output is not one tensor with a row for each row of targets")
+    class_dim = next((i for i, (a, b) in enumerate(zip(output.shape, first.shape, strict=False)) if a != b), first.ndim)
+    dims = {0, *_dims(first)} if isinstance(first, DTensor) else {0}
+    results, why, has_values = [], "", has_data(output) and not output.is_meta
+    for target in map(local_of, targets) if has_values else ():
+        sample = (*target.shape[:class_dim], *output.shape[class_dim:])
+        try:
+            of_dims = [_probe(criterion, sample, output, target, dim) for dim in sorted(dims)]
+        except Exception as error:  # any error of the caller's criterion
+            of_dims = [_ProbeResult(0.0, False, False)]
+            why = f"with plain tensors of random numbers it raises {type(error).__name__}: {error}"
+        fits = all(each.is_mean for each in of_dims), all(each.is_sum for each in of_dims)
+        results.append(_ProbeResult(of_dims[0].size, *fits, max(each.label for each in of_dims)))
+    sizes = [each.size for each in results] or [1.0] * len(targets)
+    failed = [float(sum(not each.is_mean for each in results)), float(sum(not each.is_sum for each in results))]
+    numbers = summed(torch.tensor([*sizes, *failed], dtype=torch.float64, device=output.device), first)
+    if not has_values:
+        return Shares([1 / len(targets)] * len(targets), [1 / len(targets)] * len(targets))
+    *totals, no_means, no_sums = numbers.tolist()
+    label = max(each.label for each in results)
+    if no_sums == 0:
+        return Shares([1.0] * len(targets), [1.0] * len(targets), label)
+    if no_means:
+        return Shares(
+            (), (), why=why or "its loss of all tokens is not the mean of its losses of some, by one denominator"
+        )
+    total = sum(totals) or math.nan
+    return Shares([each / total for each in sizes], [each / total for each in totals], label)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A plain tensor as it is; a DTensor's local tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_in(layout: Layout) -> tuple[str, ...]:
+    """The mesh axes of at least two ranks that shard a tensor of this layout."""
+    mesh = layout.mesh
+    return tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and isinstance(layout[a], Shard))
+
+
+def sharded_axes(tensor: Any) -> tuple[str, ...]:
+    """The mesh axes of at least two ranks that shard a tensor; none for a plain tensor."""
+    return sharded_in(layout_of(tensor)) if isinstance(tensor, DTensor) else ()
+
+
+def _dims(tensor: DTensor) -> set[int]:
+    """The dims sharded over at least two ranks."""
+    layout = layout_of(tensor)
+    return {each.dim for axis in sharded_in(layout) if isinstance(each := layout[axis], Shard)}
+
+
+def summed(numbers: Tensor, targets: Tensor) -> Tensor:
+    """Sums plain numbers over the mesh axes that shard the targets, by one all-reduce; a plain tensor."""
+    if not isinstance(targets, DTensor):
+        return numbers
+    layout = Layout(layout_of(targets).mesh, dict.fromkeys(sharded_axes(targets), Partial()))
+    return reshard(wrap(numbers, layout, numbers.shape)).to_local()
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeResult:
+    """The result of probing a criterion on one microbatch's targets."""
+
+    size: float  # D of the targets, relative to D of a token of class `label`
+    is_mean: bool  # losses fit N / D
+    is_sum: bool  # losses fit N
+    label: int = 0  # class of the added tokens
+
+
+@torch.no_grad()
+def _probe(criterion: Criterion, shape: Sequence[int], like: Tensor, target: Tensor, dim: int) -> _ProbeResult:
+    """Probes a criterion with plain targets and an output of `shape`, to which tokens are added along `dim`.
+
+    The added tokens have the same class: the first class not ignored by the criterion.
+    """
+    if target.numel() == 0:
+        return _ProbeResult(0.0, True, True)
+    size, dtype = shape[dim], torch.promote_types(like.dtype, torch.float32)
+    generator = torch.Generator(like.device).manual_seed(0)
+    both = torch.randn(
+        (*shape[:dim], size + 1, *shape[dim + 1 :]), dtype=dtype, device=like.device, generator=generator
+    )
+    mine, added = both.narrow(dim, 0, size), both.narrow(dim, size, 1)
+    for label in range(min(CLASSES, *shape[target.ndim :])):
+        one = torch.full_like(target.narrow(dim, 0, 1), label)
+        before, after = (float(criterion((added * scale).contiguous(), one)) for scale in (1.0, SCALE))
+        if math.isfinite(after - before) and abs(after - before) > 1e3 * ALLOWED * abs(after):
+            break
+    else:
+        return _ProbeResult(0.0, False, False)
+    classes = torch.cat([target, one], dim)
+    alone, low = float(criterion(mine.contiguous(), target)), float(criterion(both, classes))
+    added *= SCALE
+    high = float(criterion(both, classes))
+    is_sum = _are_equal(low, before + alone, before, alone) and _are_equal(high, after + alone, after, alone)
+    if not math.isfinite(alone):  # 0 / 0: every token is ignored
+        return _ProbeResult(0.0, _are_equal(low, before), False, label)
+    ratio = (after - before) / (high - low) - 1 if high != low else math.nan
+    is_mean = ratio > -ALLOWED and _are_equal(low, (before + ratio * alone) / (1 + ratio), before, alone)
+    return _ProbeResult(max(ratio, 0.0) * one.numel(), is_mean, is_sum, label)
+
+
+def _are_equal(loss: float, expected: float, *parts: float) -> bool:
+    """Whether a loss equals `expected` up to rounding. parts: the losses it is computed from."""
+    return abs(loss - expected) <= ALLOWED * (abs(loss) + sum(map(abs, parts)))

@@ -1,0 +1,120 @@
+"""The communicating part of a training step: forward, backward, gradient sync and clipping.
+
+Training runs `find_gradients` on data; the recording behind predictions and `weft explain` runs it on shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from weft.reshard import GradientSync
+from weft.reshard.extension import with_fixed_parameters
+
+from ..losses import LossSum, first_gradient, without_graph
+from ..parallel.parallelize import pipeline_of
+from ..parallel.pipeline.run import Microbatch
+from ..tracing import traced
+from .clip import clip_gradients
+from .communication import Phase
+from .criterion import Criterion
+
+Computing = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The results of `find_gradients`: tensors on the device."""
+
+    loss: Tensor  # scalar: the loss of the whole batch, the same on every rank
+    local_loss: Tensor  # scalar: this rank's part of the loss
+    grad_norm: Tensor | None  # scalar: the norm of the gradients before clipping; None without clip_norm
+
+
+@with_fixed_parameters
+def find_gradients(
+    model: nn.Module,
+    criterion: Criterion,
+    microbatches: Sequence[Microbatch],
+    sync: GradientSync,
+    *,
+    clip_norm: float | None = None,
+    ended: Callable[[Phase], None] = lambda phase: None,
+    computing: Computing = nullcontext,
+) -> Found:
+    """Forward, backward, gradient sync, and clipping if `clip_norm` is given.
+
+    Afterwards the parameters' gradients are ready for the optimizer.
+    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
+    ended: called after the forward and after the backward of each microbatch, and once at the end, with the phase of
+    the collectives issued since the last call.
+    computing: the context for the model and the criterion, as autocast.
+    Communication, by phase:
+    "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
+    "backward": the plan's collectives in reverse, and full buckets of gradients;
+    "gradients": the remaining buckets, gradients shared between pipeline stages, the norm, and under a pipeline the
+    sum of the losses and the transfer of the sum to all stages.
+    """
+    losses: list[Tensor] = []
+
+    def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
+        with computing():
+            loss = criterion(output, microbatch.targets)
+        losses.append(without_graph(loss))
+        return loss
+
+    pipeline, like = pipeline_of(model), next(model.parameters())
+    total: LossSum | None = None
+    if pipeline is not None:
+        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, ended)
+    for i, microbatch in enumerate(microbatches if pipeline is None else ()):
+        is_last = i + 1 == len(microbatches)
+        with nullcontext() if is_last else sync.paused():
+            with traced("forward"):
+                with computing():
+                    output = model(*microbatch.args, **microbatch.kwargs)
+                loss = loss_of(output, microbatch)
+            # not awaited here: otherwise no rank would start backward before all have finished forward
+            if is_last:
+                total = LossSum(losses, like.device, like.dtype)
+            ended("forward")
+            with traced("backward"):
+                loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
+        ended("backward")
+    ended("backward")
+    with traced("sync"):
+        total = total or LossSum(losses, like.device, like.dtype)
+        sync.wait()
+        whole = total.wait()
+        if pipeline is not None:
+            pipeline.add_shared(model)
+            whole = pipeline.sum_over_stages(whole)
+    norm = None
+    if clip_norm is not None:
+        with traced("clip"):
+            norm = clip_gradients(model, clip_norm)
+    ended("gradients")
+    return Found(whole, total.local, norm)
+
+
+@with_fixed_parameters
+def find_loss(
+    model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], computing: Computing = nullcontext
+) -> Tensor:
+    """The sum of the microbatches' losses, on every rank, without gradients.
+
+    Communication: the model's forward, a single sum of the losses, and the transfers between pipeline stages.
+    """
+    pipeline, like = pipeline_of(model), next(model.parameters())
+    with torch.no_grad(), computing():
+        if pipeline is None:
+            outputs = [model(*each.args, **each.kwargs) for each in microbatches]
+        else:
+            outputs = pipeline.forward(model, microbatches)
+        losses = [criterion(output, each.targets) for output, each in zip(outputs, microbatches, strict=bool(outputs))]
+        total = LossSum(losses, like.device, like.dtype).wait()
+        return total if pipeline is None else pipeline.sum_over_stages(total)

@@ -1,0 +1,283 @@
+"""`record`: runs a training step of any model on shapes, and returns the communication of one rank of any mesh."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import Layout, ProcessMesh, Shard
+from weft.mesh.extension import as_mesh
+from weft.reshard import GradientSync, distribute
+from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, recording
+
+from ..losses import first_gradient
+from ..parallel import ParallelPlan, parallelize
+from ..parallel.parallelize import own_plan, pipeline_of
+from ..parallel.parameter_layouts import layouts_of, shapes_of
+from ..parallel.pipeline.messages import form_of
+from ..parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
+from ..parallel.plan import without_pipeline
+from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
+from ..schedules.schedule import Schedule
+from .communication import Communication, Phase
+from .criterion import Criterion, ProbedCriterion, weighing
+from .find_gradients import find_gradients
+from .forward_backward import divide
+
+
+def record(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None = None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None = None,
+    rank: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
+) -> Communication:
+    """Predicts what `rank` communicates in a training step of `model` on `mesh` under `plan`, without processes.
+
+    A copy of the model is laid out by `parallelize`, and runs forward, backward and gradient buckets on tensors
+    without data. Collectives are recorded where they would start. The result therefore holds for every module, plan
+    and criterion that can run, and equals what the program itself issues.
+    model: not parallel yet, on any device; unchanged. plan: None for the model's own.
+    batch: the global shape [B, T] of int64 tokens and targets; or two tensors, of which only shapes and dtypes are
+        used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
+    criterion: of the model's output and targets, a scalar; None: the mean cross-entropy over all tokens.
+    inputs: further arguments of the model, by name, like `dropout_key`.
+    clip_norm: includes the gradient norm's communication, as in a step with clipping.
+    microbatches: as for `forward_backward`, whose step is run where there are several. 1 leaves the number to the
+        plan's pipeline.
+    bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`.
+    With stages, the rank's own stages run by its schedule. A send counts as 0 bytes: bytes count at the receiver.
+    Cost: the host time of one rank's step; with stages also of the whole model on a microbatch, to find the messages
+        between stages. The cost does not grow with the mesh. A rank outside the mesh communicates nothing.
+    Communication: none; no process group is needed or touched.
+    Raises ValueError for an already parallel model, a negative rank, a batch that is neither shape nor tensors,
+        microbatches that do not divide the batch, and as `parallelize`; and whatever the model raises when it reads a
+        tensor's values.
+    """
+    return run_on_shapes(
+        model,
+        mesh,
+        plan,
+        batch=batch,
+        criterion=criterion,
+        rank=rank,
+        inputs=inputs,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        bucket_bytes=bucket_bytes,
+        reduce_dtype=reduce_dtype,
+    ).communication
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A rank's step after a run on shapes."""
+
+    communication: Communication = field(default_factory=Communication)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # global shapes of the rank's parameters
+    layouts: Mapping[str, Layout | None] = field(default_factory=dict)  # layouts of the same parameters
+    schedule: Schedule | None = None  # the pipeline's
+
+
+def run_on_shapes(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None = None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None = None,
+    rank: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
+) -> Step:
+    """As `record`, but also returns the parameters' layouts and the pipeline's schedule."""
+    issued: dict[Phase, list[Collective]] = {}
+    with on_shapes(
+        model,
+        mesh,
+        plan,
+        batch=batch,
+        criterion=criterion,
+        rank=rank,
+        inputs=inputs,
+        microbatches=microbatches,
+        bucket_bytes=bucket_bytes,
+        reduce_dtype=reduce_dtype,
+    ) as ready:
+        if ready is None:
+            return Step()
+        recorded, pipeline = ready.recorded, pipeline_of(ready.model)
+
+        def ended(phase: Phase) -> None:
+            issued.setdefault(phase, []).extend(recorded.take_each())
+
+        recorded.take_each()
+        ready.run(ended, clip_norm=clip_norm)
+        return Step(
+            Communication.of(issued),
+            shapes_of(ready.model),
+            layouts_of(ready.model),
+            None if pipeline is None else pipeline.schedule,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A rank's step before a run on shapes, as yielded by `on_shapes`."""
+
+    model: nn.Module  # the rank's part of the parallel model
+    criterion: Criterion
+    microbatches: Sequence[Microbatch]
+    sync: GradientSync
+    recorded: Recorded
+
+    def run(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
+        """Runs forward, backward and gradient sync. ended, clip_norm: as for `find_gradients`."""
+        find_gradients(self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, ended=ended)
+
+
+@contextmanager
+def on_shapes(
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None,
+    *,
+    batch: Sequence[int] | tuple[Tensor, Tensor],
+    criterion: Criterion | None,
+    rank: int,
+    inputs: Mapping[str, Any] | None,
+    microbatches: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
+) -> Iterator[Ready | None]:
+    """Prepares the step of `record`, to be run within the context. Yields None for a rank without a stage.
+
+    Arguments and errors: as for `record`.
+    """
+    mesh = as_mesh(mesh)
+    if rank < 0:
+        raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
+    tokens, targets = _on_meta(batch)
+    compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
+    with recording(mesh, rank) as recorded, torch.device("meta"):
+        plan = own_plan(model) if plan is None else plan
+        if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
+            yield None
+            return
+        parallel = parallelize(_meta_copy(model), mesh, plan)
+        pipeline = pipeline_of(parallel)
+        count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
+        if tokens.ndim == 2 and tokens.shape == targets.shape:
+            parts = divide(parallel, tokens, targets, count, inputs or {})
+        elif count == 1:
+            laid_out, target = _by_rows(mesh, tokens, targets)
+            parts = [Microbatch(args=(laid_out,), kwargs=dict(inputs or {}), targets=target)]
+        else:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
+                f"divided into {count} microbatches; give both as [B, T]"
+            )
+        weighted = weighing(compute, parts, targets)
+        # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
+        # training loop of the caller's own.
+        if len(parts) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
+            compute = weighted
+        if pipeline is not None:
+            pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, parts[0], compute)
+        sync = GradientSync(parallel, bucket_bytes=bucket_bytes, dtype=reduce_dtype)
+        try:
+            yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
+        finally:
+            sync.close()
+
+
+def _mean_cross_entropy(targets: Tensor) -> Criterion:
+    return partial(cross_entropy, denominator=float(math.prod(targets.shape)))
+
+
+def _by_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Lays out tokens and targets that are not [B, T]: rows over "dp" only."""
+    if mesh.size == 1:
+        return tokens, targets
+    rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
+    return distribute(tokens, rows), distribute(targets, rows)
+
+
+def _message_forms(
+    model: nn.Module, pipeline: Pipeline, plan: ParallelPlan, microbatch: Microbatch, criterion: Criterion
+) -> dict[tuple[str, int], dict[Any, Any]]:
+    """The forms of all messages between stages, from a run of all stages at this rank's place in the stage mesh."""
+    layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
+    parallelize(model, pipeline.stage_mesh, without_pipeline(plan))
+    input_forms: dict[int, Any] = {}
+    gradients: dict[int, list[Tensor | None]] = {}
+
+    def note(stage: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            input_forms[stage] = form_of(output)
+            followed = differentiable(output)
+            gradients[stage] = [None] * len(followed)
+            for i, each in enumerate(followed):
+                each.register_hook(partial(gradients[stage].__setitem__, i))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    for stage, (start, _) in enumerate(ranges[1:], 1):
+        model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
+    loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
+    go_back(loss, [first_gradient(each) for each in loss])
+    forward = {("F", stage): {microbatch.kind: form} for stage, form in input_forms.items()}
+    return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
+
+
+def _on_meta(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens and targets on the meta device."""
+    first, second = batch if len(batch) == 2 else (None, None)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.to("meta"), second.to("meta")
+    if not batch or not all(isinstance(size, int) and size > 0 for size in batch):
+        raise ValueError(
+            f"batch is {batch!r}; give the global shape of tokens and targets, as (8, 64), or the two tensors"
+        )
+    shape = tuple(int(size) for size in batch if not isinstance(size, Tensor))
+    tokens, targets = (torch.empty(shape, dtype=torch.long, device="meta") for _ in range(2))
+    return tokens, targets
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device; never copies data, and keeps tied parameters tied."""
+    copies: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name} of {type(model).__name__} is a DTensor: the model is parallel already; record it "
+                f"before parallelize, or a model of the same config built under torch.device('meta')"
+            )
+        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for module in model.modules():
+        tensors = (
+            *module.buffers(recurse=False),
+            *(each for each in vars(module).values() if isinstance(each, Tensor)),
+        )
+        copies |= {id(each): each.detach().to("meta") for each in tensors}
+    return copy.deepcopy(model, copies)

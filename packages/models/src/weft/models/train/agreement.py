@@ -1,0 +1,235 @@
+"""What the ranks of a run agree on: the rendezvous at the start, the step at which a signal stops the run, and the
+names of silent ranks after a timeout.
+
+Find the silent ranks after a collective has timed out.
+
+`train` asks with `RollCall.call`, and the run ends with an error naming these ranks.
+
+Rendezvous of a launcher's processes, including restarts after a failure.
+
+`launch` calls `meet` before initializing the process group.
+
+Stop a run on SIGTERM or Ctrl-C after the same step on every rank.
+
+The training loop uses a single `StopVote` per run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
+LOOK_SECONDS = 0.02  # between two looks at the store
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+EVERY_SECONDS = 1.0  # between two looks at the store for a question
+ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
+STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond
+ASKED, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
+
+
+class Unanswered(RuntimeError):
+    """A roll call found ranks that do not answer; the message names them."""
+
+    def __init__(self, message: str, is_told: bool) -> None:
+        """is_told: whether this rank prints the message. Only a single rank does, unless the store is silent."""
+        super().__init__(message)
+        self.is_told = is_told
+
+
+class RollCall:
+    """Context in which a thread of each rank answers roll calls with the rank's current activity.
+
+    Questions and answers go through the world's store. A stopped process does not answer.
+    doing: returns this rank's activity in words, as "step 3, forward".
+    keeper: the store's host process in words. While the host is stopped, the store answers nobody.
+    Communication: a read of the store per second, beside the run.
+    """
+
+    def __init__(self, doing: Callable[[], str], keeper: str) -> None:
+        self._doing, self._store, self._keeper = doing, _get_default_store(), keeper
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+
+    def __enter__(self) -> RollCall:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join(STORE_SECONDS)
+
+    def call(self, seconds: float) -> Unanswered:
+        """Ask all ranks for their activity; return an error naming the silent ranks.
+
+        If all ranks answer, the error names the ranks whose activity differs from this rank's.
+        seconds: how long the collective was waited for, for the message.
+        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints an error,
+        because ranks know nothing of each other. If the store is gone, the host has ended and printed the reason.
+        """
+        found: list[Unanswered] = []
+
+        def ask() -> None:
+            try:
+                found.append(self._ask(seconds))
+            except RuntimeError:
+                found.append(Unanswered(f"{self._keeper} has ended", False))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(ANSWER_SECONDS + STORE_SECONDS)
+        if found:
+            return found[0]
+        return Unanswered(
+            f"{self._keeper} did not answer for {seconds:g} s, while rank {self._rank} waited in {self._doing()}",
+            True,
+        )
+
+    def _ask(self, seconds: float) -> Unanswered:
+        """Ask through the store; see `call`."""
+        is_told = self._store.add(CALLER, 1) == 1
+        self._store.set(ASKED, "")
+        end = time.monotonic() + ANSWER_SECONDS
+        while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
+            time.sleep(0.1)
+        silent = [rank for rank in range(self._ranks) if rank not in answers]
+        here = self._doing()
+        if silent:
+            return Unanswered(
+                f"{named_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}", is_told
+            )
+        behind = [rank for rank, doing in answers.items() if doing != here]
+        where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
+        return Unanswered(
+            f"a collective did not finish in {seconds:g} s: this rank waits in {here}; "
+            f"{where or 'all other ranks do too'}",
+            is_told,
+        )
+
+    def _answers(self) -> dict[int, str]:
+        """The answers received by now, by rank."""
+        keys = {rank: f"{ASKED}/{rank}" for rank in range(self._ranks)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def _answer(self) -> None:
+        """The thread of each rank: wait for a question, then write this rank's activity into the store."""
+        with suppress(RuntimeError):  # the store is gone because the run has ended
+            while not self._store.check([ASKED]):
+                if self._over.wait(EVERY_SECONDS):
+                    return
+            self._store.set(f"{ASKED}/{self._rank}", self._doing())
+
+
+def is_silence(error: RuntimeError) -> bool:
+    """Whether a collective failed because some rank did not join in time."""
+    # If an earlier collective on the same connection timed out, gloo says "Application timeout".
+    return any(word in str(error) for word in ("imed out", "imeout"))
+
+
+def named_ranks(ranks: list[int]) -> str:
+    """The ranks in words: "rank 3", "ranks 0, 1"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def meet(timeout: float) -> dict[str, Any]:
+    """The arguments store, rank and world_size for `init_process_group`.
+
+    Taken from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    timeout: seconds to wait for each rank. Communication: the ranks meet in the store.
+    Raises RuntimeError if a rank is missing after `timeout` seconds.
+    """
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    return {"store": of_this_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
+
+
+def keeper_of_store() -> str:
+    """The host process of the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
+
+    Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE.
+    """
+    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+
+
+def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:
+    """A part of the store without keys of earlier attempts of this run.
+
+    torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
+    part, restarted processes would read keys of dead processes, for example addresses. The agent's restart count
+    cannot name the part: a restarted agent counts from 0 again.
+    Rank 0 therefore draws a random name and stores it under NAME. Every other rank writes a random word under this
+    name, and trusts the name only once rank 0 has returned the word. Under the name of an earlier attempt nobody
+    returns it.
+    Raises RuntimeError if a rank does not come within `timeout` seconds.
+    """
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set(NAME, name)
+        for other in range(1, ranks):
+            store.set(f"{name}/heard/{other}", store.get(f"{name}/here/{other}").decode())
+        return PrefixStore(name, store)
+    word, end = uuid.uuid4().hex, time.monotonic() + timeout
+    while time.monotonic() < end:
+        name = store.get(NAME).decode()
+        store.set(f"{name}/here/{rank}", word)
+        answer = f"{name}/heard/{rank}"
+        if store.check([answer]) and store.get(answer).decode() == word:
+            return PrefixStore(name, store)
+        time.sleep(LOOK_SECONDS)
+    raise RuntimeError(f"rank 0 has not answered rank {rank} for {timeout:g} s at the start of the run")
+
+
+class StopVote:
+    """A vote in every step on whether to stop the run.
+
+    `begin` sends whether this rank has received a signal; `end` returns the result.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        """timeout: seconds to wait for a rank. Communication: a new process group of all ranks."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._heard = 0
+        self._voting: tuple[torch.Tensor, dist.Work] | None = None
+
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Context in which SIGTERM and SIGINT are only recorded for the next vote."""
+        before = {each: signal.signal(each, self._hear) for each in SIGNALS}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def begin(self) -> None:
+        """Start the vote. Communication: an all-reduce of a byte, concurrent with the step."""
+        heard = torch.tensor([self._heard], dtype=torch.uint8)
+        work = dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        self._voting = heard, work
+
+    def end(self) -> int:
+        """Finish the vote: the signal received by any rank before the step began, or 0; the same on every rank."""
+        assert self._voting is not None, "a vote was begun"
+        heard, work = self._voting
+        work.wait()
+        return int(heard)
+
+    def _hear(self, signum: int, frame: object) -> None:
+        """Signal handler: record the signal."""
+        self._heard = signum

@@ -1,0 +1,143 @@
+"""Measurements of a training step: floating-point operations, memory, collectives issued, and profiler traces.
+
+Floating-point operations of a training step, and the peak of the chip, for the metrics tflops and mfu.
+
+Memory used by this process, and memory of the device. `Trainer` logs both.
+
+Count the collectives really issued by a step, by watching torch's dispatcher.
+
+`Trainer.first_step` compares the count with the prediction, and tests assert the count.
+
+torch profiler traces of a few steps, a file per rank (`--profile`).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.profiler import profile, schedule
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft.reshard.extension import Collective, axes_of_group, bytes_of_call, group_named, group_of_call, kind_of_op
+
+from ..config import ModelConfig
+from .config import PROFILED_FROM, PROFILED_STEPS
+
+# Peak FLOP/s of dense bfloat16 matrix products, by a part of the device's name; the first match counts. From the
+# makers' data sheets.
+_BF16_PEAKS = (
+    ("B200", 2250e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1307e12),
+    ("MI325X", 1307e12),
+)
+
+
+def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
+    """Floating-point operations of a training step per token, in sequences of T tokens.
+
+    6 for each weight in a matrix product, plus 12 T for each feature of a layer's attention. A causal mask does not
+    lower the count: Chowdhery et al., "PaLM" (2022), appendix B, which published shares of the peak follow.
+    multiplying: the number of weights in matrix products; None takes the config's number.
+    """
+    weights = model.num_parameters - model.num_looked_up if multiplying is None else multiplying
+    return 6 * weights + 12 * model.num_layers * model.attention_width * T
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of matrix products on this device; None for chips not in the table, and for float32."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes until now: allocated on a GPU, or resident in the process if `device` is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of the GPU, or, if `device` is a CPU, of the machine, whose processes share it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every collective issued inside `with CollectiveCount() as count:`, then `count.issued`.
+
+    As a `TorchDispatchMode`, the counter sees collectives issued by any code, including DTensor.
+    The axes of a collective are the mesh axes for which the process group was first requested; () for groups made
+    outside Weft.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then runs local ops, and this mode sees the collectives among the local ops
+        output = func(*args, **(kwargs or {}))
+        kind = kind_of_op(func.namespace, func.__name__)
+        if kind is not None:
+            group = group_of_call(args)
+            group = group_named(group) if isinstance(group, str) else group or dist.group.WORLD
+            assert group is not None, "a collective has a group"
+            nbytes = bytes_of_call(kind, group.size(), group.rank(), args, output)
+            self._seen.append(Collective(kind, axes_of_group(group.group_name), nbytes))
+        return output
+
+    @property
+    def issued(self) -> Counter[str]:
+        """Number of collectives of each kind since the last `take` or `take_each`."""
+        return Counter(each.kind for each in self._seen)
+
+    def take(self) -> Counter[str]:
+        """Return the number of collectives of each kind since the last call, and start again from zero."""
+        return Counter(each.kind for each in self.take_each())
+
+    def take_each(self) -> list[Collective]:
+        """Return the collectives issued since the last call, in order, and start a new list."""
+        taken, self._seen = self._seen, []
+        return taken
+
+
+@contextmanager
+def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
+    """Context manager whose value is a function to call after each step.
+
+    The trace of steps 3 to 5 is written to FOLDER/rank-N.json, for chrome://tracing or Perfetto. Nothing is profiled
+    if `folder` is None.
+    """
+    if folder is None:
+        yield lambda: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def save(found: torch.profiler.profile) -> None:
+        found.export_chrome_trace(str(folder / f"rank-{rank}.json"))
+
+    # Steps 1 and 2 include warm-up work. The profiler itself slows down the step before the recorded ones.
+    steps = schedule(wait=PROFILED_FROM - 2, warmup=1, active=PROFILED_STEPS, repeat=1)
+    # acc_events keeps the events of all cycles. There is a single cycle, but without the flag torch 2.11 warns.
+    with profile(schedule=steps, on_trace_ready=save, acc_events=True) as profiler:
+        yield profiler.step

@@ -1,0 +1,222 @@
+"""Check a run against the memory of the machine, before torch is imported.
+
+Counts the bytes that every run needs: parameters, gradients and the optimizer's state. `weft train` calls
+`check_room`.
+
+The memory of this machine's CPU and GPUs, to check whether a run fits.
+
+Asks the kernel and the CUDA driver directly, because importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..checks import check_tensor_parallel
+from ..config import ModelConfig
+from .config import OptimizerConfig
+from .model_class import parameters_of
+from .recipes import RECIPES
+from .run import Run
+
+_ROOT = Path("/")
+
+
+BYTES = 4  # of a float32: the dtype of parameters, gradients and optimizer state
+USED = 0.8  # share of the memory above which activations may not fit
+# Number of state tensors of a parameter's size, by optimizer.
+_STATES = {
+    **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop"), 2),
+    **dict.fromkeys(("adagrad", "asgd", "sgd"), 1),
+}
+_WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers that keep one state less if beta1 is 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """The sizes that determine the least memory of a run, on a GPU or on all processes of this machine."""
+
+    parameters: int  # of the whole model
+    processes: int  # whose memory is added up; 1 for a GPU
+    parts: int  # into which pp and tp split the model
+    across: int  # processes with the same part: dp * cp
+    zero: int  # the plan's ZeRO level
+    states: int  # state tensors per parameter, each of the parameter's size
+    compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
+
+    @property
+    def nbytes(self) -> int:
+        """Peak bytes: during an update of the weights, or while the whole model for the comparison exists.
+
+        A mean over the processes. Activations are not counted, and replicated tensors (norms, ...) count as sharded.
+        """
+        parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
+        here = self.processes / self.parts
+        updated = here * (parameters + gradients + self.states * states)
+        compared = here * parameters + 1 if self.compares else 0.0
+        return math.floor(BYTES * self.parameters * max(updated, compared))
+
+
+def check_room(run: Run, *, gpus: int) -> list[str]:
+    """Compare the memory needed by a run with the memory of this machine.
+
+    gpus: GPUs of this machine, each with a process; 0 for a run on the CPU.
+    Returns a line of warning if the run comes close to the memory, else an empty list.
+    Raises ValueError if the run cannot fit; the error names options that would.
+    """
+    memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
+    if memory is None:
+        return []
+    holding = holding_of(run, on_gpus=bool(gpus))
+    needs = f"needs at least {_gib(holding.nbytes)} on {where}, without activations"
+    if holding.nbytes > memory.total:
+        axes = " x ".join(f"{axis}={size}" for axis, size in run.axes.items())
+        fitting = ", or ".join(_fitting(run, holding, memory, on_gpus=bool(gpus)))
+        raise ValueError(
+            f"{run.title} on {axes} {needs}, and there are {_gib(memory.total)}; "
+            + (f"would fit: {fitting}" if fitting else "give a smaller model")
+        )
+    if holding.nbytes > USED * memory.available:
+        return [f"memory may not suffice: the run {needs}, and {_gib(memory.available)} are free"]
+    return []
+
+
+def holding_of(run: Run, *, on_gpus: bool) -> Holding:
+    """The `Holding` of a run: per GPU, or for all CPU processes on this machine."""
+    config = run.config
+    return Holding(
+        parameters=parameters_of(config.model, config.model_class)[0],
+        processes=1 if on_gpus else _local_processes(run),
+        parts=run.pp * run.tp,
+        across=run.dp * run.cp,
+        zero=config.plan.zero,
+        states=states_kept(config.optimizer),
+        compares=config.check and run.resume is None,
+    )
+
+
+def states_kept(config: OptimizerConfig) -> int:
+    """Number of state tensors per parameter, each of the parameter's size; 0 if unknown."""
+    return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
+
+
+def _local_processes(run: Run) -> int:
+    """Processes of the run on this machine. 1 if the launcher does not tell."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
+
+
+def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
+    """Yield fitting options, process counts and recipes, as text for the error."""
+
+    def fits(other: Holding) -> bool:
+        return other.nbytes <= USED * memory.available
+
+    options = next(
+        (
+            [f"--plan.zero {zero}"] * (zero > holding.zero) + ["--no-check"] * (compares < holding.compares)
+            for compares in sorted({holding.compares, False}, reverse=True)
+            for zero in range(holding.zero, 4)
+            if fits(replace(holding, zero=zero, compares=compares))
+        ),
+        [],
+    )
+    alone = replace(holding, processes=1, parts=1, across=1)
+    if options:
+        yield " ".join(options)
+    elif on_gpus:
+        count = math.ceil(replace(alone, compares=False).nbytes / (USED * memory.available))
+        yield f"{count:,} such GPUs by --mesh.dp {count} --mesh.tp 1 --plan.zero 3 --no-check"
+    elif "RANK" not in os.environ and fits(alone):
+        yield "--mesh.dp 1 --mesh.tp 1"
+    sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _is_cut(config.model, run.tp)}
+    smaller = {name: size for name, size in sizes.items() if fits(replace(holding, parameters=size))}
+    if smaller and run.config.from_ is None and run.config.model_class is None:
+        yield f"the recipe {max(smaller, key=smaller.__getitem__)}"
+
+
+def _is_cut(model: ModelConfig, tp: int) -> bool:
+    """Whether tensor parallelism of degree `tp` can split the model."""
+    try:
+        check_tensor_parallel(model, tp)
+    except ValueError:
+        return False
+    return True
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Memory of the machine or of a GPU, in bytes."""
+
+    total: int  # all memory, with swap
+    available: int  # free for processes now, without swap
+
+
+def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
+    """The machine's memory, within the limits of this process's control groups; None if the system does not tell.
+
+    root: the folder that contains /proc and /sys; tests pass a folder of their own.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        total, available, swap = (1024 * kib[name] for name in ("MemTotal", "MemAvailable", "SwapTotal"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    limit = min([total, *_group_limits(root)])
+    return MachineMemory(limit + swap, min(limit, available))
+
+
+def gpu_memory() -> MachineMemory | None:
+    """The memory of the smallest GPU available to this process; None without a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, device, nbytes = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return None
+    found = []
+    for number in range(count.value):
+        is_there = driver.cuDeviceGet(ctypes.byref(device), number) == 0
+        if is_there and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
+            found.append(nbytes.value)
+    return MachineMemory(min(found), min(found)) if found else None
+
+
+def _group_limits(root: Path) -> list[int]:
+    """Memory limits of this process's control groups and all their parents, for cgroup versions 1 and 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            mount, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            if folder.is_relative_to(mount):
+                limits += _limit(folder / file)
+    return limits
+
+
+def _limit(file: Path) -> list[int]:
+    """The limit in the file, as a list of one number; empty without a limit."""
+    try:
+        return [int(file.read_text())]
+    except (OSError, ValueError):  # "max" means no limit
+        return []

@@ -1,0 +1,227 @@
+"""metrics.jsonl of a run: appending without following links is in files.py; reading back and plotting are here.
+
+Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot.
+
+Plots of a run's loss and speed from metrics.jsonl: on the terminal, and as a picture file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from ..checks import LARGEST
+from ..documents import parse_json, read_plain
+from .files import write_anew
+
+HEIGHT = 10  # lines of a plot on a terminal, without the axis
+AXIS = 24  # columns left of the plot, for axis and labels
+NARROW = 50  # columns of a plot if two stand side by side
+NARROWEST = AXIS + 10  # fewest columns of a plot
+
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A step's line of metrics.jsonl: the text, with the newline, and the parsed values."""
+
+    text: str
+    step: int
+    loss: float
+    tokens_per_second: float
+    held_out_loss: float | None
+
+
+def read_logged(path: Path, until: int | None = None) -> list[Logged]:
+    """Read the lines of metrics.jsonl up to step `until`, or all if None.
+
+    Empty for a missing file, and for a file whose first step comes later. Lines after step `until` are not checked: a
+    killed run may leave anything there. A last line without a newline is ignored.
+    Raises ValueError, with the file and the line number, for malformed lines and missing steps.
+    """
+    found: list[Logged] = []
+    if until == 0 or not path.exists():
+        return found
+    lines = _content(path).split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        each = _read(line)
+        if each is None or (found and each.step != found[-1].step + 1):
+            wrong = (
+                "is not as it was written" if each is None else f"is of step {each.step}, but follows {found[-1].step}"
+            )
+            raise ValueError(f"{path}, line {number} {wrong}; {_REMEDY}")
+        if until is not None and each.step > until:
+            break
+        found.append(each)
+        if each.step == until:
+            break
+    if until is not None and found and found[-1].step < until:
+        raise ValueError(
+            f"{path} ends with line {len(lines)}, of step {found[-1].step}, before step {until}; {_REMEDY}"
+        )
+    return found
+
+
+_REMEDY = "copy the file again, or resume into a new folder with --resume PATH --output FOLDER"
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last complete line of a metrics.jsonl as a dict; None for a missing file or a malformed line."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(-min(_LONGEST_LINES, path.stat().st_size), os.SEEK_END)
+        lines = file.read().split(b"\n")[:-1]
+    if not lines or _read(lines[-1]) is None:
+        return None
+    value: dict[str, Any] = json.loads(lines[-1])
+    return value if type(value.get("done")) in (int, float) else None
+
+
+_LARGEST = 2**34  # bytes of a file; enough for the lines of 17 million steps
+_LONGEST_LINES = 16384  # bytes read from the end of the file; a line has about a thousand
+
+
+class Sum:
+    """Running length and SHA-256 of metrics.jsonl.
+
+    Stored in every checkpoint; on resuming, `check_logged` compares the file with the stored values.
+    """
+
+    def __init__(self) -> None:
+        self._lines = self._nbytes = 0
+        self._sha256 = hashlib.sha256()
+
+    def add(self, text: str) -> None:
+        """Add one more line, with its newline."""
+        self._lines += 1
+        self._nbytes += len(text.encode())
+        self._sha256.update(text.encode())
+
+    def as_json(self) -> dict[str, Any]:
+        return {"lines": self._lines, "bytes": self._nbytes, "sha256": self._sha256.hexdigest()}
+
+
+def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the file begins with the lines described by `saved`, from `Sum.as_json`."""
+    content = _content(path)[: saved["bytes"]] if path.exists() else b""
+    if len(content) < saved["bytes"]:
+        raise ValueError(
+            f"{path} has {len(content)} bytes, but its {saved['lines']} lines had {saved['bytes']} when the checkpoint "
+            f"was saved; {_REMEDY}"
+        )
+    if hashlib.sha256(content).hexdigest() != saved["sha256"]:
+        raise ValueError(f"{path} was changed in its first {saved['lines']} lines after they were written; {_REMEDY}")
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of the file. Raises ValueError for an unreadable file."""
+    try:
+        return read_plain(path, limit=_LARGEST)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from None
+
+
+def _read(line: bytes) -> Logged | None:
+    """The line as a `Logged`; None for a malformed line."""
+    try:
+        value = parse_json(line, METRICS, _REMEDY)
+        step, held_out = value["step"], value["held_out_loss"]
+        each = Logged(f"{line.decode()}\n", step, value["loss"], value["tokens_per_second"], held_out)
+    except (ValueError, KeyError):
+        return None
+    numbers = [each.loss, each.tokens_per_second, *([] if held_out is None else [held_out])]
+    is_whole = type(step) is int and 0 < step <= LARGEST and all(map(_is_number, numbers))
+    return each if is_whole else None
+
+
+def _is_number(value: object) -> bool:
+    """Whether a JSON value is a number within the range of floats."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The curves of a run: one number per logged step."""
+
+    steps: list[int]
+    losses: list[float]
+    speeds: list[float]  # tokens per second
+    held_out: list[tuple[int, float]]  # (step, held-out loss), for the steps with an evaluation
+
+
+def read_curves(metrics: Path) -> Curves:
+    """Read the curves of a metrics.jsonl. Raises ValueError as `read_logged`."""
+    lines = read_logged(metrics)
+    return Curves(
+        [line.step for line in lines],
+        [line.loss for line in lines],
+        [line.tokens_per_second for line in lines],
+        [(line.step, line.held_out_loss) for line in lines if line.held_out_loss is not None],
+    )
+
+
+def drawn(curves: Curves, width: int) -> str:
+    """Text plots of loss and speed for a terminal of `width` columns: side by side if wide enough. No colors."""
+    beside = width >= 2 * NARROW
+    panels = [
+        _panel(title, curves.steps, values, width // 2 - 1 if beside else width)
+        for title, values in (("loss", curves.losses), ("tokens/s", curves.speeds))
+    ]
+    if not beside:
+        return "\n".join(panels)
+    left, right = (panel.splitlines() for panel in panels)
+    wide = max(map(len, left))
+    return "\n".join(f"{a:{wide}}  {b}".rstrip() for a, b in zip(left, right, strict=True))
+
+
+def _panel(title: str, steps: list[int], values: list[float], width: int) -> str:
+    """A text plot of `values` over `steps`, `width` columns wide."""
+    from plotille import Figure
+
+    low, high = min(values), max(values)
+    margin = (high - low or abs(high) or 1.0) * 0.05  # a flat curve needs some height too
+    figure = Figure()
+    figure.width, figure.height, figure.with_colors = width - AXIS, HEIGHT, False
+    figure.x_label, figure.y_label = "step", title
+    figure.x_ticks_fkt = lambda tick, _: f"{tick:,.0f}"
+    figure.y_ticks_fkt = lambda tick, _: f"{tick:,.4g}" if abs(tick) < 1e4 else f"{tick:,.0f}"
+    figure.set_x_limits(0, steps[-1])
+    figure.set_y_limits(low - margin, high + margin)
+    figure.plot(steps, values)
+    picture: str = figure.show()
+    return picture
+
+
+def save_picture(curves: Curves, path: Path) -> None:
+    """Save plots of loss and speed as SVG or PNG, by the suffix of `path`. Raises OSError as `write_anew`."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    FigureCanvasSVG(figure)
+    loss, speed = figure.subplots(1, 2)
+    loss.plot(curves.steps, curves.losses, label="training")
+    if curves.held_out:
+        loss.plot(*zip(*curves.held_out, strict=True), "o-", label="held out")
+        loss.legend(frameon=False)
+    loss.set_ylabel("loss")
+    speed.plot(curves.steps, curves.speeds, color="tab:green")
+    speed.set_ylabel("tokens/s")
+    speed.set_ylim(bottom=0)
+    for panel in (loss, speed):
+        panel.set_xlabel("step")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    write_anew(path, picture.getvalue())

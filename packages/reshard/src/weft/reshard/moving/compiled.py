@@ -1,0 +1,117 @@
+"""Plans under torch.compile: local steps are traced through; a plan with communication becomes custom ops.
+
+`traced` adds a single op for a plan. `begin` and `finish` add an op each, to start the plan and to wait: the
+graph's ops between the two overlap with the communication. api.py calls these while a graph is traced.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, library
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..planning.plan import Plan
+from ..planning.steps import Local
+from ..world.groups import device_mesh, this_rank
+from .collectives import Pending
+from .executor import execute, started
+
+
+def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
+    """`executor.started` while a graph is traced: adds a node for the whole plan.
+
+    Communication: the plan's steps, whenever the graph runs.
+    """
+    if all(isinstance(step, Local) for step in plan.steps):
+        return started(plan, local, mesh)
+    return Pending.finished(_reshard(local, _text(replace(plan)), this_rank()))
+
+
+def begin(plan: Plan, local: Tensor) -> Tensor:
+    """Adds a node that starts a plan, each time the graph runs.
+
+    Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
+    """
+    number: Tensor = _begin(local, _text(replace(plan)), this_rank())
+    return number
+
+
+def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """Adds a node that waits for the plan started by `begin`.
+
+    local: the argument of `begin`, given again so that the compiler does not reuse its memory in between.
+    shape: of the result.
+    """
+    result: Tensor = _finish(number, local, list(shape))
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _text(plan: Plan) -> str:
+    """The plan as a string, which a custom op can take."""
+    return base64.b64encode(pickle.dumps(plan)).decode()
+
+
+@lru_cache(maxsize=4096)
+def _plan(text: str) -> Plan:
+    plan: Plan = pickle.loads(base64.b64decode(text))
+    return plan
+
+
+@library.custom_op("weft::reshard", mutates_args=())
+def _reshard(local: Tensor, plan: str, rank: int) -> Tensor:
+    """Runs a plan when the graph runs.
+
+    rank: this process's. Only a part of the key of the compiler's disk cache, which must not give a rank another rank's
+        graph.
+    """
+    made = _plan(plan)
+    moved = execute(made, local, device_mesh(made.src.mesh, local.device.type)).contiguous()
+    return moved.clone() if moved is local else moved  # a custom op must not return its input
+
+
+@_reshard.register_fake
+def _(local: Tensor, plan: str, rank: int) -> Tensor:
+    made = _plan(plan)
+    return local.new_empty(made.dst.local_shape(made.shape, rank))
+
+
+_pending: dict[int, Pending] = {}  # by number, the plans that are started and not finished
+_numbers = itertools.count()
+
+
+@library.custom_op("weft::begin_reshard", mutates_args=())
+def _begin(local: Tensor, plan: str, rank: int) -> Tensor:
+    made, number = _plan(plan), next(_numbers)
+    _pending[number] = started(made, local, device_mesh(made.src.mesh, local.device.type))
+    return torch.tensor([number], dtype=torch.float64)
+
+
+@_begin.register_fake
+def _(local: Tensor, plan: str, rank: int) -> Tensor:
+    return torch.empty(1, dtype=torch.float64)
+
+
+@library.custom_op("weft::finish_reshard", mutates_args=())
+def _finish(number: Tensor, local: Tensor, shape: list[int]) -> Tensor:
+    moved = _pending.pop(int(number)).wait().contiguous()
+    return moved.clone() if moved is local else moved
+
+
+@_finish.register_fake
+def _(number: Tensor, local: Tensor, shape: list[int]) -> Tensor:
+    return local.new_empty(shape)
+
+
+COMMUNICATING = (
+    torch.ops.weft.reshard.default,
+    torch.ops.weft.begin_reshard.default,
+    torch.ops.weft.finish_reshard.default,
+)

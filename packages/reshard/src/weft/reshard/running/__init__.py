@@ -1,1 +1,0 @@
-"""What runs on processes: groups and meshes, plans carried out on DTensors, and synchronized gradients."""

@@ -1,0 +1,1 @@
+"""Gradients and parameters of a training step: gradient buckets, gathered parameters (ZeRO), clipping."""

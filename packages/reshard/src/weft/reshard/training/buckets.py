@@ -1,0 +1,173 @@
+"""Buckets of gradients: gradients with the same reduction in a flat tensor, reduce-scattered, all-reduced or both.
+
+A `Route` says how a parameter's gradient reaches the target layout; a `Bucket` moves gradients of routes with the
+same `key`. Used by sending.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, Partial, Replicate, Shard
+
+from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
+from ..moving.dtensor import kind_of, layout_of, of_kind, wrap
+from ..moving.order_check import LazyText, announce
+from ..moving.stacking import Stacking, cut_to, padded, stacking_of
+from ..planning.costs import padded_part
+from ..planning.layouts import without_trivial_axes
+from ..planning.steps import ReduceScatter, axes_of
+from ..world.groups import group_along, process_mesh, this_rank
+from .shared_memory import summed
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How a gradient reaches the target layout: reduce-scattered over some axes, then all-reduced over other axes."""
+
+    scatter: ReduceScatter  # over no axes where nothing is scattered
+    reduced: tuple[str, ...]  # axes of the all-reduce
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of the reduce-scatter, and of the all-reduce: the same for all gradients of a bucket.
+
+        The gradients may be cut along different dims.
+        """
+        return axes_of(self.scatter), self.reduced
+
+
+@lru_cache(maxsize=65536)
+def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduction | None:
+    """The Reduction from a gradient's layout to the target; None where sums over axes do not suffice."""
+    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
+    if src.mesh != dst.mesh:
+        return None
+    changed = [axis for axis in src.mesh.axis_names if src[axis] != dst[axis]]
+    cut = {axis: Shard(dim) for dim, order in dst.shard_order.items() for axis in order if axis in changed}
+    reduced = tuple(axis for axis in changed if axis not in cut)
+    if (
+        any(src[axis] != Partial() for axis in changed)
+        or src.replace(**dict.fromkeys(reduced, Replicate()), **cut) != dst
+    ):
+        return None
+    dims = tuple(placement.dim for placement in cut.values())
+    if len(set(dims)) < len(dims) and any(shape[dim] % dst.parts(dim) for dim in dims):
+        return None  # uneven parts: more than one collective
+    return Reduction(ReduceScatter(tuple(cut), dims), reduced)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """How a parameter's gradients in a given layout reach the target layout. Computed once, and kept in the leaf."""
+
+    reduction: Reduction
+    shape: tuple[int, ...]  # global, of the gradient
+    key: Hashable  # equal for gradients that share a bucket
+    nbytes: int  # of the gradient on the first rank of the mesh
+    stacking: Stacking  # of the parts that are scattered
+    part_elements: int  # in one of these parts
+    local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
+    kind: Any  # `kind_of` the result
+
+    @classmethod
+    def of(cls, grad: DTensor, target: Layout) -> Route | None:
+        """The Route of a gradient to `target`; None where sums over axes do not suffice."""
+        layout, shape = layout_of(grad), tuple(grad.shape)
+        reduction = reduction_between(layout, target, shape)
+        if reduction is None:
+            return None
+        axes = axes_of(reduction.scatter)
+        with torch.no_grad():
+            local = grad.to_local()
+        part = padded_part(reduction.scatter, layout, local.shape)
+        sizes = tuple(layout.mesh.axis_size(axis) for axis in axes)
+        return cls(
+            reduction=reduction,
+            shape=shape,
+            key=(grad.device_mesh, reduction.axes, grad.dtype),
+            nbytes=grad.dtype.itemsize * math.prod(layout.largest_local_shape(shape)),
+            stacking=stacking_of(tuple(part), axes, sizes, reduction.scatter),
+            part_elements=math.prod(part),
+            local_shape=target.local_shape(shape, this_rank()) if this_rank() in target.mesh else None,
+            kind=kind_of(wrap(local.new_empty(0), target, shape)),
+        )
+
+    def stacked(self, local: Tensor) -> Tensor:
+        """The parts into which a local gradient is scattered, one in each row."""
+        return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
+
+
+class Bucket(Generic[Owner]):
+    """Gradients on the same mesh that are summed over the same axes, in one collective. Each gradient has an owner.
+
+    nbytes: of the gradients on the first rank of the mesh, so equal on every rank.
+    is_open: whether the collective has not started.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self.nbytes, self.is_open = mesh, 0, True
+        self._routes: dict[Owner, Route] = {}
+        self._grads: dict[Owner, Tensor] = {}  # this rank's parts, until the collective starts
+
+    def add(self, owner: Owner, local: Tensor, route: Route) -> None:
+        """Adds this rank's part of the owner's gradient; parts of the same owner are summed."""
+        if owner in self._grads:
+            self._grads[owner] = self._grads[owner] + local
+            return
+        self._grads[owner], self._routes[owner] = local, route
+        self.nbytes += route.nbytes
+
+    def start(self) -> None:
+        """Starts the bucket's first collective."""
+        self.is_open = False
+        mesh = process_mesh(self._mesh)
+        if this_rank() in mesh:
+            announce(LazyText(self._description), meshes=(mesh,))
+        with torch.no_grad():
+            self._pending = Pending(self._run())
+
+    def finish(self) -> list[tuple[Owner, DTensor]]:
+        """Waits for the collectives. Returns each owner with the gradient in the target layout."""
+        found = []
+        with torch.no_grad():
+            flat = self._pending.wait()
+            sizes = [0 if route.local_shape is None else route.part_elements for route in self._routes.values()]
+            for (owner, route), part in zip(self._routes.items(), flat.split_with_sizes(sizes), strict=True):
+                if route.local_shape is not None:
+                    part = part.view(route.stacking.part)
+                    part = part if route.local_shape == route.stacking.part else cut_to(part, route.local_shape)
+                found.append((owner, of_kind(part, route.kind)))
+        return found
+
+    def _run(self) -> Running:
+        route = next(iter(self._routes.values()))
+        grads, self._grads = self._grads, {}  # so that each gradient is freed once it is copied into the flat tensor
+        if route.local_shape is None:
+            return next(iter(grads.values()))
+        scattered, reduced = route.reduction.axes
+        group = group_along(self._mesh, reduced)[0] if reduced else None
+        if scattered:
+            flat = torch.cat([self._routes[owner].stacked(local) for owner, local in grads.items()], 1)
+            grads.clear()
+            flat = yield from reduce_scatter(flat, "sum", [group_along(self._mesh, scattered)])
+            return flat if group is None else (yield from all_reduce(flat, "sum", group))
+        parts = [*grads.values()]
+        grads.clear()
+        return torch.cat([part.reshape(-1) for part in parts]) if group is None else (yield from summed(parts, group))
+
+    def _description(self) -> str:
+        route = next(iter(self._routes.values()))
+        shapes = [each.shape for each in self._routes.values()]
+        dtype = next(iter(self._grads.values())).dtype
+        return f"gradients of shapes {shapes}, {dtype}, summed over {route.reduction.axes}"

@@ -1,0 +1,125 @@
+"""`clip_grad_norm_` for gradients in any layouts: each element counts once, and a single all-reduce gives the norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from weft.mesh import Partial, ProcessMesh, Shard
+from weft.mesh.extension import parts_of_axes
+
+from ..moving.collectives import wait_for
+from ..moving.dtensor import as_process_mesh, layout_of
+from ..world.groups import device_mesh, device_type, group_of, group_over, this_rank
+from .gradient_sync import refuse_before_wait
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    copies: Iterable[Tensor] = (),
+) -> Tensor:
+    """Scales gradients to a total norm of at most `max_norm`. Returns the norm before, a scalar, on every rank.
+
+    parameters: DTensors on any meshes, whose gradients may have other layouts, and plain tensors, which count as
+        replicated. A parameter given twice counts once.
+    norm_type: p of the p-norm of all gradients as one vector, above 0; inf takes the largest magnitude.
+    mesh: the ranks over which the norm is taken. None takes the ranks of all parameters' meshes; every rank then gives
+        parameters on the same meshes. Where each rank gives only its own stage's parameters, give the mesh of all
+        stages; plain tensors then belong to this rank alone.
+    copies: parameters whose gradients repeat others, as of a weight tied across stages: scaled, not counted.
+
+    A shard held by several ranks counts on one of them. Sums are taken in float32, of float64 gradients in float64. A
+    norm that is not finite scales nothing. The host waits for no device.
+    Communication: an all-reduce of one number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
+    given. A rank outside takes no part, and gets the norm of its own gradients.
+    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient, which is only
+    this rank's addend; RuntimeError for gradients that still need GradientSync's `wait()`.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; give a number > 0, or inf")
+    unique = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+    refuse_before_wait(unique, "clip_grad_norm_()")
+    group, counts_plain = _group_and_counter(list(unique), mesh)
+    counts_plain = counts_plain or mesh is not None
+    with_grad = [parameter for parameter in unique if parameter.grad is not None]
+    gradients: list[Tensor] = [parameter.grad for parameter in with_grad if parameter.grad is not None]
+    uncounted = set(copies)
+    counted = [
+        _local(gradient)
+        for parameter, gradient in zip(with_grad, gradients, strict=True)
+        if parameter not in uncounted and _counts_here(gradient, counts_plain)
+    ]
+    device = next((each.device for each in gradients or unique), None)
+    if device is None and group is not None:
+        device = torch.device(device_type())  # a stage without trainable parameters
+    total = _powers([each for each in counted if each.numel()], norm_type, gradients, device)
+    if group is not None:
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        wait_for(dist.all_reduce(total, op, group=group, async_op=True))
+    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+    quotient = (max_norm / norm).nan_to_num(0.0)  # 0 for 0 / 0; torch adds 1e-6 to the norm instead
+    scale = torch.where(norm.isfinite(), quotient.clamp(max=1), 1)
+    if gradients:
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
+    return norm
+
+
+def _group_and_counter(
+    parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None
+) -> tuple[dist.ProcessGroup | None, bool]:
+    """The group over which the norm is taken, None for no group, and whether this rank counts plain tensors."""
+    on = {layout_of(each).mesh: each.device_mesh for each in parameters if isinstance(each, DTensor)}
+    if mesh is not None:
+        kind = parameters[0].device.type if parameters else device_type()
+        on = {as_process_mesh(mesh): mesh if isinstance(mesh, DeviceMesh) else device_mesh(mesh, kind)}
+    if not on:
+        return None, True
+    largest = max(on, key=lambda each: each.size)
+    if all(
+        parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in on
+    ):  # all meshes have the same ranks
+        if this_rank() not in largest:
+            return None, True
+        return group_over(on[largest], largest.axis_names), not any((largest.coordinate(this_rank()) or {}).values())
+    ranks = tuple(sorted({rank for each in on for rank in each}))
+    return (group_of(ranks), this_rank() == ranks[0]) if this_rank() in ranks else (None, True)
+
+
+def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
+    """Whether this rank counts the gradient: only one of the ranks with the same shard does."""
+    if not isinstance(gradient, DTensor):
+        return counts_plain
+    layout = layout_of(gradient)
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        raise ValueError(
+            f"a gradient of shape {tuple(gradient.shape)} is ({layout}): this rank has only an addend; call wait() of "
+            f"the GradientSync before clip_grad_norm_()"
+        )
+    coordinate = layout.mesh.coordinate(this_rank())
+    if coordinate is None:
+        return False
+    return not any(index for axis, index in coordinate.items() if not isinstance(layout[axis], Shard))
+
+
+def _powers(counted: list[Tensor], norm_type: float, gradients: list[Tensor], device: torch.device | None) -> Tensor:
+    """The sum of the magnitudes' p-th powers; for inf the largest magnitude."""
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+    if not counted:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(counted, norm_type, dtype=dtype))
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

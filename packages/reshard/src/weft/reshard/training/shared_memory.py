@@ -1,0 +1,160 @@
+"""Sums over the processes of a machine in shared memory; sockets would copy each byte into the kernel and out again.
+
+Each member of the group writes its tensor to its place. Once all have written, each member adds all tensors up:
+each byte is written once, and read once by each member. An all-reduce of one number on the same group tells the
+members that all have written; so a wait for a dead member ends as in any collective. For small groups only: a
+member reads as many tensors as there are members.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..moving.collectives import Running, all_reduce, by_exchange
+from ..world.collective_bytes import counted_as, received_bytes
+from ..world.groups import of_this_world
+from ..world.world import world
+
+_LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor for which memory is shared; below, sockets are as fast
+_MEMBERS = 4  # the largest group
+# Places of each member. A member may write for the next sum while members still read the last sum. Once all have
+# written for the next sum, all have read the last.
+_PLACES = 2
+
+
+def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
+    """The sum over the group's members of `parts`, concatenated into a flat tensor.
+
+    parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
+        tensors.
+    The result is the same to the bit on every member.
+    Communication: an all-reduce. Members with shared memory reduce only one number, which counts as the whole tensor.
+    """
+    memory = _memory_for(parts, group)
+    flat_parts = [part.reshape(-1) for part in parts]
+    parts.clear()
+    if memory is None:
+        flat = torch.cat(flat_parts)
+        flat_parts.clear()
+        return (yield from all_reduce(flat, "sum", group))
+    elements = sum(map(len, flat_parts))
+    places = memory.take(elements, flat_parts[0].dtype)
+    torch.cat(flat_parts, out=places[group.rank()])
+    flat_parts.clear()
+    nbytes = received_bytes("all-reduce", group.size(), elements * places.itemsize, 0, places.itemsize)
+    with counted_as("all-reduce", nbytes):
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    assert work is not None, "async_op=True returns the work"
+    yield work
+    flat = torch.add(*places) if len(places) == 2 else places.sum(0, dtype=places.dtype)
+    memory.give_back()
+    return flat
+
+
+class _Memory:
+    """Memory shared by the members of a group: `_PLACES` places of `nbytes` bytes for each member.
+
+    Only one sum uses the memory at a time. A sum without a wait never gives it back, as members may still read.
+    """
+
+    def __init__(self, shared: Tensor, members: int, nbytes: int) -> None:
+        self.shared, self.nbytes = shared.view(_PLACES, members, nbytes), nbytes
+        self.in_use, self._turn = False, 0
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Each member's place for the next sum, [members, elements]; in use until `give_back`."""
+        self.in_use, self._turn = True, (self._turn + 1) % _PLACES
+        return self.shared[self._turn, :, : elements * dtype.itemsize].view(dtype)
+
+    def give_back(self) -> None:
+        self.in_use = False
+
+
+def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None:
+    """The group's shared memory, with room for `parts`; None where there is none, or while a sum uses it.
+
+    All members get the same answer, as they start and end sums in the same order. The memory lives as long as the
+    group.
+    Communication: with the store, where the present memory is too small.
+    """
+    like, nbytes = parts[0], sum(part.nbytes for part in parts)
+    if not (_LEAST <= nbytes <= _MOST and like.is_cpu and like.is_floating_point() and 2 <= group.size() <= _MEMBERS):
+        return None
+    if not by_exchange() or not hasattr(os, "memfd_create"):  # on Linux alone
+        return None
+    known: dict[str, _Memory | None] = of_this_world().setdefault("shared memory", {})
+    memory = known.get(group.group_name)
+    if group.group_name not in known or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
+        known[group.group_name] = memory = _allocate_together(nbytes, group)
+    return memory if memory is not None and memory.nbytes >= nbytes and not memory.in_use else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """The first member's message to the other members: where its memory is."""
+
+    machine: str  # `_machine()` of the first member
+    path: str
+    token: str  # at the start of the memory, to recognize it
+
+    def map(self, nbytes: int) -> mmap.mmap:
+        """Maps the memory into this process. Raises OSError or ValueError where this is impossible."""
+        if self.machine != _machine():
+            raise OSError("the memory is on another machine")
+        file = os.open(self.path, os.O_RDWR)
+        try:
+            mapped = mmap.mmap(file, nbytes)
+        finally:
+            os.close(file)
+        if mapped[: len(self.token)] != self.token.encode():
+            raise OSError("the path leads to another file")
+        return mapped
+
+
+def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
+    """New shared memory with `nbytes` for each member; None on all members where the mapping fails on any member."""
+    here, rank, members = world(), group.rank(), group.size()
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = _PLACES * members * nbytes
+    name = f"shared memory of {group.group_name}, {nbytes} bytes"
+    file, mapped = None, None
+    if rank == 0:
+        offer = _Offer("", "", "")  # no member can map this
+        with suppress(OSError):
+            file = os.memfd_create("weft")
+            os.posix_fallocate(file, 0, size)  # else the kernel kills a process that writes when memory is short
+            token = secrets.token_hex(16)
+            os.pwrite(file, token.encode(), 0)
+            offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", token)
+        here.tell(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
+    else:
+        offer = _Offer(*here.hear(name).decode().split("\n"))
+    with suppress(OSError, ValueError):
+        mapped = offer.map(size)
+    here.tell(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
+    answers = [here.hear(f"{name}, member {member}") for member in range(members)]
+    if file is not None:
+        os.close(file)
+    if mapped is None or b"no" in answers:
+        return None
+    return _Memory(torch.frombuffer(mapped, dtype=torch.uint8), members, nbytes)
+
+
+def _machine() -> str:
+    """A string that is equal for processes with the same memory and network.
+
+    Two network or PID namespaces of a machine count as two machines.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    spaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "pid")]
+    return " ".join(map(str, (boot, os.getuid(), *spaces)))

@@ -1,0 +1,305 @@
+"""Full-size copies of sharded parameters (`FullParameter`), and the state a model's units share (`ModelGathering`).
+
+units.py fills, uses and frees the copies; gradients.py takes their gradients to the shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+from weft.mesh import Layout
+
+from ..moving.dtensor import layout_of, memory_of, wrap
+from ..world.groups import this_rank
+from .pending_gradient import weakly
+
+
+def in_backward() -> bool:
+    """Whether autograd's backward runs in this thread. torch.utils.checkpoint asks in the same way."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Gathering(Protocol):
+    """A group of parameters gathered together: the interface of units.py's `Unit` in this file."""
+
+    goes_backward: bool
+
+    def start(self) -> None: ...
+
+    def release_idle(self) -> None: ...
+
+    def on_grad_accumulated(self, full: FullParameter) -> None: ...
+
+    def end_pass(self) -> None: ...
+
+
+def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
+    """A rank's shard as slices of its part of the full tensor; None where the shard is not contiguous in that part."""
+    held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
+    found = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
+    sizes = [b.stop - b.start for b in outer]
+    cut = next((i for i, (a, size) in enumerate(zip(found, sizes, strict=True)) if a != slice(0, size)), len(found))
+    return found if all(size == 1 for size in sizes[:cut]) else None
+
+
+class FullParameter:
+    """The full-size copy of a sharded parameter, with which its module computes.
+
+    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. While the
+    buffer is kept, a contiguous shard is a view into the buffer, and the parameter is held only once. A shard that the
+    program has views of keeps its own memory, so that these views stay valid.
+    stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate (ZeRO 1).
+    """
+
+    def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
+        part = layout.local_shape(shard.shape, this_rank())
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
+            made = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
+            self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
+            assert isinstance(self.leaf, DTensor), "nn.Parameter of a DTensor is a DTensor"
+            self._shard, self._local = memory_of(shard), memory_of(self.leaf)
+            # Filled by way of .data, unseen by autograd: refilling with equal values is no change.
+            self.buffer = self._local.data
+        self._shard_slices = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
+        self._shard_view: Tensor | None = None  # this rank's shard, while it is a view into the buffer
+        self._storage = self._local.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        self.layout, self.stays, self.sums = layout, stays, sums
+        self.users = 0  # number of units that compute with it
+        self.filled: object = None  # the shard's state when the buffer was filled; None without a buffer
+        self.filled_in_pass = 0  # `ModelGathering.pass_number` when the buffer was filled
+        self._last_filled: object = None  # `filled`, kept after the buffer is freed
+        self.optimizer_steps = 0  # counted, as some optimizers change a tensor and not its version
+        self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self.synchronized_by: object = None  # weak reference to the GradientSync that reduces gradients into the shard
+        self._hooked = False
+
+    def follow(self, shard: DTensor) -> None:
+        """Makes the full copy require a gradient where the shard does.
+
+        The shard's gradient hooks are then called with the full copy's gradient.
+        """
+        requires_grad = shard.requires_grad
+        if self.leaf.requires_grad != requires_grad:
+            self.leaf.requires_grad_(requires_grad)
+        if requires_grad and not self._hooked:
+            weak_self, weak_shard, self._hooked = weakref.ref(self), weakref.ref(shard), True
+            self.leaf.register_hook(lambda grad: _call_shard_hooks(weak_shard(), grad))  # type: ignore[no-untyped-call]
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
+
+    def state_of(self, shard: DTensor) -> object:
+        """A value that changes with an optimizer's step or in-place update of the shard; not with one by `.data`."""
+        return self.optimizer_steps, shard._version, self._shard._version
+
+    def allocate(self) -> None:
+        """Gives a freed buffer memory; the values are undefined then."""
+        if self._storage.nbytes() != self._nbytes:  # resize_ copies the values, even to the same size
+            self._storage.resize_(self._nbytes)
+
+    def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keeps: bool) -> None:
+        """Records that the buffer holds the shard's values. keeps: keep it after this call, whatever `stays` is."""
+        self.filled_in_pass = pass_number
+        if self._last_filled is not None and self._last_filled != state:
+            torch.autograd.graph.increment_version((self.leaf, self._local))
+        self.filled = self._last_filled = state
+        is_unshared = self._shard_view is None and _storage_uses(self._shard) == _USES_WHEN_UNSHARED
+        if (self.stays or keeps) and self._shard_slices is not None and is_unshared:
+            self._shard_view = self._shard
+            self._shard_view.data = self.buffer[self._shard_slices]
+
+    def free(self) -> None:
+        """Frees the buffer's memory; a shard that is a view into the buffer gets memory of its own."""
+        if self._shard_view is not None:
+            self._shard_view.data = self._shard_view.clone()
+            self._shard_view = None
+        self._storage.resize_(0)
+        self.filled = None
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    """The number of objects with a share in a tensor's memory, including the storage object made for this call."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_USES_WHEN_UNSHARED = _storage_uses(torch.empty(1))
+
+
+def _call_shard_hooks(shard: DTensor | None, grad: Tensor | None) -> Tensor | None:
+    """Passes the full copy's gradient through the shard's `register_hook` hooks."""
+    hooks = None if shard is None else shard._backward_hooks
+    if grad is None or not hooks:
+        return grad
+    for hook in list(hooks.values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def _accumulated(full: FullParameter | None, shard: DTensor | None) -> None:
+    if full is None:
+        return
+    for unit in list(full.units):
+        unit.on_grad_accumulated(full)
+    if full.synchronized_by is None and shard is not None and shard._post_accumulate_grad_hooks:
+        raise RuntimeError(
+            f"a sharded parameter of shape {tuple(shard.shape)} has a hook of register_post_accumulate_grad_hook(), "
+            f"which is called in the wait() of a GradientSync, once the shard has its gradient; keep a "
+            f"GradientSync(model)"
+        )
+
+
+class ModelGathering:
+    """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
+
+    Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
+    through a view. So each forward pass gathers anew, on every rank alike. Backward computes with the values from
+    forward.
+    """
+
+    def __init__(self) -> None:
+        # By shard, the full copy; by full copy's leaf, True.
+        self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self.units: list[Gathering] = []
+        # keepers: full copies are kept while above 0. pass_number: the number of forward passes that gathered.
+        self.keepers = self.pass_number = 0
+        # Holders of a promise that parameters do not change. With any holder, parameters are gathered only once.
+        self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls = 0  # number of running calls of units
+        self._in_forward = False  # whether the model's forward runs
+        self._ending: dict[int, list[Gathering]] = {}  # by backward pass, the units to which it has come
+        self._last_order: list[Gathering] = []  # units as the last forward pass came to them
+        self._order_now: list[Gathering] = []  # units as the present forward pass comes to them
+        for hook in (
+            register_optimizer_step_pre_hook(weakly(self._before_step)),
+            register_optimizer_step_post_hook(weakly(self._after_step)),
+        ):
+            weakref.finalize(self, hook.remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelGathering:
+        memo[id(self)] = copied = ModelGathering()  # the copied parameters are new; copied units add themselves
+        return copied
+
+    def get(self, shard: Tensor) -> FullParameter | None:
+        """The full copy of a shard; None before `find_or_make`."""
+        found: FullParameter | None = self._of.get(shard)  # type: ignore[no-untyped-call]
+        return found
+
+    def find_or_make(
+        self, shard: DTensor, layout: Layout, unit: Gathering, *, stays: bool, sums: bool
+    ) -> FullParameter:
+        """The full copy of a shard, made on the first request."""
+        full = self.get(shard)
+        if full is None:
+            full = self._of[shard] = FullParameter(shard, layout, stays=stays, sums=sums)
+            self._leaves[full.leaf] = True
+        full.units.add(unit)
+        full.follow(shard)
+        return full
+
+    def is_full(self, parameter: Tensor) -> bool:
+        """Whether `parameter` is a full copy in a shard's place."""
+        return parameter in self._leaves
+
+    def before_forward(self, *_: object) -> None:
+        """Hook before the model's forward."""
+        if self._order_now:
+            self._last_order, self._order_now = self._order_now, []
+        if not self._calls:
+            self.begin_pass()
+        self._in_forward = True
+
+    def after_forward(self, *_: object) -> None:
+        """Hook after the model's forward."""
+        self._in_forward = False
+
+    def enter_unit(self) -> None:
+        """Called before a unit's forward. Outside the model's forward this begins a pass."""
+        if not self._calls and not self._in_forward:
+            self.begin_pass()
+        self._calls += 1
+
+    def leave_unit(self) -> None:
+        """Called after a unit's forward."""
+        self._calls -= 1
+
+    def begin_pass(self) -> None:
+        """Begins a forward pass: gathered values may be out of date. Not in backward, which repeats a forward."""
+        if in_backward():
+            return
+        self._ending.clear()
+        for unit in self.units:  # a backward pass that failed may have left state behind
+            unit.end_pass()
+        if not self.fixed_by:
+            self.pass_number += 1
+
+    def end_pass_after_backward(self, unit: Gathering) -> None:
+        """Calls the unit's `end_pass` when this backward pass is over.
+
+        The pass may end without a gradient for some of the unit's parameters.
+        """
+        number = torch._C._current_graph_task_id()
+        if number not in self._ending:
+            self._ending[number] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(number))
+        self._ending[number].append(unit)
+
+    def _end_backward(self, number: int) -> None:
+        for unit in self._ending.pop(number, ()):
+            unit.end_pass()
+
+    def fix(self, by: Any) -> None:
+        """Promises that parameters do not change until `by` is removed from `fixed_by`."""
+        if by not in self.fixed_by:
+            self.begin_pass()
+            self.fixed_by.add(by)
+
+    def next_in_forward(self, unit: Gathering) -> Gathering | None:
+        """Notes that forward has come to `unit`; returns the next unit by the last forward pass, or None."""
+        if unit not in self._order_now:
+            self._order_now.append(unit)
+        index = self._last_order.index(unit) + 1 if unit in self._last_order else len(self._last_order)
+        return self._last_order[index] if index < len(self._last_order) else None
+
+    def next_in_backward(self, unit: Gathering) -> Gathering | None:
+        """The unit to which backward comes after `unit`; None for none."""
+        order = self._order_now if unit in self._order_now else self._last_order
+        earlier = order[: order.index(unit)] if unit in order else []
+        return next((each for each in reversed(earlier) if each.goes_backward), None)
+
+    def release_idle(self) -> None:
+        """Frees, in all units, full copies left from backward passes or gathered ahead."""
+        for unit in self.units:
+            unit.release_idle()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Refuses an optimizer's step while gradients are still on full copies: the step would miss these."""
+        for parameter in _parameters(optimizer):
+            full = self.get(parameter)
+            if full is not None and full.leaf.grad is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() came before gradients were reduced to the parameters' shards, "
+                    f"and would miss them; keep a GradientSync(model), and call its wait() before the step"
+                )
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Counts the step of each changed shard: fused and foreach optimizers do not increase tensors' versions."""
+        for parameter in _parameters(optimizer):
+            full = self.get(parameter)
+            if full is not None:
+                full.optimizer_steps += 1
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

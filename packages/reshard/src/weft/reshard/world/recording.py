@@ -1,0 +1,268 @@
+"""Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
+
+`recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's code then runs on
+tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
+own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
+step's communication from the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft.mesh import ProcessMesh
+
+from . import dynamo
+from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes
+from .world import Positions, entered, wide_axes, world
+
+UNLIKE = -62125  # read by nothing: `_Mesh.__eq__` tells recorded meshes from real ones
+
+
+@contextmanager
+def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
+    """Inside, in this thread, this process acts as `rank` on `mesh`: collectives are recorded, and none is run.
+
+    Tensors have no data (the meta device); nor have the results of collectives. The record is the same with or without
+    a process group, whichever rank this process has, and also for a rank outside `mesh`.
+    Cost: one rank's work. The only data with an entry for each rank is the tensor of ranks in torch's DeviceMesh.
+    Communication: none.
+    Raises RuntimeError inside for collectives that read data or wait for ranks: of Python objects, stores, global
+    barriers.
+    """
+    dynamo.allow()
+    recorded = Recorded(mesh, rank)
+    try:
+        with entered(recorded), _Functional(recorded):
+            yield recorded
+    finally:
+        for name in recorded.groups:
+            c10d._unregister_process_group(_as_torch(name))
+
+
+class Recorded:
+    """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`."""
+
+    def __init__(self, mesh: ProcessMesh, rank: int) -> None:
+        self.rank, self.size, self.device_type, self.by_exchange = rank, mesh.size, "cpu", False
+        self.peers_run = False
+        self.device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
+        self.process_meshes: dict[DeviceMesh, ProcessMesh] = {}
+        self.cache: dict[Any, Any] = {}
+        self.axes: dict[str, tuple[str, ...]] = {}
+        self.groups: dict[str, _Group] = {}
+        self._issued: list[Collective] = []
+
+    def add(self, kind: str, group: _Group, nbytes: int) -> None:
+        """Appends a collective to the record."""
+        self._issued.append(Collective(kind, self.axes[group.group_name], nbytes))
+
+    def take_each(self) -> list[Collective]:
+        """The collectives recorded since the last call, in order."""
+        collectives, self._issued = self._issued, []
+        return collectives
+
+    def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
+        with unset_fake_temporarily():  # ranks are real numbers, also where tensors have no data
+            ranks = _ranks_of(mesh)
+            made = _Mesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=self.rank)
+        parts = [mesh.submesh(self.rank, axis) for axis in mesh.axis_names]
+        names: list[Any] = [self.group_of(part).group_name for part in parts if part is not None]
+        made._dim_group_names = names  # DTensor's ops look groups up by these names
+        made.content = mesh, device_type, self.rank
+        return made
+
+    def group_of(self, part: ProcessMesh) -> _Group:
+        name = f"recorded {part.rename(**{a: f'axis{i}' for i, a in enumerate(part.axis_names)}).digest}"
+        if name not in self.groups:
+            coordinate = part.coordinate(self.rank)
+            assert coordinate is not None, "ranks outside the mesh have no groups"
+            place = 0
+            for axis, index in coordinate.items():
+                place = place * part.axis_size(axis) + index
+            self.groups[name] = _Group(place, part.size, name)
+            c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
+            self.axes[name] = wide_axes(part)
+        return self.groups[name]
+
+    def group_of_ranks(self, ranks: tuple[int, ...]) -> _Group:
+        group = self.group_of(ProcessMesh(ranks, ["ranks"]))
+        self.axes[group.group_name] = ()
+        return group
+
+    def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> _Group:
+        name = f"recorded {purpose} {' '.join(map(str, ranks))}"
+        self.groups[name] = _Group(ranks.index(self.rank), len(ranks), name)
+        c10d._register_process_group(_as_torch(name), self.groups[name])
+        self.axes[name] = axes
+        return self.groups[name]
+
+    def tell(self, name: str, value: bytes) -> None:
+        """Does nothing: no other rank runs."""
+
+    def hear(self, name: str) -> bytes:
+        raise RuntimeError(
+            f"this rank waits for the message {name!r} of another rank, and inside recording() no other rank runs; "
+            "run the program in real processes"
+        )
+
+    def told(self, names: Sequence[str]) -> list[bytes | None]:
+        return [None for _ in names]
+
+    def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
+        return range(part.size)  # the order makes no difference to tensors without data
+
+
+def _as_torch(name: str) -> Any:
+    """A group's name typed as torch types names: a subtype of str."""
+    return name
+
+
+def _ranks_of(mesh: ProcessMesh) -> Tensor:
+    """The ranks of a mesh, as a tensor of the mesh's shape. For a part of a grid a few ops make it."""
+    if mesh.strides is None:
+        return torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
+    ranks = torch.full((), mesh.rank_at(**dict.fromkeys(mesh.axis_names, 0)), device="cpu")
+    for size, stride in zip(mesh.shape, mesh.strides, strict=True):
+        ranks = ranks.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
+    return ranks
+
+
+class _Mesh(DeviceMesh):
+    """A DeviceMesh whose groups come from the current World.
+
+    torch makes a DeviceMesh without groups by `_init_backend=False`, and for another rank than the process's by
+    `_rank`. torch caches results by mesh, and returns them for any equal mesh. So a `_Mesh` equals no DeviceMesh of a
+    real world, and equals a `_Mesh` of another recording by content. DeviceMesh's own comparison reads all ranks.
+    """
+
+    content: tuple[ProcessMesh, str, int]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Mesh):
+            return False
+        return self is other or (self.content, self._thread_id) == (other.content, other._thread_id)
+
+    def __hash__(self) -> int:
+        return hash((self.content, self._thread_id))
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        here = world()
+        part = here.process_meshes[self].submesh(here.rank, self._axis(mesh_dim))
+        assert part is not None, "ranks outside the mesh have no groups"
+        return here.group_of(part)
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        coordinate = self.get_coordinate()
+        assert coordinate is not None, "ranks outside the mesh have no coordinate"
+        return coordinate[self.mesh_dim_names.index(self._axis(mesh_dim))]  # type: ignore[union-attr]
+
+    def _axis(self, mesh_dim: int | str | None) -> str:
+        names = self.mesh_dim_names
+        assert names is not None, "`device_mesh` gives names"
+        return mesh_dim if isinstance(mesh_dim, str) else names[mesh_dim or 0]
+
+
+class _Done(dist.Work):
+    """The Work of a recorded collective: always complete."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+# Any: the methods' overloads differ between versions of torch.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class _Group(_ProcessGroup):  # type: ignore[misc]
+    """A process group that records each collective. Outputs are the caller's tensors, which have no data.
+
+    torch 2.13 calls these methods by public names, 2.11 and 2.12 by older names with an underscore in front.
+    """
+
+    def __init__(self, place: int, size: int, name: str) -> None:
+        super().__init__(place, size)
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        return self._note_tensors("all-reduce", tensors, tensors)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self._note_tensors("all-gather", [input], [output])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self._note_tensors("reduce-scatter", [input], [output])
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> dist.Work:
+        if not received:
+            return self._note_tensors("all-to-all", [input], [output])
+        row = output.nbytes // sum(received) if sum(received) else 0
+        return self._note("all-to-all", row * (sum(received) - received[self.rank()]))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        return self._note_tensors("all-gather", inputs, outputs[0])
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        return self._note_tensors("reduce-scatter", inputs[0], outputs)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        return self._note("all-to-all", sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank()))
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        return self._note_tensors("send", tensors, ())
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        return self._note_tensors("recv", tensors, tensors)
+
+    def _note_tensors(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dist.Work:
+        size = sum(each.nbytes for each in inputs), sum(each.nbytes for each in outputs)
+        return self._note(kind, received_bytes(kind, self.size(), *size, inputs[0].element_size()))
+
+    def _note(self, kind: str, nbytes: int) -> dist.Work:
+        here = world()
+        assert isinstance(here, Recorded), "only a recording makes these groups"
+        here.add(kind, self, nbytes)
+        return _Done()
+
+
+class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the collectives of DTensor's ops, which on tensors without data call no method of the group."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorded = recorded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor unwraps first, and its collectives then come here
+        output = func(*args, **(kwargs or {}))
+        kind = kind_of_op(func.namespace, func.__name__)
+        if kind is not None:
+            group = self._recorded.groups[str(group_of_call(args))]
+            self._recorded.add(kind, group, bytes_of_call(kind, group.size(), group.rank(), args, output))
+        return output
