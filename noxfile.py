@@ -56,7 +56,7 @@ nox.logger.logger.addFilter(lambda record: not any(part in record.getMessage() f
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Runs the tests, with a sample of the cases, in minutes. Arguments go to pytest; without any, on several workers."""
+    """Runs the tests, with a sample of the cases: minutes. Arguments go to pytest; without any, on several workers."""
     _pytest(session, *(session.posargs or WORKERS))
 
 
