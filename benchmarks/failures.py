@@ -29,5 +29,5 @@ class Failures(dict[str, str]):
             self[way] = printable(f"{type(error).__name__}: {error}".splitlines()[0])
             traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of a call which ran out of memory
             gc.collect()
-            with suppress(RuntimeError):  # if the GPU no longer answers, each way reports its own failure
+            with suppress(RuntimeError):  # if the GPU no longer answers, each further way fails, too
                 torch.cuda.empty_cache()

@@ -154,11 +154,9 @@ def in_turn(
     """Times each way once in every round. Warmup rounds, which compile kernels and allocate memory, are not counted.
 
     calls: the calls of a way in a round, if a call of any way takes less than QUICK. On a GPU these calls are a CUDA
-    graph,
-        and each should use different operands: see `sets_for`.
+        graph, and each should use different operands: see `sets_for`.
     replayed: the ways which may be replayed as a graph; None: all. A way which waits for the device may not be
-    replayed,
-        and is called once a round.
+        replayed, and is called once a round.
     guard: a context around the calls of a way. If the context swallows an error, the way is left out of the result.
     """
     warm: dict[str, float] = {}

@@ -5,11 +5,10 @@
     python -m benchmarks.tune_matmul --seconds 500                # for 500 seconds; call again until it exits with 0
 
 Each class is also timed with torch: a GEMM followed by the compiled epilogue, or for groups a GEMM for each group in
-turn.
-8-bit products are compared with torch's 8-bit GEMM, if the chip has one. Rows measured earlier, on other chips or for
-other classes, stay in the table. Rows measured with the same versions on this chip are measured again only with
-`--again`. The classes are the layers of `benchmarks.products` and the experts of `benchmarks.grouped_products`, in
-forward and for both gradients.
+turn. 8-bit products are compared with torch's 8-bit GEMM, if the chip has one. Rows measured earlier, on other chips
+or for other classes, stay in the table. Rows measured with the same versions on this chip are measured again only
+with `--again`. The classes are the layers of `benchmarks.products` and the experts of `benchmarks.grouped_products`,
+in forward and for both gradients.
 """
 
 from __future__ import annotations
