@@ -86,7 +86,7 @@ def _timed(pair: Pair) -> Seconds:
 def _part(layout: Placements, *, addend: bool = False) -> torch.Tensor:
     """This rank's shard of a tensor of small integers, whose sums are exact in fp32.
 
-    addend: return an addend on axes of "P": once or twice the shard. The two ranks' addends sum to three times the shard.
+    addend: return an addend on axes of "P": once or twice the shard, so that both ranks' addends sum to three times it.
     """
     coordinate = divmod(dist.get_rank(), CASE.mesh[1])
     rows, columns = (torch.arange(*bounds, dtype=torch.float32) for bounds in slices(CASE, layout, coordinate))
