@@ -19,7 +19,7 @@ html_title = "Weft"
 html_static_path = ["style"]
 html_css_files = ["blocks.css"]
 html_copy_source = False
-html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # so that code lines of 100 characters fit
+html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # code lines of 100 characters fit
 html_show_sphinx = False
 highlight_language = "text"
 smartquotes = False  # quotes belong to values: "none"
@@ -64,7 +64,7 @@ def setup(app: Any) -> None:
         lines[:] = markup("\n".join(lines))
 
     def show_all_options(app: Any, what: str, name: str, obj: Any, *shown: Any) -> None:
-        """Drops a function's overloads, so that the reference shows the single signature with every option and default.
+        """Drops a function's overloads: the reference shows the single signature with every option and default.
 
         Overloads are for type checkers.
         """
