@@ -1,12 +1,14 @@
-"""Compares a run with the median of the five before it on its device: `./run benchmark_compare [NEW] [--only-measured]`.
+"""Compares a run with earlier runs on the same device: `./run benchmark_compare [NEW] [--only-measured]`.
 
-A time is judged by its baselines: the other ways that the same run timed in turn with Weft. Their time over Weft's is
-a ratio; its spread goes from the 20th percentile of the one over the 80th of the other to the reverse. A case has changed where
-its ratio to each of its baselines now lies wholly outside of the ratio's spread before. What slows all ways alike is the
-machine, and changes no ratio. A time without a baseline is shown, and never judged. What is counted is exact: any difference is a change.
+A time is judged by its baselines: other implementations, timed in turn with Weft in the same run. The baseline's time
+over Weft's is the case's ratio. The ratio's spread runs from the baseline's 20th percentile over Weft's 80th to the
+baseline's 80th over Weft's 20th. A case has changed if, for each baseline, the spread now and the median spread of the
+last five runs do not overlap. A slower machine slows Weft and baselines alike, and changes no ratio. A time without a
+baseline is shown and never judged. Counted figures are exact: every difference is a change.
 
-Kernels' times are compared on one GPU model, those of a host on one CPU model with as many cores, and where the
-machine was not recorded, with none. What may not be is in budgets.toml; where something is, the exit status is 1.
+Times of kernels are compared on the same GPU model, times of a host on the same CPU model with the same number of
+cores. A run without a recorded machine is compared with no run. budgets.toml has the limits; the exit status is 1 if a
+limit is exceeded.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ ROUNDING = 1e-9  # of quotients and their mean: a run at the edge passes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """group, case: the least ratios of times.  counts: "NAME KEY" -> the most of a figure.  retired: "NAME" or "NAME, WAY"."""
+    """group, case: least ratios of times. counts: "NAME KEY" -> a figure's limit. retired: "NAME" or "NAME, WAY"."""
 
     group: float
     case: float
@@ -257,7 +259,7 @@ def _slower(found: Sequence[Change], budgets: Budgets) -> list[str]:
 
 
 def _mean(members: Sequence[Change]) -> tuple[float, float]:
-    """The geometric mean of the ratios, and the upper end of its noise: that of n cases is the root of their squares over n."""
+    """The geometric mean of the ratios, and the upper end of its noise: the root of the n cases' squares, over n."""
     mean = statistics.geometric_mean(change.ratio for change in members)
     halves = [math.log(high / low) / 2 for low, high in (change.noise for change in members)]
     return mean, mean * math.exp(math.hypot(*halves) / len(members))

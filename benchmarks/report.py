@@ -1,7 +1,7 @@
 """A run in Markdown, for the summary of a CI job: `python -m benchmarks.report FILE [--against FILE]`.
 
-FILE is a run of the history, or what pytest-benchmark wrote. Each figure of a way stands with its ratio to Weft's: 1.30 beside a
-time is a way that takes 1.30 times as long as Weft.
+FILE is a run of the history, or a file of pytest-benchmark. Each baseline's figure has its ratio to Weft's figure:
+1.30 beside a time means 1.30 times as long as Weft.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def _shared(results: Results) -> list[Section]:
         registers, shared = (max(row[key] for row in rows) for key in ("registers", "shared_bytes"))
         told = (
             f"{len(rows)} kernels, each variant for each target, compiled by Triton {results.triton} without a GPU: "
-            f"{spills or 'none'} spill registers; at most {registers} registers and {quantity('bytes', shared)} of shared memory."
+            f"{spills or 'none'} spill registers; at most {registers} registers and {quantity('bytes', shared)} of "
+            f"shared memory."
         )
         made.append(
             Section("compiled", "What the kernels cost, compiled", (), [tables.compiled(rows)], (), printable(told))

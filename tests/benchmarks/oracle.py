@@ -28,7 +28,7 @@ SECONDS = ("seconds_p20", "seconds_median", "seconds_p80")
 
 
 def shows(text: str, value: Any) -> bool:
-    """A word as it is; a number equal to the digits that are shown: four, one after the point of a percentage, two of a ratio."""
+    """A word, or a number which equals the digits shown: four; of a percentage one decimal, of a ratio two."""
     if isinstance(value, str):
         return text == value
     told = NUMBER.fullmatch(text)
@@ -88,7 +88,7 @@ def _over(case: Row, other: Row) -> list[float]:
 
 
 def _changes(newest: dict[tuple[str, ...], Row], runs: list[Row]) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Of each time of Weft's the verdict: by all baselines, whether the spreads of their ratios now and before lie apart."""
+    """The verdict on each of Weft's times: whether, for all baselines, the spreads now and before are disjoint."""
     machines = [[run.get("machine", {}).get(each) for each in ("cpu", "cores")] for run in runs]
     every = [
         {tuple(case[each] for each in HEAD[:4]): case for case in run["cases"] if SECONDS[1] in case} for run in runs

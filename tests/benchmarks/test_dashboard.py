@@ -35,7 +35,11 @@ class Page:
         self.text, self.tips = self.soup.main.text, [each.text for each in self.soup.select("svg title")]
         self.articles = [each["id"] for each in self.soup.select("article")]
         self.cells = {
-            (table.find_parent("article")["id"], table["data-table"], *(each.text for each in row.select("th")), column.text): [
+            (
+                *(table.find_parent("article")["id"], table["data-table"]),
+                *(each.text for each in row.select("th")),
+                column.text,
+            ): [
                 cell.find(string=True, recursive=False) or "", *(each.text for each in cell.select("small"))
             ]
             for table in self.soup.select("table")
@@ -129,21 +133,25 @@ def test_the_first_lines_are_what_changed_beside_the_baselines_the_worst_first()
     assert found.beside.startswith("Host times beside the median of 1 run on this machine. Counted figures")
 
 
+NOISE = "nothing changed beyond what the machine does"
+NO_COUNT = "of the counted figures none changed."
+
+
 @pytest.mark.parametrize(
     ("runs", "sentence", "beside_"),
     [
         pytest.param([cpu_run()], "On a CPU there is one run, and none before it to compare with.", "", id="one"),
         pytest.param([run(*beside(case(median=pace), torch=pace), minute=pace) for pace in (1, 2)],
-            "On NVIDIA H200, nothing changed beyond what the machine does, of 1 times beside their baselines; of the counted figures none changed.",
+            f"On NVIDIA H200, {NOISE}, of 1 times beside their baselines; {NO_COUNT}",
             "of this GPU", id="the-machine"),
         pytest.param([run(case(median=pace), minute=pace) for pace in (1, 2)],
-            "On NVIDIA H200, no time is compared; of the counted figures none changed.", "1 time without a baseline", id="alone"),
+            f"On NVIDIA H200, no time is compared; {NO_COUNT}", "1 time without a baseline", id="alone"),
         pytest.param([cpu_run(1), cpu(*cpu_run().cases, minute=2, machine=OTHER)],
-            "On a CPU, no time is compared; of the counted figures none changed.", "other runs are of other machines", id="other-machine"),
+            f"On a CPU, no time is compared; {NO_COUNT}", "other runs are of other machines", id="other-machine"),
         pytest.param([cpu_run(1), cpu(*cpu_run().cases, minute=2, machine={})],
-            "On a CPU, no time is compared; of the counted figures none changed.", "the machine of this run was not recorded", id="no-machine"),
+            f"On a CPU, no time is compared; {NO_COUNT}", "the machine of this run was not recorded", id="no-machine"),
         pytest.param([run(*beside(case())), run(*beside(case(), case("new")), minute=1)],
-            "On NVIDIA H200, nothing changed beyond what the machine does, of 1 times beside their baselines; of the counted figures none changed.",
+            f"On NVIDIA H200, {NOISE}, of 1 times beside their baselines; {NO_COUNT}",
             "1 time for the first time here", id="new"),
     ],
 )  # fmt: skip
@@ -186,11 +194,15 @@ def test_what_breaks_a_budget_stands_before_all_else() -> None:
 @pytest.mark.parametrize(
     ("runs", "word", "told"),
     [
-        pytest.param([gpu_run(0), gpu_run(5)], "Fails", "3 budgets broken by the newest run, the first by cross_entropy_speed", id="slower"),
+        pytest.param([gpu_run(0), gpu_run(5)],
+            "Fails", "3 budgets broken by the newest run, the first by cross_entropy_speed", id="slower"),
         pytest.param([gpu_run(0), gpu_run(1)], "Passes", "2 kernel times judged beside 1 earlier run", id="as-before"),
-        pytest.param([cpu_run()], "Passes", "1 of 23 budgets of counted figures kept; there is no earlier run", id="first"),
-        pytest.param([run()], "Not judged", "no figure has a budget; there is no earlier run", id="nothing-to-judge-by"),
-        pytest.param([run(case(), case("old")), run(minute=1)], "Fails", "losses: old, Weft: measured in the run of", id="lost"),
+        pytest.param([cpu_run()],
+            "Passes", "1 of 23 budgets of counted figures kept; there is no earlier run", id="first"),
+        pytest.param([run()],
+            "Not judged", "no figure has a budget; there is no earlier run", id="nothing-to-judge-by"),
+        pytest.param([run(case(), case("old")), run(minute=1)],
+            "Fails", "losses: old, Weft: measured in the run of", id="lost"),
     ],
 )  # fmt: skip
 def test_the_verdict_is_said_in_words(runs: list[Run], word: str, told: str) -> None:

@@ -124,7 +124,7 @@ def test_a_gradient_of_another_shape_is_told() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the numbers that it made, but what makes them: a softmax of too large a sum, and a target that is not taken away."""
+    """Faults in the computation, not in its numbers: a softmax with too large a sum, a target not subtracted."""
     from weft.kernels.cross_entropy import reference
 
     right = reference.rows

@@ -28,7 +28,7 @@ def changed(old: list[Case], new: list[Case]) -> list[tuple[str, str, str]]:
 
 
 def cases(weft: float = 1.0, torch: float = 1.0, **rest: Any) -> list[Case]:
-    """Two cases with two baselines each; `weft` and `torch` say how much slower the first case and all baselines are."""
+    """Two cases with two baselines each. weft: slowdown of the first case; torch: slowdown of all baselines."""
     ways = {"Weft": 1e-3, "torch": 2e-3, "DTensor": 3e-3}
     return [
         case(name, way, median * (torch if way != "Weft" else weft if name == "a" else 1.0), **rest)

@@ -2,7 +2,7 @@
 
     python -m weft.kernels.launching.aot                                # a table of all targets
     python -m weft.kernels.launching.aot --target sm_90 --json
-    python -m weft.kernels.launching.aot --save benchmarks/results/aot  # the reference of the tests, for the installed triton
+    python -m weft.kernels.launching.aot --save benchmarks/results/aot  # the tests' reference
 
 Each op declares its variants as `VARIANTS`, in its launch.py or in a variants.py next to it.
 """

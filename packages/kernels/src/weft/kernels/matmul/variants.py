@@ -1,4 +1,4 @@
-"""The kernel variants the launches use, by configuration and epilogue: weft.kernels.launching.aot compiles them without a GPU."""
+"""The kernel variants the launches use, by configuration and epilogue. launching/aot.py compiles them without a GPU."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def prepared(plan: Plan, mesh: DeviceMesh) -> PreparedPlan:
 
 
 class PreparedPlan:
-    """A plan made ready for this rank: the first run finds groups, local shapes and messages, and later runs reuse them."""
+    """A plan ready to run on this rank. The first run finds groups, shapes and messages, and later runs reuse them."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan, self._mesh, self._rank = plan, mesh, this_rank()
@@ -205,7 +205,7 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True)
 class _MakePartial:
-    """Places this rank's part, `start` to `start + length` of a dim, among identities of `op`; None: all of the tensor."""
+    """Places this rank's part of a dim among identities of `op`. Where `place` is None, the part is all."""
 
     op: str
     place: tuple[int, int, int] | None  # dim, start, length

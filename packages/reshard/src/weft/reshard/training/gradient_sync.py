@@ -1,6 +1,6 @@
 """`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
-pending_gradient.py has the state of each parameter, sending.py the buckets, sending.py and gradient_presence.py the case of ranks
+pending_gradient.py has the state of each parameter, sending.py fills buckets, and gradient_presence.py handles ranks
 with different gradients.
 """
 

@@ -72,8 +72,8 @@ def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> S
 def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
     given = [i for i, layout in enumerate(layouts) if layout is not None]
     operation = terms.Operation(
-        "attention", tuple(indices[i] for i in given), indices[0], terms.never, operands=tuple(operands[i] for i in given),
-        whole=whole, why_whole="attention needs the keys of all tokens",
+        "attention", tuple(indices[i] for i in given), indices[0], terms.never,
+        operands=tuple(operands[i] for i in given), whole=whole, why_whole="attention needs the keys of all tokens",
     )  # fmt: skip
     return terms.infer(operation, [layouts[i] for i in given])
 
