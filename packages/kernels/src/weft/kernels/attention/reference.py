@@ -101,7 +101,7 @@ def in_order(
     if parts is None:
         heads, S = query.shape[-1] // options["head_dim"], key.shape[-2]
         weights = (*query.shape[:-2], heads, S, S)
-        parts = tuple([rows_of(weights, start, stop) for start, stop in queries])
+        parts = tuple([part_of_rows(weights, start, stop) for start, stop in queries])
     pieces = torch.split(query, [stop - start for start, stop in queries], -2) if queries else ()
     outputs = [
         forward(piece, key, value, documents, dropout_key, first=start, part=part, **options)
@@ -110,7 +110,7 @@ def in_order(
     return torch.cat(outputs, -2) if outputs else forward(query, key, value, first=0, **options)
 
 
-def rows_of(weights: tuple[int, ...], start: int, stop: int) -> Part:
+def part_of_rows(weights: tuple[int, ...], start: int, stop: int) -> Part:
     """The box of rows `start` to `stop` within attention weights of shape `weights`, [..., heads, T, S]."""
     *lead, _, S = weights
     return Part.of(weights, (*(slice(0, size) for size in lead), slice(start, stop), slice(0, S)))

@@ -102,10 +102,10 @@ def variants() -> Iterator[Variant]:
         yield from importlib.import_module(module).VARIANTS
 
 
-def others() -> Iterator[Variant]:
+def extra_variants() -> Iterator[Variant]:
     """Further variants, of the ops with more launch configurations of the same code."""
     for module in MODULES:
-        yield from getattr(importlib.import_module(module), "OTHERS", ())
+        yield from getattr(importlib.import_module(module), "EXTRA_VARIANTS", ())
 
 
 def compile_all(targets: Iterable[str]) -> list[Report]:
@@ -116,7 +116,7 @@ def compile_all(targets: Iterable[str]) -> list[Report]:
 
 
 def _compile_for(target: str) -> list[Report]:
-    return [compile_variant(variant, target) for variant in (*variants(), *others())]
+    return [compile_variant(variant, target) for variant in (*variants(), *extra_variants())]
 
 
 def compile_variant(variant: Variant, target: str) -> Report:

@@ -142,7 +142,7 @@ def _combine(name: str, constexprs: dict[str, int | str | None], **given: str) -
 
 
 # Further configurations the rules choose, each with the epilogues that need the most registers.
-OTHERS = (
+EXTRA_VARIANTS = (
     *(
         _product(f"bf16-flat-{how or 'none'}", FLAT, *EPILOGUE, activation="gelu", transposed=how, elsewhere=OLDER)
         for how in ("b", "", "a", "ab")

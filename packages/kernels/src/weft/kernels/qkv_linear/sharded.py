@@ -119,5 +119,5 @@ QKV_LINEAR = Op(
     function.backward,
     _rule,
     weights=(1, 2, 3, 4, 5, 6),
-    of_products=function.of_products,
+    epilogue_backward=function.epilogue_backward,
 )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import rows_of
+from ..launching.rows import contiguous_rows
 from . import kernel
 
 # Two 16-byte loads of each operand a thread. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not
@@ -61,7 +61,7 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     length = tensors[0].shape[-1] if tensors[0].ndim else 1
     if all(each.is_contiguous() for each in tensors):
         length = tensors[0].numel()
-    return [rows_of(each, length) for each in tensors]
+    return [contiguous_rows(each, length) for each in tensors]
 
 
 def _variant(of: str, dtype: str, activation: str, gated: bool) -> Variant:

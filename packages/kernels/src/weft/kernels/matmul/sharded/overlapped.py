@@ -23,8 +23,8 @@ from ...dispatch.op import Op, Tensors
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ...launching.launched import communicating
 from ..checks import check_matmul, check_wide
-from ..function import matmul_backward, plain
-from ..reference import accumulate, rows_of, shaped
+from ..function import matmul_backward, multiply
+from ..reference import accumulate, as_rows, shaped
 from .product import Terms, matmul
 
 
@@ -246,7 +246,7 @@ def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return shaped(plain(rows_of(a), b), a)
+    return shaped(multiply(as_rows(a), b), a)
 
 
 class _WeightGradient:
@@ -256,7 +256,7 @@ class _WeightGradient:
         self.total = torch.zeros(b.shape, dtype=torch.promote_types(b.dtype, torch.float32), device=b.device)
 
     def add(self, a: Tensor, grad: Tensor) -> None:
-        accumulate(rows_of(a).mT, rows_of(grad), self.total)
+        accumulate(as_rows(a).mT, as_rows(grad), self.total)
 
 
 @communicating("all_gather_matmul(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
