@@ -123,10 +123,10 @@ def test_a_ranks_mask_is_its_part_of_the_one_mask_in_every_layout(
                     continue
                 seen.add(part)
                 for held in (None, []):
-                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, held=held)
+                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, saved_mask=held)
                     assert torch.equal(y.cpu(), wanted[rank]), (str(layout), rank)
                     assert saved == ()
-                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, held=held)
+                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, saved_mask=held)
                     assert of_x is not None and torch.equal(of_x.cpu(), wanted[rank]), (str(layout), rank)
 
 

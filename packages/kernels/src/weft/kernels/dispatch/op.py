@@ -41,8 +41,8 @@ class Op:
     varying: tuple[str, ...] = ()
     # Positions of the weights. Their gradients are matrix products of their own, which `waiting_weights` can delay.
     weights: tuple[int, ...] = ()
-    # (saved, grad, needed, **options) -> the gradient of the op's products, before the epilogue fused to them (activation,
-    # gate, rope, residual); `backward` receives it as `grad`. Computed once, also when the gradients of the weights are delayed.
+    # (saved, grad, needed, **options) -> the gradient before the fused epilogue (activation, gate, rope, residual), which
+    # `backward` receives as `grad`. Computed once, also when the gradients of the weights are delayed.
     epilogue_backward: Callable[..., Any] | None = None
     # (saved[recompute_from:], **options) -> the last output, if recomputing is cheap: see `remade_activations.py`.
     recompute: Callable[..., Tensor] | None = None

@@ -25,8 +25,8 @@ SOURCE = "_weft_source"  # the attribute of an untyped storage under which its `
 class Recipe:
     """How to recompute an op's last output in backward.
 
-    `mark_recomputable` makes one for each call of an op with `Op.recompute`. No tensor is kept alive except `value`, from
-    the first reader in backward to the last.
+    `mark_recomputable` makes one for each call of an op with `Op.recompute`. No tensor is kept alive except `value`,
+    from the first reader in backward to the last.
     """
 
     op: Op

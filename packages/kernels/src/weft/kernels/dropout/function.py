@@ -1,8 +1,8 @@
 """Dropout of local tensors. Forward and backward are the same function: dropout is linear, and its own transpose.
 
 `forward` and `backward` run on every device. On a GPU and in Triton's interpreter, a Triton kernel (`launch.masked`)
-draws and applies the mask in one pass. Plain torch (`plain_mask`, then `plain_masked`) computes on a CPU and in float64,
-and defines the result.
+draws and applies the mask in one pass. Plain torch (`plain_mask`, then `plain_masked`) computes on a CPU and in
+float64, and defines the result.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ def forward(
     part: Part | None = None,
     order: Runs | None = None,
     parts: tuple[Part, ...] | None = None,
-    held: list[Tensor] | None = None,
+    saved_mask: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Dropout of x, plus the residual. Only the key is saved: backward draws the mask again, or takes it from `held`.
+    """Dropout of x, plus the residual. The graph saves only the key.
+
+    Backward draws the mask again, or takes it from `saved_mask`.
 
     key, number, name: the random key is `key`, or `number` where that is None; with a name it is derive_key(key, name).
     residual: added to the output; of the shape of x, or None.
     part: which box of the global tensor x is; None means all of it.
     order: the stored order of the tokens (dim -2), where it is not the sequence's.
     parts: with an order, for each of x's runs of tokens, which box of the global tensor it is, in the sequence's order.
-    held: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
+    saved_mask: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
         float64 on a CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of
         the graph: under activation recomputation, reading one would recompute the layer up to here, with its
         communication, for a mask that exists already.
@@ -61,12 +63,12 @@ def forward(
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
     redraws = key is not None or backend.use_triton(x) or backend.is_short_of_memory(x)
-    if held is None or redraws or threshold == DROPS_ALL or not parts:
+    if saved_mask is None or redraws or threshold == DROPS_ALL or not parts:
         return _dropout_of_parts(x, residual, key, p, number, name, parts), () if key is None else (key,)
     number = number if name is None else derive_key(number, name)
     masks = [plain_mask(each, number, threshold, x.device) for each in parts]
-    held.append(masks[0] if len(masks) == 1 else torch.cat(masks, -2))
-    return plain_masked(x, held[0], residual, scale=scale), ()
+    saved_mask.append(masks[0] if len(masks) == 1 else torch.cat(masks, -2))
+    return plain_masked(x, saved_mask[0], residual, scale=scale), ()
 
 
 def backward(
@@ -80,12 +82,12 @@ def backward(
     part: Part | None = None,
     order: Runs | None = None,
     parts: tuple[Part, ...] | None = None,
-    held: list[Tensor] | None = None,
+    saved_mask: list[Tensor] | None = None,
 ) -> Tensors:
     """Gradients of x, key and residual: dropout of the upstream gradient, None, and the upstream gradient."""
     of_x: Tensor | None = None
-    if needed[0] and held:
-        of_x = plain_masked(grad, held.pop(), None, scale=quantized(p)[1])
+    if needed[0] and saved_mask:
+        of_x = plain_masked(grad, saved_mask.pop(), None, scale=quantized(p)[1])
     elif needed[0]:
         of_x = _dropout_of_parts(
             grad, None, saved[0] if saved else None, p, number, name, _parts(grad, part, order, parts)

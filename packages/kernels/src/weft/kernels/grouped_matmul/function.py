@@ -2,8 +2,8 @@
 
 Each product is one custom op (`_rows_by_group`, `_weights_by_group`), because the ends of the groups are unknown while
 tracing. Inside the op, Triton kernels compute on a GPU and in Triton's interpreter. Plain torch (`plain_rows_by_group`,
-`plain_weights_by_group`) computes on a CPU, in float64 and for 8-bit factors that Triton cannot multiply on this chip; it
-defines the result, and makes the host read the offsets. The `check_` functions run on the host.
+`plain_weights_by_group`) computes on a CPU, in float64 and for 8-bit factors that Triton cannot multiply on this chip.
+It defines the result, and makes the host read the offsets. The `check_` functions run on the host.
 """
 
 from __future__ import annotations

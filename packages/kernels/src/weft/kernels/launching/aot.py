@@ -2,9 +2,10 @@
 
     python -m weft.kernels.launching.aot                                # a table of all targets
     python -m weft.kernels.launching.aot --target sm_90 --json
-    python -m weft.kernels.launching.aot --save benchmarks/results/aot  # the reference of the tests, for the installed triton
+    python -m weft.kernels.launching.aot --save benchmarks/results/aot  # what the tests expect of the installed triton
 
-Each op declares its variants as `VARIANTS`, in its launch.py or in a variants.py next to it.
+Each op declares its variants as `VARIANTS`, and further ones as `EXTRA_VARIANTS`, in its launch.py or in a variants.py
+next to it.
 """
 
 from __future__ import annotations

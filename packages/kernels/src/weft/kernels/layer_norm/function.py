@@ -2,7 +2,8 @@
 
 `forward`, `recompute`, `backward` and the `add_` functions choose the code by `_launches`. Triton kernels
 (`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
-functions) computes on a CPU, in float64 and for rows too long for a kernel, and defines the result: Ba et al. 2016, eq. 4.
+functions) computes on a CPU, in float64 and for rows too long for a kernel. It defines the result: Ba et al. 2016,
+eq. 4.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def _gradients_by_aten(
 def _gradients_in_pieces(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
-    """`_gradients_by_aten` for many rows: by pieces, then summed, as a single running sum would lose the last digits."""
+    """`_gradients_by_aten` for many rows: by pieces, then summed. A single running sum would lose the last digits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     rows = max(1, min(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // x.shape[-1]))
     parts: list[list[Tensor | None]] = []

@@ -110,26 +110,26 @@ def _backward(
             out.copy_(of_programs.sum(0))
 
 
-def _variant(of: str, dtype: str, H: int, *asked: str) -> Variant:
-    """asked: "residual" for add_layer_norm; "dx" or "sums" for a backward launch that computes only these."""
+def _variant(of: str, dtype: str, H: int, *features: str) -> Variant:
+    """features: "residual" for add_layer_norm; "dx" or "sums" for a backward launch that computes only these."""
     function, elements = getattr(kernel, of), FORWARD_ELEMENTS if of == "forward" else BACKWARD_ELEMENTS
     tile = RowTile.of(H, elements)
     kinds = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "grad_ptr", "dx_ptr"), f"*{dtype}:16")
     kinds |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32:16")
     kinds |= dict.fromkeys(
-        ("residual_ptr", "sum_ptr", "grad_sum_ptr"), f"*{dtype}:16" if "residual" in asked else "None"
+        ("residual_ptr", "sum_ptr", "grad_sum_ptr"), f"*{dtype}:16" if "residual" in features else "None"
     )
     kinds |= dict.fromkeys(("H", "stride_xn", "stride_rn", "stride_gn", "stride_sn"), "i32:16") | {
         "N": "i32",
         "eps": "fp32",
     }
-    if "dx" in asked:
+    if "dx" in features:
         kinds |= {"dweight_ptr": "None", "dbias_ptr": "None"}
-    if "sums" in asked:
+    if "sums" in features:
         kinds["dx_ptr"] = "None"
     constexprs = {"KEEP_WEIGHT": int(keeps_weight(tile, elements)), "ROWS": tile.rows, "BLOCK_H": tile.block}
     return Variant(
-        "-".join((f"layer_norm.{of}/{dtype}-{H}", *asked)),
+        "-".join((f"layer_norm.{of}/{dtype}-{H}", *features)),
         function,
         {each: kinds[each] for each in function.arg_names if each in kinds},
         {each: constexprs[each] for each in function.arg_names if each in constexprs},

@@ -1,4 +1,9 @@
-"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster."""
+"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster.
+
+`linear`, `matmul` and their backwards run on every device, through `product`, `multiply`, `sloped`, `accumulate` and
+`activated`. These launch Triton kernels where `use_triton` holds and, for products, `by_kernel`, which reads the table
+of measurements. Otherwise they call plain torch: `reference.py`, which defines the result.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +61,7 @@ def linear(
 def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """input @ weight.T + bias by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
 
-    Also None where the weight's gradient may be computed later than the input's (see `weights.py`).
+    Also None where the weight's gradient may be computed later than the input's (see `delayed_weight_gradients.py`).
     """
     if may_wait() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
         return None

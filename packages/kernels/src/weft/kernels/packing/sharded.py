@@ -106,7 +106,7 @@ def pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, width
 def unpack_backward(
     saved: Tensors, grads: tuple[Tensor | None, ...], needed: Sequence[bool], *, widths: tuple[int, ...]
 ) -> Tensors:
-    """The gradient of the packed tensor: `pack_forward` of the gradients of the tensors. None among them means zeros."""
+    """The gradient of the packed tensor: `pack_forward` of the tensors' gradients. None among them means zeros."""
     given = next(i for i, grad in enumerate(grads) if grad is not None)
     like = grads[given]
     assert like is not None, "autograd calls backward with at least one gradient"

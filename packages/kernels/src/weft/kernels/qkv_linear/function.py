@@ -1,4 +1,7 @@
-"""Query, key and value projections of local tensors, with rope on queries and keys: forward and backward."""
+"""Query, key and value projections of local tensors, with rope on queries and keys: forward and backward.
+
+All functions call those of `matmul` and `rope`, which choose between Triton kernels and plain torch.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ def epilogue_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *,
     cos, sin = saved[4:]
     if cos is None or sin is None:
         return grads
-    *turned, dv = grads
-    return *(None if each is None else rope.backward((cos, sin), each, (True,))[0] for each in turned), dv
+    *rotated, dv = grads
+    return *(None if each is None else rope.backward((cos, sin), each, (True,))[0] for each in rotated), dv
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:

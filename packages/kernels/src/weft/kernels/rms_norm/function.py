@@ -2,7 +2,8 @@
 
 `forward`, `inference`, `recompute`, `backward` and the `add_` functions choose the code by `_launches`. Triton kernels
 (`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
-functions) computes on a CPU, in float64 and for rows too long for a kernel, and defines the result: Zhang and Sennrich 2019, eq. 4.
+functions) computes on a CPU, in float64 and for rows too long for a kernel. It defines the result: Zhang and Sennrich
+2019, eq. 4.
 """
 
 from __future__ import annotations

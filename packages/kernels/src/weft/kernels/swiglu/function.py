@@ -113,7 +113,7 @@ def plain_forward(gate: Tensor, up: Tensor, *, activation: str = "silu", keep: b
 
 
 def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str = "silu") -> Tensors:
-    """dgate = grad * up * activation'(gate), dup = grad * activation(gate). saved: the saved tensors of `plain_forward`."""
+    """dgate = grad * up * activation'(gate), dup = grad * activation(gate). saved: as `plain_forward` saves."""
     gate, up, *saved_activation = saved
     assert gate is not None and up is not None, "forward saves both"
     if saved_activation:

@@ -24,8 +24,8 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: int) -> None
     """Writes activation(gate) * up into y, or activation(gate) where up is None."""
     if not y.numel():
         return
-    gate, *others = _rows(gate, *(() if up is None else (up,)))
-    up = others[0] if others else None
+    gate, *ups = _rows(gate, *(() if up is None else (up,)))
+    up = ups[0] if ups else None
     block = block_of(y.itemsize)
     with device_of(y):
         kernel.forward[(_programs(gate, block),)](
@@ -40,8 +40,8 @@ def backward(
     """Writes the gradients into dgate and dup; a gradient whose tensor is None is skipped."""
     if not gate.numel():
         return
-    grad, gate, *others = _rows(grad, gate, *(() if up is None else (up,)))
-    up = others[0] if others else None
+    grad, gate, *ups = _rows(grad, gate, *(() if up is None else (up,)))
+    up = ups[0] if ups else None
     block = block_of(gate.itemsize)
     with device_of(gate):
         kernel.backward[(_programs(gate, block),)](

@@ -1,4 +1,9 @@
-"""silu(input @ gate_weight.T) * (input @ up_weight.T) of local tensors (Shazeer 2020, eq. 6), forward and backward."""
+"""silu(input @ gate_weight.T) * (input @ up_weight.T) of local tensors (Shazeer 2020, eq. 6), forward and backward.
+
+`forward` launches one Triton kernel (`_launch`, the kernel of `matmul`) where `use_triton` and `by_kernel` hold.
+Otherwise `forward`, and `backward` everywhere, call the functions of `matmul` and `swiglu`, which choose their code
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,8 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
         products = linear(input, gate_weight)[0], linear(input, up_weight)[0]
         if not keep:
             return swiglu.inference(*products), ()
-        out, kept = swiglu.forward(*products)
-        return out, (input, gate_weight, up_weight, *kept)
+        out, saved = swiglu.forward(*products)
+        return out, (input, gate_weight, up_weight, *saved)
     rows, gate, up = as_rows(input), gate_weight.mT, up_weight.mT
     out = torch.empty((*input.shape[:-1], gate.shape[1]), dtype=input.dtype, device=input.device)
     both = [torch.empty_like(out) if keep else None for _ in range(2)]

@@ -52,8 +52,8 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     return Sharding(output, shape, independent(output, layouts), local)
 
 
-def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule of `READ_ON`, attention with a cache: no tensor may be sharded on the tokens.
+def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `WITH_CACHE`, attention with a cache: no tensor may be sharded on the tokens.
 
     layouts: of query, key, value, the cached keys, the cached values and documents.
     """

@@ -97,8 +97,8 @@ class Scattered(NamedTuple):
     @classmethod
     def of(cls, whole: Layout, axis: str, dim: int) -> Scattered:
         """From the layout before the scatter, where `axis` is Replicate."""
-        others = whole.shard_order.get(dim, ())
-        order = {each: whole[each] for each in (*others, *(n for n in whole.mesh.axis_names if n not in others))}
+        sharding = whole.shard_order.get(dim, ())
+        order = {each: whole[each] for each in (*sharding, *(n for n in whole.mesh.axis_names if n not in sharding))}
         order.pop(axis)
         return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
 
@@ -233,9 +233,9 @@ def scatter_backward(
 
 def _empty(saved: Tensors, needed: Sequence[bool]) -> Tensors:
     """Uninitialized tensors for the gradients that are needed, None for the rest."""
-    made = zip(saved, needed, strict=True)
+    pairs = zip(saved, needed, strict=True)
     return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in made
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in pairs
     )
 
 
