@@ -28,7 +28,7 @@ EIGHT = A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
         pytest.param(A, B.bfloat16(), {}, "float32 and torch.bfloat16 cannot be multiplied; cast", id="dtypes"),
         pytest.param(A.int(), B.int(), {}, "int32 cannot be multiplied; cast", id="integers"),
         pytest.param(A, EIGHT[1], {}, "cannot be multiplied; cast", id="eight-and-more-bits"),
-        pytest.param(A, B.to("meta"), {}, "lie on cpu and meta; move them to one device", id="devices"),
+        pytest.param(A, B.to("meta"), {}, "are on cpu and meta; move them to one device", id="devices"),
         pytest.param(A, B, {"bias": A[0]}, r"a bias of shape \(8,\), got \(6,\)", id="bias"),
         pytest.param(A, B, {"residual": A}, r"\(4, 6\) does not broadcast to the output, \(4, 8\)", id="residual"),
         pytest.param(A, B, {"activation": "tanh"}, "activation is 'tanh'; give one of 'gelu', 'gelu_tanh'", id="name"),
@@ -41,7 +41,7 @@ EIGHT = A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
             A.bfloat16(), B.bfloat16(), {"accumulate_into": torch.zeros(4, 8).half()}, "give torch.float32", id="sum-dtype"
         ),
         pytest.param(*EIGHT, {"accumulate_into": torch.zeros(4, 8)}, "takes factors of 16 bits at least", id="sum-of-eight-bits"),
-        pytest.param(A, B, {"accumulate_into": torch.zeros(4, 8, device="meta")}, "lie on cpu and meta", id="sum-elsewhere"),
+        pytest.param(A, B, {"accumulate_into": torch.zeros(4, 8, device="meta")}, "are on cpu and meta", id="sum-elsewhere"),
         pytest.param(
             A, B, {"accumulate_into": torch.zeros(4, 8), "activation": "relu"}, "beside accumulate_into", id="sum-of-relu"
         ),

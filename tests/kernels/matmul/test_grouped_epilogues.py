@@ -152,7 +152,7 @@ EIGHTS = A.to(EIGHT), B.to(EIGHT)
     ("a", "b", "more", "told"),
     [
         pytest.param(A, B, {"residual": A}, r"\(28, 16\) does not broadcast to the output, \(28, 24\)", id="residual"),
-        pytest.param(A, B.to("meta"), {}, "lie on cpu and meta; move them to one device", id="devices"),
+        pytest.param(A, B.to("meta"), {}, "are on cpu and meta; move them to one device", id="devices"),
         pytest.param(A, EIGHTS[1], {}, "cannot be multiplied; cast", id="eight-and-more-bits"),
         pytest.param(A, B, {"a_scale": torch.ones(())}, "of a factor of torch.float32; for an 8-bit factor", id="scale"),
         pytest.param(

@@ -41,7 +41,7 @@ class Op:
     varying: tuple[str, ...] = ()
     # Positions of the weights. Their gradients are matrix products of their own, which `waiting_weights` can delay.
     weights: tuple[int, ...] = ()
-    # (saved, grad, needed, **options) -> the gradient before the fused epilogue (activation, gate, rope, residual), which
+    # (saved, grad, needed, **options) -> the gradient before a fused epilogue (activation, gate, rope, residual), which
     # `backward` receives as `grad`. Computed once, also when the gradients of the weights are delayed.
     epilogue_backward: Callable[..., Any] | None = None
     # (saved[recompute_from:], **options) -> the last output, if recomputing is cheap: see `remade_activations.py`.

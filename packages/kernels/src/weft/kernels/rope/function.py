@@ -142,7 +142,7 @@ def check_fit(x: Tensor, cos: Tensor) -> None:
 
 
 def plain_backward(grad: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """The transpose of `plain_forward`: rotation by the negative angles, at the same scale. Its inverse if that is 1."""
+    """The transpose of `plain_forward`: rotation by the negative angles, at the same scale. The inverse at scale 1."""
     return plain_rotation(grad, cos, sin, interleaved, -1)
 
 

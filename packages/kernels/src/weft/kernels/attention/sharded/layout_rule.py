@@ -98,8 +98,8 @@ def keys_sharded_as_query(
 def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
     given = [i for i, layout in enumerate(layouts) if layout is not None]
     operation = terms.Operation(
-        "attention", tuple(indices[i] for i in given), indices[0], terms.never, operands=tuple(operands[i] for i in given),
-        whole=whole, why_whole="attention needs the keys of all tokens",
+        "attention", tuple(indices[i] for i in given), indices[0], terms.never,
+        operands=tuple(operands[i] for i in given), whole=whole, why_whole="attention needs the keys of all tokens",
     )  # fmt: skip
     return terms.infer(operation, [layouts[i] for i in given])
 
