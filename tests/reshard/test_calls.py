@@ -1,4 +1,4 @@
-"""A repeated reshard does no planning again: the Python calls inside the packages are counted, and the files they change between."""
+"""A repeated reshard plans nothing: counts the Python calls inside the packages, and changes of file between calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def files_called(function: Callable[[], object]) -> list[str]:
 
 
 def count(src: str, dst: Any) -> tuple[int, int]:
-    """The calls of a warm reshard on four ranks, and the changes of file between them."""
+    """The number of calls in a warm reshard on four ranks, and how often the file changes from call to call."""
     x: DTensor = distribute(torch.arange(64.0).reshape(8, 8), Layout(ProcessMesh.grid(dp=2, tp=2), src))
     files = files_called(lambda: reshard(x, placements=dst))
     return len(files), sum(a != b for a, b in pairwise(files))
