@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import triton
 from weft.kernels.cross_entropy.launch import FUSED_STAGES
-from weft.kernels.launching.aot import TARGETS, Report, as_json, as_table, compile_variant, others, save, variants
+from weft.kernels.launching.aot import (
+    TARGETS,
+    Report,
+    as_json,
+    as_table,
+    compile_variant,
+    extra_variants,
+    save,
+    variants,
+)
 
 from tests.kernels.matmul_kernels import PRODUCT as A_PRODUCT
 from tests.support.pool import Pool
@@ -49,8 +58,8 @@ def compiled(target: str) -> list[dict[str, Any]]:
     return json.loads(as_json(compile_variant(variant, target) for variant in (*variants(), A_PRODUCT)))
 
 
-def compiled_others(target: str) -> list[dict[str, Any]]:
-    return json.loads(as_json(compile_variant(variant, target) for variant in others()))
+def compiled_extra_variants(target: str) -> list[dict[str, Any]]:
+    return json.loads(as_json(compile_variant(variant, target) for variant in extra_variants()))
 
 
 @functools.cache
@@ -79,8 +88,8 @@ def differences(kept: Reports, fresh: Reports) -> list[str]:
         was, is_ = kept[variant, target], fresh[variant, target]
         allowed = {"registers": was["registers"] + MORE_REGISTERS} | {name: was[name] for name in NO_MORE}
         dearer = [name for name, most in allowed.items() if is_[name] > most]
-        others = [name for name in ALIKE if is_[name] != was[name]]
-        found += [f"{variant} for {target}: {name} {is_[name]}, kept {was[name]}" for name in dearer + others]
+        changed = [name for name in ALIKE if is_[name] != was[name]]
+        found += [f"{variant} for {target}: {name} {is_[name]}, kept {was[name]}" for name in dearer + changed]
     return found
 
 
@@ -117,7 +126,7 @@ def test_nothing_costs_more_than_kept(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(target):
     with Pool() as fresh:
-        reports = by_variant_and_target(fresh.run(compiled_others, target, ranks=1)[0])
+        reports = by_variant_and_target(fresh.run(compiled_extra_variants, target, ranks=1)[0])
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
     assert max(report["shared_bytes"] for report in reports.values()) <= SHARED_KIB[target] * 1024
     if KEPT.exists():
@@ -134,7 +143,7 @@ def assert_as_kept(fresh):
 @needs_kept
 def test_every_variant_is_kept_and_no_other():
     kept = [(report["variant"], report["target"]) for report in json.loads(KEPT.read_text())]
-    names = [each.name for each in (*variants(), *others())]
+    names = [each.name for each in (*variants(), *extra_variants())]
     assert len(set(names)) == len(names)
     assert sorted(kept) == sorted((name, target) for name in names for target in TARGETS)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from weft import kernels
-from weft.kernels.dropout import function, reference
+from weft.kernels.dropout import function
 from weft.kernels.launching.traffic import Traffic, counted_traffic
 from weft.kernels.random.part import Part
 from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
@@ -123,10 +123,10 @@ def test_a_ranks_mask_is_its_part_of_the_one_mask_in_every_layout(
                     continue
                 seen.add(part)
                 for held in (None, []):
-                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, held=held)
+                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, saved_mask=held)
                     assert torch.equal(y.cpu(), wanted[rank]), (str(layout), rank)
                     assert saved == ()
-                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, held=held)
+                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, saved_mask=held)
                     assert of_x is not None and torch.equal(of_x.cpu(), wanted[rank]), (str(layout), rank)
 
 
@@ -228,8 +228,8 @@ def test_on_a_cpu_backward_has_the_mask_of_forward_once(dtype: torch.dtype, monk
         drawn.append(part)
         return draw(part, *arguments)
 
-    draw = reference.drawn
-    monkeypatch.setattr(reference, "drawn", seen)
+    draw = function.plain_mask
+    monkeypatch.setattr(function, "plain_mask", seen)
     x, upstream = normal((5, 333), dtype).requires_grad_(), normal((5, 333), dtype, seed=1)
     y = kernels.dropout(x, 0.3, KEY)
     for draws in (1, 2):  # then it is given up, and drawn again where a graph is kept and gone through twice

@@ -139,12 +139,12 @@ LONG = {
 @pytest.mark.parametrize("of", LONG)
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
 def test_long_rows(name: str, of: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.launching.rows import Tile
+    from weft.kernels.launching.rows import RowTile
     from weft.kernels.layer_norm import launch as of_layer
     from weft.kernels.rms_norm import launch
 
     dtype, width, keeps, launches = LONG[of]
-    tiles = ((Tile.of(width, each), each) for each in (launch.FORWARD_ELEMENTS, launch.BACKWARD_ELEMENTS))
+    tiles = ((RowTile.of(width, each), each) for each in (launch.FORWARD_ELEMENTS, launch.BACKWARD_ELEMENTS))
     assert tuple(launch.keeps_weight(*tile) for tile in tiles) == keeps
     launched: list[int] = []
     backward = of_layer._backward

@@ -11,15 +11,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels.attention import reference as attention
 from weft.kernels.dispatch.op import Op
 from weft.kernels.dispatch.sharded import apply
-from weft.kernels.elementwise import reference as elementwise
+from weft.kernels.elementwise import sharded as elementwise
 from weft.kernels.gelu import function as gelu
-from weft.kernels.layer_norm import reference as layer_norm
+from weft.kernels.layer_norm import function as layer_norms
 from weft.kernels.matmul import function as products
-from weft.kernels.rms_norm import reference as norm
+from weft.kernels.rms_norm import function as rms_norms
 from weft.kernels.rope import function as rope
 from weft.kernels.swiglu import function as swiglu
 
+
+def plain(function):
+    """The plain functions of an op's function.py."""
+    names = ("forward", "backward", "inference")
+    found = {name: getattr(function, f"plain_{name}") for name in names if hasattr(function, f"plain_{name}")}
+    return SimpleNamespace(__name__=function.__name__, **found)
+
+
 matmul = SimpleNamespace(__name__=products.__name__, forward=products.linear, backward=products.linear_backward)
+norm, layer_norm = plain(rms_norms), plain(layer_norms)
 
 
 def op(room):

@@ -87,11 +87,11 @@ def test_what_it_is_made_of_may_not_change_before_backward() -> None:
 
 
 def test_products_that_share_an_input_make_it_once_in_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.rms_norm import reference
+    from weft.kernels.rms_norm import function
 
     made = []
-    again = reference.again
-    monkeypatch.setattr(reference, "again", lambda *given, **more: made.append(1) or again(*given, **more))
+    recompute = function.plain_recompute
+    monkeypatch.setattr(function, "plain_recompute", lambda *given, **more: made.append(1) or recompute(*given, **more))
     x, scale, *weights = leaves((3, 8), (8,), (5, 8), (5, 8), (5, 8))
     shared = kernels.rms_norm(x, scale)
     output = sum(kernels.linear(shared, weight).square().sum() for weight in weights)

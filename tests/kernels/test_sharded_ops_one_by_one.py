@@ -117,7 +117,7 @@ def mixed():
 def test_plain_tensors_beside_dtensors(pool):
     for first, second in pool.run(mixed, ranks=2):
         assert "linear: a plain tensor of shape (6, 8)" in first
-        assert "(tp: P(sum)); give it a layout with distribute()" in first
+        assert "(tp: P(sum)), which only a DTensor can have; make the tensor a DTensor with distribute()" in first
         assert "linear: a plain tensor of shape (3, 8)" in second
 
 
