@@ -22,7 +22,7 @@ from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide
 from weft.models.step.memory import predict_memory
 from weft.reshard import GradientSync
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.test_zero_numbers import held_by, held_since
 
@@ -119,8 +119,8 @@ def measured(
 
 def held_of_parameters(model: nn.Module) -> int:
     """Bytes of the shards, and of what is whole."""
-    wholes = (whole.leaf for unit in units_of(model) for whole in unit.wholes().values())
-    return held_by([*model.parameters(), *wholes])
+    full_parameters = (whole.leaf for unit in gathering_units(model) for whole in unit.full_parameters().values())
+    return held_by([*model.parameters(), *full_parameters])
 
 
 FIVE_LAYERS = replace(CONFIG, num_layers=5)

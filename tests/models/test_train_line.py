@@ -24,7 +24,7 @@ from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
 from weft.models.train.results import Trackers, check_trackers
 from weft.reshard import distribute, reshard
-from weft.reshard.moving.collectives import Waits, measured_by
+from weft.reshard.moving.collectives import WaitTimer, measure_waits
 
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
@@ -118,8 +118,8 @@ def late(rank_late: int, seconds: float) -> list[float]:
     part = distribute(torch.ones(4, 4), Layout(mesh, {"tp": Shard(0)}))
     addend = reshard(part, None, {"tp": Partial("sum")})
     reshard(addend)
-    waits = Waits(torch.device("cpu"))
-    with measured_by(waits):
+    waits = WaitTimer(torch.device("cpu"))
+    with measure_waits(waits):
         dist.barrier()
         if dist.get_rank() == rank_late:
             time.sleep(seconds)

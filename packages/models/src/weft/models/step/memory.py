@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extension import as_mesh
-from weft.reshard.extension import stretch_in, units_of
+from weft.reshard.extension import contiguous_shard_slices, gathering_units
 
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import parameter_layouts
@@ -103,7 +103,7 @@ def predict_memory(
         whole, shard, zero = held(layouts[name]), held(at_rest[name]), plan_of(parts, name).zero
         counts["parameters"] += shard
         if layouts[name] != at_rest[name] and (zero < 3 or cutting is not None):
-            within = stretch_in(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
+            within = contiguous_shard_slices(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
             counts["gathered"] += whole - shard if within else whole
         if parameter.requires_grad:
             counts["gradients"] += shard if zero > 1 else whole
@@ -158,7 +158,10 @@ class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counts:
             self._held |= self._new
         self._new.clear()
-        leaves = [*model.parameters(), *(whole.leaf for unit in units_of(model) for whole in unit.wholes().values())]
+        leaves = [
+            *model.parameters(),
+            *(whole.leaf for unit in gathering_units(model) for whole in unit.full_parameters().values()),
+        ]
         gradients = {each._cdata for each in _storages([leaf.grad for leaf in leaves])}
         kept = {key: each for key, each in self._held.items() if key not in gradients}
         self._held = {key: each for key, each in kept.items() if not each[0].expired()}  # type: ignore[no-untyped-call]

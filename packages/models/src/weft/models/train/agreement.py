@@ -112,7 +112,7 @@ class RollCall:
         here = self._doing()
         if silent:
             return Unanswered(
-                f"{named_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}", is_told
+                f"{format_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}", is_told
             )
         behind = [rank for rank, doing in answers.items() if doing != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
@@ -142,7 +142,7 @@ def is_silence(error: RuntimeError) -> bool:
     return any(word in str(error) for word in ("imed out", "imeout"))
 
 
-def named_ranks(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """The ranks in words: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from weft.reshard.extension import measured_by
+from weft.reshard.extension import measure_waits
 
 from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
@@ -175,7 +175,7 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
     with (
         report.steps(config) as shown,
         profiled(config.profile, trainer.rank) as profiled_step,
-        measured_by(trainer.waits),
+        measure_waits(trainer.waits),
     ):
         trainer.begin_reading()
         for step in range(begins, config.steps):

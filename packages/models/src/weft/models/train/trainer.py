@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
 from weft.reshard import GradientSync, drop_gathered, fixed_parameters
-from weft.reshard.extension import Collective, Waits, units_of
+from weft.reshard.extension import Collective, WaitTimer, gathering_units
 
 from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
@@ -32,7 +32,7 @@ from ..step.communication import Communication, Phase
 from ..step.find_gradients import Found, find_gradients, find_loss
 from ..step.forward_backward import divide, join
 from ..tracing import traced
-from .agreement import named_ranks
+from .agreement import format_ranks
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
 from .measure import CollectiveCount, flops_per_token, peak_flops, peak_memory, total_memory
@@ -106,7 +106,7 @@ class Trainer:
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._unread: list[_UnreadStep] = []
-        self.waits = Waits(device)
+        self.waits = WaitTimer(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -348,7 +348,7 @@ class Trainer:
         """
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, here)
-        return named_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
+        return format_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
 
     def _explain(self, what: str, last: Callable[[], Path | None]) -> str:
         """The message of a TrainingError: the cause, the newest checkpoint, and a remedy."""
@@ -366,9 +366,9 @@ def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     parameters = list(model.parameters())
-    found = (each for unit in units_of(model) for each in unit.wholes().items())
-    wholes: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.sums}
-    gradients = [wholes.get(each, each) for each in parameters if each.requires_grad]
+    found = (each for unit in gathering_units(model) for each in unit.full_parameters().items())
+    full_parameters: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.accumulate_grad}
+    gradients = [full_parameters.get(each, each) for each in parameters if each.requires_grad]
     numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, gradients, states)]
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])

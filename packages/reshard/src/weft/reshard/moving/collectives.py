@@ -266,8 +266,8 @@ def exchange(
     if run is None:
         places = [result[within(box, wanted)] for box in received]
         parts += zip(places, _split_as(places, arrived), strict=True)
-    if messages.kept is not None:
-        parts.append((result[within(messages.kept, wanted)], local[within(messages.kept, held)]))
+    if messages.local is not None:
+        parts.append((result[within(messages.local, wanted)], local[within(messages.local, held)]))
     for place, part in parts:
         if add:
             place.add_(part)
@@ -309,7 +309,7 @@ def _as_work(work: Any) -> dist.Work:
     return started
 
 
-class Waits:
+class WaitTimer:
     """Adds up the time for which this process's device waits for collectives.
 
     On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
@@ -343,11 +343,11 @@ class Waits:
         return seconds
 
 
-_measuring: list[Waits] = []  # of the `measured_by` blocks, innermost last
+_measuring: list[WaitTimer] = []  # of the `measure_waits` blocks, innermost last
 
 
 @contextmanager
-def measured_by(waits: Waits) -> Iterator[None]:
+def measure_waits(waits: WaitTimer) -> Iterator[None]:
     """Inside, `waits` adds up this process's waits for all collectives. Communication: none."""
     _measuring.append(waits)
     try:

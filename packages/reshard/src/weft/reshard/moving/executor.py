@@ -1,7 +1,7 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
 Each step is a generator: it yields every collective that it starts, and returns the local tensor after the step.
-`execute` waits for each collective at once; with `started`, the caller computes something else between start and
+`execute` waits for each collective at once; with `start_plan`, the caller computes something else between start and
 wait.
 
 Keeps the tensors that reshards receive in forward, and returns them while a recomputation repeats the forward.
@@ -69,13 +69,13 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Communication: the plan's steps, in order. A rank outside both meshes does nothing.
     """
-    return started(plan, local, mesh).wait()
+    return start_plan(plan, local, mesh).wait()
 
 
-def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
+def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """`execute` with its first collective started; `wait()` runs the rest.
 
-    Inside `received.giving` nothing is sent: the result is the tensor received in forward.
+    Inside `replay_received` nothing is sent: the result is the tensor received in forward.
     """
     if all(isinstance(step, Local) for step in plan.steps):
         return Pending(_run(plan, local, mesh))
@@ -203,8 +203,8 @@ class _StepStart:
 
 
 @contextmanager
-def keeping(begin: Callable[[], Store]) -> Iterator[None]:
-    """Inside, every reshard with communication hands over the tensor that it receives, to be kept.
+def record_received(begin: Callable[[], Store]) -> Iterator[None]:
+    """Inside, every reshard with communication passes the tensor that it receives to a callback.
 
     begin: called when a reshard starts; returns a function, which is called with the received tensor.
     """
@@ -213,14 +213,14 @@ def keeping(begin: Callable[[], Store]) -> Iterator[None]:
 
 
 @contextmanager
-def giving(next_received: Callable[[], Tensor]) -> Iterator[None]:
+def replay_received(next_received: Callable[[], Tensor]) -> Iterator[None]:
     """Inside, a reshard that would communicate returns `next_received()` instead, and sends nothing."""
     with _set("next_received", next_received):
         yield
 
 
 def run_or_replay(run: Callable[[], Running]) -> Pending:
-    """Starts the collectives of `run`; inside `giving`, returns the tensor received earlier instead."""
+    """Starts the collectives of `run`; inside `replay_received`, returns the tensor received earlier instead."""
     next_received: Callable[[], Tensor] | None = getattr(_thread, "next_received", None)
     if next_received is not None:
         return Pending.finished(next_received())

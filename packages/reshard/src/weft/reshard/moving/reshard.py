@@ -1,7 +1,7 @@
 """`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
 A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
-`executor.started`, or as custom ops (traced.py) while torch.compile traces. The autograd functions at the end of
+`executor.start_plan`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
 the file reshard gradients back.
 """
 
@@ -21,22 +21,22 @@ from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shar
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from ..world.dynamo import in_graph, is_compiling
-from ..world.groups import of_this_world, this_rank
+from ..world.groups import this_rank, world_cache
 from .collectives import Pending
 from .compiled import begin, finish, traced
 from .dtensor import (
     Placements,
     as_process_mesh,
+    dtensor_spec,
     is_strided,
-    kind_of,
     layout_given,
     layout_of,
-    of_kind,
     one_mesh,
     shape_of,
     wrap,
+    wrap_with_spec,
 )
-from .executor import started
+from .executor import start_plan
 from .topology import Topology
 
 
@@ -163,7 +163,7 @@ def _start(
         if not change.plan.steps:
             pending = Pending.finished(local)
         else:
-            run = traced if is_compiling() else started
+            run = traced if is_compiling() else start_plan
             pending = run(change.plan, local, dtensor.device_mesh)
     return dtensor, change, pending
 
@@ -176,7 +176,7 @@ class _Change(NamedTuple):
     cotangent: Layout  # of the input's gradient
     plan: Plan
     local_shape: tuple[int, ...]  # of this rank's part of the input
-    # `kind_of` an input whose layout torch states by a `_StridedShard`: the gradient must have this kind; else None.
+    # The spec of an input whose layout torch states by a `_StridedShard`: the gradient must have this spec; else None.
     strided_kind: Any
     topology: Topology | None
     memory_limit: int | None
@@ -188,7 +188,7 @@ class _Change(NamedTuple):
 
     def as_input(self, grad: DTensor) -> DTensor:
         """The gradient, with its layout stated by torch's placements of the input."""
-        return grad if self.strided_kind is None else of_kind(grad.to_local(), self.strided_kind)
+        return grad if self.strided_kind is None else wrap_with_spec(grad.to_local(), self.strided_kind)
 
 
 def _cached_change(
@@ -201,7 +201,7 @@ def _cached_change(
     """`_change`, computed once for each kind of DTensor where the placements are given as a hashable value."""
     if is_compiling() or not isinstance(placements, Layout | str | tuple | None):
         return _change(dtensor, mesh, placements, topology, memory_limit)
-    cache, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
+    cache, key = world_cache(), (dtensor_spec(dtensor), mesh, placements, topology, memory_limit)
     change = cache.get(key)
     if change is None:
         change = cache[key] = _change(dtensor, mesh, placements, topology, memory_limit)
@@ -220,7 +220,7 @@ def _change(
     target = _target(src, mesh, placements).resolved(shape)
     made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     local_shape = src.local_shape(shape, this_rank())
-    strided_kind = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
+    strided_kind = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
     return _Change(src, target, cotangent(src), made, local_shape, strided_kind, topology, memory_limit)
 
 

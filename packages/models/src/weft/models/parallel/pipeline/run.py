@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Later, waiting_weights, weights_may_wait
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.extension import Waiting, group_for, keeping_gathered, tensors_of, this_rank, wait_for
+from weft.reshard.extension import GradPlaceholder, group_for, keep_gathered, tensors_of, this_rank, wait_for
 
 from ...losses import first_gradient
 from ...schedules.pipeline_plan import PipelinePlan
@@ -115,7 +115,7 @@ class Pipeline:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._set_aside(model)
         run = _Run(self, model, microbatches, loss_of, computing)
-        with keeping_gathered(model), accumulating():
+        with keep_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
                 with traced(phase):
@@ -129,7 +129,7 @@ class Pipeline:
         no outputs.
         """
         run = _Run(self, model, microbatches, None)
-        with keeping_gathered(model):
+        with keep_gathered(model):
             for stage in self.stages.own:
                 for number in range(len(microbatches)):
                     run.take(Action("F", stage, number))
@@ -161,7 +161,7 @@ class Pipeline:
         self._earlier.clear()
         for name, parameter in self._shared_here(model):
             grad = parameter.grad
-            if grad is None or isinstance(grad, Waiting):
+            if grad is None or isinstance(grad, GradPlaceholder):
                 continue
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 continue  # a partial sum, from a backward pass after which wait() was not called
