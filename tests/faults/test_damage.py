@@ -15,7 +15,7 @@ from weft.models.checkpoint.manifest import DamagedCheckpoint, Manifest
 from weft.models.cli.generate import _find_tokenizer
 from weft.models.data.tokenizer import byte_tokenizer
 from weft.models.train.folder import (
-    check_again,
+    check_resumable,
     checkpoints,
     find_to_resume,
     keep,
@@ -225,6 +225,6 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"another run is writing to .*; wait until it ends, or give another folder with --output"
     ):
-        check_again(tmp_path)
+        check_resumable(tmp_path)
     os.close(held)
-    check_again(tmp_path)
+    check_resumable(tmp_path)

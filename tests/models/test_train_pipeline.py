@@ -78,7 +78,7 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
 def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFixture[str]) -> None:
     names = {0: ("embed.weight", "layers.0.up.weight"), 1: ("layers.1.up.weight", "embed.weight", "norm.weight")}
     parts = [Part(name=name, shape=(4, 2), layout=None, stage_rank=at) for at, held in names.items() for name in held]
-    Report(speaks=True).layout(parts)
+    Report(enabled=True).layout(parts)
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[1] for row in rows] == ["embed.weight", "layers.*.up.weight", "norm.weight"]
     assert [row[-1] for row in rows] == ["on pp=0, 1", "on pp=0, 1", "on pp=1"]

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, plan
 from weft.reshard.extension import Pending, cotangent, dtensor_spec, memory_of, start_plan, wrap, wrap_with_spec
 
+IGNORE_INDEX = -100  # torch's default `ignore_index`: the target of tokens that do not count
+
 
 def first_gradient(loss: Tensor) -> Tensor:
     """The gradient at which a loss's backward starts: ones, replicated on the axes over which the loss is Partial."""

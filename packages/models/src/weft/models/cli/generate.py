@@ -16,7 +16,7 @@ from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tok
 from ..documents import as_type, read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
-from .arguments import parse, refusing
+from .arguments import parse, report_bad_input
 
 ABOUT = f"""\
   Continues a text with a trained model, on one process, and prints the text and each token as it is drawn. The prompt \
@@ -61,7 +61,7 @@ class GenerateOptions:
 
 def run(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, command="generate", about=ABOUT)
-    with refusing("generate"):
+    with report_bad_input("generate"):
         if not options.prompt:
             raise ValueError("--prompt is empty; give a text to continue")
         _check(options)

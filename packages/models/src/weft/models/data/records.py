@@ -74,7 +74,7 @@ def holds_records(path: Path) -> bool:
     Raises ValueError as `kind_of` does.
     """
     found = entries_under(path).files
-    kinds = {kind_of(file, COLUMNS.field, given=path.is_file()) for file in found}
+    kinds = {kind_of(file, COLUMNS.field, is_named=path.is_file()) for file in found}
     return bool(kinds - {Kind.TEXT, Kind.NONE})
 
 

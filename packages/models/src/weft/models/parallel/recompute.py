@@ -68,8 +68,8 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
     for block in blocks_of(model, plan).values():
         forward = block.forward
         block.forward = partial(_recomputed, plan.recompute, forward)
-        compile_it = _compile_whole if plan.recompute == "full" else _compile_marked
-        block.compile = partial(compile_it, block, forward)  # type: ignore[method-assign]
+        compile_block = _compile_whole if plan.recompute == "full" else _compile_marked
+        block.compile = partial(compile_block, block, forward)  # type: ignore[method-assign]
 
 
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

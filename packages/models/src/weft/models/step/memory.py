@@ -110,7 +110,7 @@ def predict_memory(
             counts["states"] += states * shard
     if batch is None:
         return Memory(**counts)
-    kept = _SavedBytes()
+    saved = _SavedBytes()
     with on_shapes(
         model, mesh, plan, batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches
     ) as ready:
@@ -118,15 +118,15 @@ def predict_memory(
         pipeline = pipeline_of(ready.model)
         split = pipeline is not None and pipeline.schedule.splits_backward
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             if pipeline is not None:
                 pipeline.finish_sends()
-            kept.ended(phase == "forward" or split, ready.model)
+            saved.end_phase(phase == "forward" or split, ready.model)
 
         ready.run(lambda phase: None)  # not counted: allocates buffers kept from step to step
-        with kept:
-            ready.run(ended)
-    return Memory(**counts, activations=kept.most)
+        with saved:
+            ready.run(after_phase)
+    return Memory(**counts, activations=saved.most)
 
 
 class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -142,14 +142,14 @@ class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given_storages = {each._cdata for each in _storages((args, kwargs))}
-        for storage in _storages(made):
-            if storage._cdata not in given_storages:
+        output = func(*args, **(kwargs or {}))
+        input_storages = {each._cdata for each in _storages((args, kwargs))}
+        for storage in _storages(output):
+            if storage._cdata not in input_storages:
                 self._new[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
-        return made
+        return output
 
-    def ended(self, counts: bool, model: nn.Module) -> None:
+    def end_phase(self, counts: bool, model: nn.Module) -> None:
         """Called when the forward or the backward of a microbatch is over.
 
         counts: whether storages made since the last call are saved for backward: after a forward, and after a
@@ -160,11 +160,11 @@ class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._new.clear()
         leaves = [
             *model.parameters(),
-            *(whole.leaf for unit in gathering_units(model) for whole in unit.full_parameters().values()),
+            *(full.leaf for unit in gathering_units(model) for full in unit.full_parameters().values()),
         ]
         gradients = {each._cdata for each in _storages([leaf.grad for leaf in leaves])}
-        kept = {key: each for key, each in self._held.items() if key not in gradients}
-        self._held = {key: each for key, each in kept.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
+        live = {key: each for key, each in self._held.items() if key not in gradients}
+        self._held = {key: each for key, each in live.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
         self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
 
 

@@ -25,12 +25,12 @@ from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..parallel.pipeline.messages import form_of
-from ..parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
+from ..parallel.pipeline.run import Microbatch, Pipeline, differentiable, run_backward
 from ..parallel.plan import without_pipeline
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule
 from .communication import Communication, Phase
-from .criterion import Criterion, ProbedCriterion, weighing
+from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide
 
@@ -128,11 +128,11 @@ def run_on_shapes(
             return Step()
         recorded, pipeline = ready.recorded, pipeline_of(ready.model)
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             issued.setdefault(phase, []).extend(recorded.take_each())
 
         recorded.take_each()
-        ready.run(ended, clip_norm=clip_norm)
+        ready.run(after_phase, clip_norm=clip_norm)
         return Step(
             Communication.of(issued),
             shapes_of(ready.model),
@@ -151,9 +151,11 @@ class Ready:
     sync: GradientSync
     recorded: Recorded
 
-    def run(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Runs forward, backward and gradient sync. ended, clip_norm: as for `find_gradients`."""
-        find_gradients(self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, ended=ended)
+    def run(self, after_phase: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
+        """Runs forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`."""
+        find_gradients(
+            self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, after_phase=after_phase
+        )
 
 
 @contextmanager
@@ -197,7 +199,7 @@ def on_shapes(
                 f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
                 f"divided into {count} microbatches; give both as [B, T]"
             )
-        weighted = weighing(compute, parts, targets)
+        weighted = weight_criterion(compute, parts, targets)
         # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
         # training loop of the caller's own.
         if len(parts) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
@@ -245,7 +247,7 @@ def _message_forms(
     for stage, (start, _) in enumerate(ranges[1:], 1):
         model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
     loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
-    go_back(loss, [first_gradient(each) for each in loss])
+    run_backward(loss, [first_gradient(each) for each in loss])
     forward = {("F", stage): {microbatch.kind: form} for stage, form in input_forms.items()}
     return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 

@@ -32,7 +32,7 @@ from ..documents import as_type
 from ..tracing import traced
 from ..versions import versions
 from .config import TrainConfig
-from .folder import CHECKPOINT, keep
+from .folder import CHECKPOINT, remove_old
 from .metrics_file import METRICS
 from .run import Run
 
@@ -61,7 +61,7 @@ class Saver:
         self._copy: Snapshot | None = None  # kept for reuse of the memory by the next copy
         self._error: BaseException | None = None
         self._notes: list[str] = []
-        self._notes_taken = 0  # how many of _notes `take_notes` has returned
+        self._notes_returned = 0  # how many of _notes `take_notes` has returned
         self.held_out_loss = float("nan")  # the loss before the first step; set by the caller
         self.last: Path | None = None  # the newest complete checkpoint
         # length and checksum of metrics.jsonl, from the resumed checkpoint
@@ -154,15 +154,15 @@ class Saver:
         A failure becomes a note and does not end the run, because the new checkpoint is complete.
         """
         try:
-            lines = keep(folder, self._run.config.keep, self._run.config.keep_every)
+            lines = remove_old(folder, self._run.config.keep, self._run.config.keep_every)
         except OSError as error:
             lines = [f"old checkpoints in {folder} could not be removed: {error.strerror}"]
         self._notes += [line for line in lines if line not in self._notes]
 
     def take_notes(self) -> list[str]:
         """The lines to print about checkpoints written since the last call."""
-        start, self._notes_taken = self._notes_taken, len(self._notes)
-        return self._notes[start : self._notes_taken]
+        start, self._notes_returned = self._notes_returned, len(self._notes)
+        return self._notes[start : self._notes_returned]
 
 
 def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str,
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
     held_out_loss: the loss before the first step. logged: the length and checksum of metrics.jsonl, from
-    `Sum.as_json`.
+    `RunningChecksum.as_json`.
     """
     return {
         "step": step,
@@ -219,7 +219,7 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Logged:
-    """The types of `Sum.as_json`'s values."""
+    """The types of `RunningChecksum.as_json`'s values."""
 
     lines: int
     bytes: int

@@ -43,7 +43,7 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
     The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
-    report, outline = Report(speaks=True), Outline.of(config, axes)
+    report, outline = Report(enabled=True), Outline.of(config, axes)
     step = outline.first_step(rank, "cpu")
     at = outline.mesh.coordinate(rank)
     assert at is not None, "the rank is one of the mesh"

@@ -97,17 +97,17 @@ def check_same_model(folder: Path, model: ModelConfig) -> None:
         )
 
 
-def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def contradictions(model: ModelConfig, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, the model's value, the given value) for each given value in conflict with the model.
 
-    given: values by field name. Each is judged alone, beside the model's values for the remaining fields.
+    values: values by field name. Each is judged alone, beside the model's values for the remaining fields.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         try:
-            is_other = bool(differences(model, dataclasses.replace(model, **{name: value})))
+            differs = bool(differences(model, dataclasses.replace(model, **{name: value})))
         except ValueError:  # the value does not fit the rest of the model
-            is_other = True
-        if is_other:
+            differs = True
+        if differs:
             yield name, getattr(model, name), value
 
 
@@ -125,7 +125,7 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
                 f"read as bytes, {data.tokenizer.vocab_size} tokens; put the model's own {TOKENIZER_FILE} into {folder}"
             )
         return
-    if is_same(find_tokenizer(folder), data.tokenizer):
+    if have_same_tokens(find_tokenizer(folder), data.tokenizer):
         return
     prepare = f"`{PROGRAM} data prepare FILE_OR_FOLDER --tokenizer {folder} --output prepared`"
     if data.is_prepared:
@@ -139,7 +139,7 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
     )
 
 
-def is_same(first: Tokenizer, second: Tokenizer) -> bool:
+def have_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers give the same tokens.
 
     Settings of truncation and padding, and the end token of documents, may differ.

@@ -73,8 +73,8 @@ def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
     to this number.
     A product of given sizes that does not divide the default is itself the number of processes.
     """
-    given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
-    return given if machine % given else machine
+    requested, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
+    return requested if machine % requested else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
@@ -163,7 +163,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         dist.barrier()  # no process ends before rank 0 has printed the error
         sys.exit(STOPPED)
     except Unanswered as error:
-        if error.is_told:
+        if error.is_printed_here:
             print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
         else:
             time.sleep(ECHO_SECONDS)

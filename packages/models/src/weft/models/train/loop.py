@@ -121,7 +121,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, saved = time.perf_counter(), run.folder / CHECKPOINT
-    with vote.heeding():
+    with vote.record_signals():
         stop = _take_steps(run, trainer, results, saver, vote, begins)
         seconds = time.perf_counter() - start
         if stop:

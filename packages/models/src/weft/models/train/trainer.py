@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
 from weft.reshard import GradientSync, drop_gathered, fixed_parameters
-from weft.reshard.extension import Collective, WaitTimer, gathering_units
+from weft.reshard.extension import Collective, WaitTimer, format_ranks, gathering_units
 
 from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
@@ -29,10 +29,9 @@ from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..step.communication import Communication, Phase
-from ..step.find_gradients import Found, find_gradients, find_loss
+from ..step.find_gradients import StepResult, find_gradients, find_loss
 from ..step.forward_backward import divide, join
 from ..tracing import traced
-from .agreement import format_ranks
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
 from .measure import CollectiveCount, flops_per_token, peak_flops, peak_memory, total_memory
@@ -53,7 +52,7 @@ class _UnreadStep:
     """A step whose loss and gradient norm are still on the device, until `Trainer.read`."""
 
     step: int
-    found: Found
+    found: StepResult
     lr: float
 
 
@@ -63,7 +62,7 @@ class Trainer:
     def __init__(self, run: Run, device: torch.device) -> None:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
-        self.report = Report(speaks=self.rank == 0)
+        self.report = Report(enabled=self.rank == 0)
         self._outline = outline = Outline.of(run.config, run.axes)
         self.mesh, self.plan, self._shape, self._criterion = (
             outline.mesh,
@@ -120,7 +119,7 @@ class Trainer:
         The host does not wait for the device; `read` fetches the loss and the norm.
         """
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             self.doing = f"step {step + 1}, after {phase}"
             if count is not None:
                 self.issued.setdefault(phase, []).extend(count.take_each())
@@ -134,7 +133,7 @@ class Trainer:
             self._microbatches(step),
             self._sync,
             clip_norm=clip_norm,
-            ended=ended,
+            after_phase=after_phase,
             computing=self._computing,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
@@ -268,8 +267,8 @@ class Trainer:
         """A prompt and the model's continuation, without dropout. Every rank takes part."""
         self.model.eval()
         # tokenized like the beginning of a document in the data
-        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
-        prompt = torch.tensor([given], device=self._device)
+        prompt_tokens = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
+        prompt = torch.tensor([prompt_tokens], device=self._device)
         # a compiled model would be compiled again for each length
         with torch.compiler.set_stance("force_eager"), self._computing():
             tokens = generate(
@@ -279,7 +278,9 @@ class Trainer:
                 seed=self._config.seed,
                 use_cache=hasattr(self.model, "make_cache"),
             )
-        return self._prompt + "".join(self._tokenizer.decode_each(tokens[0, len(given) :].tolist(), after=given))
+        return self._prompt + "".join(
+            self._tokenizer.decode_each(tokens[0, len(prompt_tokens) :].tolist(), after=prompt_tokens)
+        )
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's rows of each microbatch of a step. The microbatches are the same on every mesh."""
@@ -304,8 +305,8 @@ class Trainer:
 
         shape: (rows, T) of the whole microbatch over all ranks. inputs: further inputs of the model, as dropout_key.
         """
-        given = {name: each.to(self._device) for name, each in rows.named().items()}
-        laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
+        tensors = {name: each.to(self._device) for name, each in rows.named().items()}
+        laid = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0])
         assert laid.targets is not None, "rows.named() includes targets"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
         return Microbatch(args=(laid.tokens,), kwargs=self._outline.accepted(inputs), targets=laid.targets)
@@ -317,10 +318,10 @@ class Trainer:
             model = filled(model, self._device, self._config.seed)
         else:
             model = loaded_alone(model, self._origin, self._device)
-        given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
-        tokens, target = given.pop("tokens"), given.pop("targets")
-        given = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **given})
-        parts = divide(model, tokens, target, self._outline.microbatches, given)
+        tensors = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
+        tokens, target = tensors.pop("tokens"), tensors.pop("targets")
+        tensors = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **tensors})
+        parts = divide(model, tokens, target, self._outline.microbatches, tensors)
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _compare(self, loss: float, alone: float | None) -> None:
