@@ -31,7 +31,7 @@ from .training.gathered_modules import (
 )
 from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
 from .training.pending_gradient import GradPlaceholder
-from .training.trees import tensors_of
+from .training.trees import differentiable, tensors_of
 from .world.collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
 from .world.groups import (
@@ -69,6 +69,7 @@ __all__ = [
     "contiguous_shard_slices",
     "cotangent",
     "device_mesh",
+    "differentiable",
     "dtensor_spec",
     "finish_in_graph",
     "format_ranks",

@@ -18,14 +18,14 @@ from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.mesh.extension import as_mesh
 from weft.reshard import GradientSync, distribute
-from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, recording
+from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, differentiable, recording
 
 from ..losses import first_gradient
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..parallel.pipeline.messages import form_of
-from ..parallel.pipeline.run import Microbatch, Pipeline, differentiable, run_backward
+from ..parallel.pipeline.run import Microbatch, Pipeline, run_backward
 from ..parallel.plan import without_pipeline
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from weft.mesh import Layout
 from ..moving.dtensor import layout_of
 from .full_parameters import FullParameter, Gathering, ModelGathering, in_backward
 from .gathering import Gather, Gathers
-from .trees import tensors_of
+from .trees import differentiable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,16 +51,12 @@ class Place:
 
 _Entry = tuple[Place, DTensor, FullParameter]
 _Stale = tuple[DTensor, FullParameter, object]  # shard, full copy, and the shard's state when its gather was started
-_Prefetch = tuple[
-    Gathers, list[_Stale], int
-]  # a gather under way, the shards in it, and the `pass_number` at its start
+# A gather under way, its shards, and the `pass_number` at its start.
+_Prefetch = tuple[Gathers, list[_Stale], int]
 
 
 class Unit:
-    """The sharded parameters of a module, gathered together.
-
-    keep_for_backward: keep forward's full copies for backward.
-    """
+    """The sharded parameters of a module, gathered together. keep_for_backward: keep forward's full copies until then."""
 
     def __init__(self, model_gathering: ModelGathering, places: Sequence[Place], *, keep_for_backward: bool) -> None:
         self._model, self._places, self._keep_for_backward = model_gathering, list(places), keep_for_backward
@@ -79,16 +75,7 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         memo[id(self)] = copied = Unit(copy.deepcopy(self._model, memo), (), keep_for_backward=self._keep_for_backward)
         for place in self._places:
-            module = copy.deepcopy(place.module, memo)
-            copied._places.append(
-                Place(
-                    module=module,
-                    name=place.name,
-                    layout=place.layout,
-                    keep_between_calls=place.keep_between_calls,
-                    accumulate_grad=place.accumulate_grad,
-                )
-            )
+            copied._places.append(replace(place, module=copy.deepcopy(place.module, memo)))
         return copied
 
     @property
@@ -271,16 +258,12 @@ class Unit:
     def _hook_call(self, arguments: object, output: object) -> None:
         if self._in_backward or self._awaiting_grad:
             return  # a recomputation in backward: the call is known
-        outputs = _differentiable(output)
-        call = _Call(self, _differentiable(arguments))
+        outputs = differentiable(output)
+        call = _Call(self, differentiable(arguments))
         if self._keep_for_backward or not outputs:  # without an output to hook, nothing tells when backward comes
             self._before_backward.add(call)
         for each in outputs:
             each.register_hook(call.begin)  # type: ignore[no-untyped-call]
-
-
-def _differentiable(tree: object) -> list[Tensor]:
-    return [each for each in tensors_of(tree) if each.requires_grad]
 
 
 class _Call:

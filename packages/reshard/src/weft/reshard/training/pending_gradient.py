@@ -57,10 +57,10 @@ class Leaf:
     is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
     older_grads: dict[Layout, DTensor] = field(default_factory=dict)  # older gradients, not in the layout of `.grad`
     layout_cache: tuple[object, Forms, bool] | None = None  # `layout_info` of the last gradient
-    # Kind and route of the last gradient sent; a route of None means: by a reshard.
+    # Spec and route of the last gradient sent; a route of None means: by a reshard.
     route_cache: tuple[object, Route | None] | None = None
     local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `local_grad_callback`
-    local_grad_forms: tuple[object, Forms] = (None, ())  # kind and forms of `local_grad`
+    local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
     ready_count: int = 0  # number of gradients ready to send
     sent: Forms = ()  # of the gradients sent since `wait()`
@@ -101,7 +101,7 @@ class Leaf:
         return forms
 
     def layout_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
-        """The gradient's kind, its forms, and whether the gradient is in the target layout; see `layout_cache`."""
+        """The gradient's spec, its forms, and whether the gradient is in the target layout; see `layout_cache`."""
         spec = dtensor_spec(grad)
         if self.layout_cache is None or self.layout_cache[0] is not spec:
             layout = layout_of(grad)

@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Later, waiting_weights, weights_may_wait
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.extension import GradPlaceholder, group_for, keep_gathered, tensors_of, this_rank, wait_for
+from weft.reshard.extension import (
+    GradPlaceholder,
+    differentiable,
+    group_for,
+    keep_gathered,
+    tensors_of,
+    this_rank,
+    wait_for,
+)
 
 from ...losses import first_gradient
 from ...schedules.pipeline_plan import PipelinePlan
@@ -339,11 +347,6 @@ def run_backward(outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[T
     pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])  # type: ignore[arg-type]
-
-
-def differentiable(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that require grad."""
-    return [x for x in tensors_of(tree) if x.requires_grad]
 
 
 def _local(tensor: Tensor) -> Tensor:

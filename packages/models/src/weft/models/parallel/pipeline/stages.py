@@ -237,5 +237,7 @@ def _replaced(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         replacement = make(tensor)
-        memo[id(tensor)] = nn.Parameter(replacement, requires_grad=False) if isinstance(tensor, nn.Parameter) else replacement
+        memo[id(tensor)] = (
+            nn.Parameter(replacement, requires_grad=False) if isinstance(tensor, nn.Parameter) else replacement
+        )
     return copy.deepcopy(module, memo)
