@@ -15,7 +15,7 @@ import nox
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
-PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
+PICTURE_TOOLS = ("vl-convert-python",)  # the benchmarks run without them, and draw nothing
 PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
 # pip would compile all of what it installs, which takes longer than the rest; Python compiles what is imported, if it may.
 LAZILY = () if sys.dont_write_bytecode else ("--no-compile",)
@@ -26,7 +26,7 @@ TIME_LIMIT = (
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
 DATA_TOOLS = ("tokenizers", "pyarrow")  # of the extra weft-models[data]
 MODEL_TOOLS = ("transformers", "accelerate", "peft", "tensorboard")
-TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "beautifulsoup4", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
 # Chromium itself is the machine's.
