@@ -78,7 +78,7 @@ def measured(
             actions.append(record_function(f"action {len(actions)}, {reading}"))
             actions[-1].__enter__()
 
-        def ended(reading: int, phase: str) -> None:
+        def after_phase(reading: int, phase: str) -> None:
             assert pipeline is not None
             pipeline.finish_sends()  # what is on its way is not counted
             actions[-1].__exit__(None, None, None)
@@ -94,7 +94,7 @@ def measured(
                 each.clear()
             parameters_before = held_of_parameters(model)
             begin(reading)
-            find_gradients(model, criterion, parts, sync, ended=partial(ended, reading))
+            find_gradients(model, criterion, parts, sync, after_phase=partial(after_phase, reading))
             actions[-1].__exit__(None, None, None)
     if not observes:
         return {}

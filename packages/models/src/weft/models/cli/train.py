@@ -13,8 +13,9 @@ from ..terminal import PROGRAM
 from ..train.checkpoints import check_same_run, logged_of, read_saved
 from ..train.config import TrainConfig
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
+from ..train.gpus import gpu_count
 from ..train.initial_weights import check_same_model, check_tokens
-from ..train.launch import adopt_launcher, check_world, gpu_count, launch
+from ..train.launch import adopt_launcher, check_world, launch
 from ..train.memory_check import check_room
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_class

@@ -18,8 +18,29 @@ if TYPE_CHECKING:
     from .streams import TextStream
 
 
+class BytesOfText:
+    """Documents of text whose tokens are bytes: the base class of `Corpus` and `Records`."""
+
+    __slots__ = ()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of bytes."""
+        return byte_tokenizer()
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each document: none."""
+        return ()
+
+    @property
+    def is_prepared(self) -> bool:
+        """False: the tokens come from text."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(BytesOfText):
     """Text documents on disk, in order. No document is empty. A byte order mark is not part of a text. Made by
     `find_corpus`.
     """
@@ -36,21 +57,6 @@ class Corpus:
     def num_tokens(self) -> int:
         """The number of bytes, and an end for each document."""
         return self.num_bytes + len(self.files)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of bytes."""
-        return byte_tokenizer()
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """The tokens before each document: none."""
-        return ()
-
-    @property
-    def is_prepared(self) -> bool:
-        """False: the tokens come from text."""
-        return False
 
     def open(self) -> TextStream:
         """The tokens, read on demand."""

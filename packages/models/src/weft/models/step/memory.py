@@ -30,7 +30,7 @@ from ..parallel.styles import PIPELINE_AXIS
 from ..parallel.zero import check_zero, plan_of, shard_layouts
 from .communication import Phase
 from .criterion import Criterion
-from .record import on_shapes
+from .record import StepShape, on_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,8 @@ def predict_memory(
     if batch is None:
         return Memory(**counts)
     saved = _SavedBytes()
-    with on_shapes(
-        model, mesh, plan, batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches
-    ) as ready:
+    shape = StepShape(batch=batch, criterion=criterion, rank=rank, inputs=inputs or {}, microbatches=microbatches)
+    with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a rank outside the stages has returned above"
         pipeline = pipeline_of(ready.model)
         split = pipeline is not None and pipeline.schedule.splits_backward

@@ -71,19 +71,29 @@ def record(
         microbatches that do not divide the batch, and as `parallelize`; and whatever the model raises when it reads a
         tensor's values.
     """
-    return run_on_shapes(
-        model,
-        mesh,
-        plan,
+    shape = StepShape(
         batch=batch,
         criterion=criterion,
         rank=rank,
-        inputs=inputs,
+        inputs=inputs or {},
         microbatches=microbatches,
-        clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
         reduce_dtype=reduce_dtype,
-    ).communication
+    )
+    return run_on_shapes(model, mesh, plan, shape, clip_norm=clip_norm).communication
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """All of a rank's step to run on shapes, besides the model, the mesh and the plan; fields as in `record`."""
+
+    batch: Sequence[int] | tuple[Tensor, Tensor]
+    criterion: Criterion | None = None
+    rank: int = 0
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    microbatches: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +109,14 @@ class Step:
 def run_on_shapes(
     model: nn.Module,
     mesh: ProcessMesh | DeviceMesh,
-    plan: ParallelPlan | None = None,
+    plan: ParallelPlan | None,
+    shape: StepShape,
     *,
-    batch: Sequence[int] | tuple[Tensor, Tensor],
-    criterion: Criterion | None = None,
-    rank: int = 0,
-    inputs: Mapping[str, Any] | None = None,
-    microbatches: int = 1,
     clip_norm: float | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
     """As `record`, but also returns the parameters' layouts and the pipeline's schedule."""
     issued: dict[Phase, list[Collective]] = {}
-    with on_shapes(
-        model,
-        mesh,
-        plan,
-        batch=batch,
-        criterion=criterion,
-        rank=rank,
-        inputs=inputs,
-        microbatches=microbatches,
-        bucket_bytes=bucket_bytes,
-        reduce_dtype=reduce_dtype,
-    ) as ready:
+    with on_shapes(model, mesh, plan, shape) as ready:
         if ready is None:
             return Step()
         recorded, pipeline = ready.recorded, pipeline_of(ready.model)
@@ -160,27 +153,17 @@ class Ready:
 
 @contextmanager
 def on_shapes(
-    model: nn.Module,
-    mesh: ProcessMesh | DeviceMesh,
-    plan: ParallelPlan | None,
-    *,
-    batch: Sequence[int] | tuple[Tensor, Tensor],
-    criterion: Criterion | None,
-    rank: int,
-    inputs: Mapping[str, Any] | None,
-    microbatches: int,
-    bucket_bytes: int = BUCKET_BYTES,
-    reduce_dtype: torch.dtype | None = None,
+    model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: ParallelPlan | None, shape: StepShape
 ) -> Iterator[Ready | None]:
     """Prepares the step of `record`, to be run within the context. Yields None for a rank without a stage.
 
     Arguments and errors: as for `record`.
     """
-    mesh = as_mesh(mesh)
+    mesh, rank = as_mesh(mesh), shape.rank
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
-    tokens, targets = _on_meta(batch)
-    compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
+    tokens, targets = _on_meta(shape.batch)
+    compute: Criterion = _mean_cross_entropy(targets) if shape.criterion is None else shape.criterion
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
@@ -188,12 +171,14 @@ def on_shapes(
             return
         parallel = parallelize(_meta_copy(model), mesh, plan)
         pipeline = pipeline_of(parallel)
-        count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
+        count = shape.microbatches
+        if pipeline is not None and count == 1:
+            count = pipeline.plan.microbatches
         if tokens.ndim == 2 and tokens.shape == targets.shape:
-            parts = divide(parallel, tokens, targets, count, inputs or {})
+            parts = divide(parallel, tokens, targets, count, shape.inputs)
         elif count == 1:
             laid_out, target = _by_rows(mesh, tokens, targets)
-            parts = [Microbatch(args=(laid_out,), kwargs=dict(inputs or {}), targets=target)]
+            parts = [Microbatch(args=(laid_out,), kwargs=dict(shape.inputs), targets=target)]
         else:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
@@ -206,7 +191,7 @@ def on_shapes(
             compute = weighted
         if pipeline is not None:
             pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, parts[0], compute)
-        sync = GradientSync(parallel, bucket_bytes=bucket_bytes, dtype=reduce_dtype)
+        sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
         finally:

@@ -9,7 +9,6 @@ In every function `environ` is the environment, as `os.environ`.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -41,21 +40,6 @@ CPU_PROCESSES = 4  # processes on a machine without GPUs
 LOOPBACK = "lo"
 ECHO_SECONDS = 1.0  # delay of errors caused by another rank's failure, whose message should come first
 STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
-
-
-def gpu_count() -> int:
-    """Number of GPUs available to this process.
-
-    Asks the CUDA driver, which takes a millisecond; importing torch takes seconds.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
 
 
 def launched_processes() -> int | None:

@@ -10,7 +10,6 @@ Asks the kernel and the CUDA driver directly, because importing torch takes seco
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from .config import OptimizerConfig
+from .gpus import gpu_bytes
 from .model_class import parameters_of
 from .recipes import RECIPES
 from .run import Run
@@ -177,19 +177,8 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
 
 def gpu_memory() -> MachineMemory | None:
     """The memory of the smallest GPU available to this process; None without a GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    count, device, nbytes = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_size_t(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return None
-    found = []
-    for number in range(count.value):
-        is_there = driver.cuDeviceGet(ctypes.byref(device), number) == 0
-        if is_there and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
-            found.append(nbytes.value)
-    return MachineMemory(min(found), min(found)) if found else None
+    least = min(gpu_bytes(), default=None)
+    return None if least is None else MachineMemory(least, least)
 
 
 def _group_limits(root: Path) -> list[int]:

@@ -178,7 +178,7 @@ class _Change(NamedTuple):
     prepared: PreparedPlan
     local_shape: tuple[int, ...]  # of this rank's part of the input
     # The spec of an input whose layout torch states by a `_StridedShard`: the gradient must have this spec; else None.
-    strided_kind: Any
+    strided_spec: Any
     topology: Topology | None
     memory_limit: int | None
 
@@ -189,7 +189,7 @@ class _Change(NamedTuple):
 
     def as_input(self, grad: DTensor) -> DTensor:
         """The gradient, with its layout stated by torch's placements of the input."""
-        return grad if self.strided_kind is None else wrap_with_spec(grad.to_local(), self.strided_kind)
+        return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
 
 def _cached_change(
@@ -223,9 +223,9 @@ def _change(
     target = _target(src, mesh, placements).resolved(shape)
     made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     local_shape = src.local_shape(shape, this_rank())
-    strided_kind = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
+    strided_spec = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
     run = prepared(made, dtensor.device_mesh)
-    return _Change(src, target, cotangent(src), made, run, local_shape, strided_kind, topology, memory_limit)
+    return _Change(src, target, cotangent(src), made, run, local_shape, strided_spec, topology, memory_limit)
 
 
 class StartedReshard:
