@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
-from ..train.checkpoints import check_same_run, logged_of, read_saved
 from ..train.config import TrainConfig
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
 from ..train.gpus import gpu_count
@@ -23,6 +22,7 @@ from ..train.optimizer import unfinished_warmup
 from ..train.report import describe
 from ..train.results import check_trackers
 from ..train.run import Run, title_of
+from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
 from .arguments import is_printing_rank, report_bad_input
 from .settings import NEWEST, base_of, configured, origin_of, sizes_for_processes, with_complete_plan
