@@ -1,4 +1,4 @@
-"""The picture of bytes received over the bound: `python -m benchmarks.picture RESULT.json` draws it anew."""
+"""Draws the bytes received in layout changes, over the lower bound: `python -m benchmarks.picture RESULT.json`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"Weft": "#0072B2", "DTensor": "#D55E00", "DTensor, min-cost": "#5F5F5F"}  # Okabe and Ito's, and a grey
+# The colours of Okabe and Ito, and a grey
+COLOURS = {"Weft": "#0072B2", "DTensor": "#D55E00", "DTensor, min-cost": "#5F5F5F"}
 SHAPES = {"Weft": "circle", "DTensor": "square", "DTensor, min-cost": "triangle-up"}
 WIDTH = 620  # pixels
 LADDER = [1, 2, 4, 8, 16, 32, 64]
 
 
 def draw(result: Path) -> str:
-    """Draws the matrices of `result` into an SVG beside it; says where it is, or why there is none."""
+    """Draws the layout changes of matrices in `result` as an SVG beside the file.
+
+    Returns a line to print: the path of the picture, or the reason why there is no picture.
+    """
     try:
         import vl_convert
     except ImportError as absent:
