@@ -131,7 +131,7 @@ def test_commands_in_sentences_and_tables_are_typed_too() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_that_does_not_do_what_was_predicted_is_seen(dtype: str) -> None:
-    report, said = Report(speaks=True), list[str]()
+    report, said = Report(enabled=True), list[str]()
     report.line = said.append  # type: ignore[method-assign]
     predicted = Communication((Entry(phase="forward", kind="all-reduce", axes=("tp",), nbytes=8, count=1),))
     report.issued(predicted, predicted)

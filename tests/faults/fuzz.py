@@ -140,7 +140,7 @@ def _make_run(folder: Path, text: Path) -> None:
     from weft.models.train.recipes import recipe
     from weft.models.train.results import Results
     from weft.models.train.run import Run
-    from weft.models.train.run_document import describe_run
+    from weft.models.train.saved_run import describe_run
 
     small = recipe("llama-tiny")
     config = replace(

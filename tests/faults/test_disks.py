@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
-from weft.models.train.folder import check_again, check_new, checkpoints, newest_complete
+from weft.models.train.folder import check_new, check_resumable, checkpoints, newest_complete
 from weft.models.train.results import NotWritten, Results
 
 from tests.faults.attempts import CONFIG, WAYS, Way, assert_same, attempt, complete
@@ -86,7 +86,7 @@ def test_a_disk_that_nobody_may_write_is_said(disk: Path) -> None:
     (disk / "run").mkdir()
     remount(disk, "ro")
     with pytest.raises(ValueError, match=r"run is not writable; give another with --output"):
-        check_again(disk / "run")
+        check_resumable(disk / "run")
     with pytest.raises(ValueError, match=r"new cannot be made: .*Read-only file system.*; give another with --output"):
         check_new(disk / "new")
     assert not checkpoints(disk / "run")

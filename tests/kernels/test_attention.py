@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import KeyValueCache, attention
 from weft.mesh import Layout, LayoutError, derive_key
 from weft.reshard import distribute, layout_of, to_global
-from weft.reshard.world.groups import of_this_world
+from weft.reshard.world.groups import world_cache
 
 from tests.kernels.cases import FOUR, GRID, TWO, assert_names_a_remedy, normal, upstream_of
 from tests.support import philox
@@ -180,7 +180,7 @@ def specs_of_a_step() -> tuple[int, list[str]]:
     for _ in range(4):
         query, key = distribute(normal(B, 1, 8), layout), distribute(normal(B, 1, 8), layout)
         attention(query, key, key, head_dim=D, cache=cache)
-        sizes.append(len(of_this_world()))
+        sizes.append(len(world_cache()))
     messages = []
     for text in ("tp: S(1)", "tp: P(sum)"):
         x = distribute(normal(B, 2, 8), Layout(TWO, text))

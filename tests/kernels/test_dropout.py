@@ -15,7 +15,7 @@ from weft.kernels.launching.traffic import Traffic, counted_traffic
 from weft.kernels.random.part import Part
 from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
 from weft.reshard import distribute, layout_of
-from weft.reshard.world.groups import of_this_world
+from weft.reshard.world.groups import world_cache
 
 from tests.support import philox as oracle
 from tests.support.collectives import Collectives
@@ -358,10 +358,10 @@ def rules_kept() -> int:
 
     x = distribute(torch.ones(4, 4), Layout(FOUR, "tp: S(0)"))
     kernels.dropout(x, 0.1, KEY)
-    before = sharding_of.cache_info().currsize + len(of_this_world())
+    before = sharding_of.cache_info().currsize + len(world_cache())
     for step in range(5):
         kernels.dropout(x, 0.1, derive_key(0, "dropout", step))
-    return sharding_of.cache_info().currsize + len(of_this_world()) - before
+    return sharding_of.cache_info().currsize + len(world_cache()) - before
 
 
 def test_a_new_key_is_no_new_layout(pool: Any) -> None:

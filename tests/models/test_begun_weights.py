@@ -133,14 +133,14 @@ def test_without_the_check_it_is_trained_all_the_same(folder: Path, pool: Pool) 
 @pytest.mark.parametrize("alone", [11.0, 2.0, 1.0, 1e-3, 0.0])
 def test_how_near_the_losses_must_be(alone: float, factor: float, within: bool, dtype: str) -> None:
     """Relative to the loss; a loss below 1 has the rounding of logits, which are not as small."""
-    report = Report(speaks=False)
+    report = Report(enabled=False)
     assert report.check(alone + factor * ROUNDING[dtype] * max(alone, 1.0), alone, 2, dtype) is within
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_not_within(loss: float) -> None:
-    assert not Report(speaks=False).check(loss, 5.0, 2, "float32")
-    assert not Report(speaks=False).check(5.0, loss, 2, "float32")
+    assert not Report(enabled=False).check(loss, 5.0, 2, "float32")
+    assert not Report(enabled=False).check(5.0, loss, 2, "float32")
 
 
 def test_a_folder_in_16_bits_is_trained_in_32(tmp_path: Path, folder: Path, pool: Pool) -> None:

@@ -25,7 +25,7 @@ from weft.models.train.config import DataConfig, MeshConfig
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
-from weft.models.train.run_document import describe_run, read_saved
+from weft.models.train.saved_run import describe_run, read_saved
 from weft.models.train.toml import LARGEST
 
 from tests.models.metrics import some_metrics

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
-from weft.models.train.metrics_file import METRICS, Sum, check_logged, read_logged
+from weft.models.train.metrics_file import METRICS, RunningChecksum, check_logged, read_logged
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 
@@ -78,7 +78,7 @@ def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion:
 
 def of_first(path: Path, lines: int) -> dict[str, Any]:
     """The record that a checkpoint keeps of a file's first lines."""
-    total = Sum()
+    total = RunningChecksum()
     for line in path.read_text().splitlines(keepends=True)[:lines]:
         total.add(line)
     return total.as_json()
@@ -111,7 +111,7 @@ def test_with_its_sum_a_file_that_is_cut_short_is_told(left: int | None, tmp_pat
 
 
 def test_none_of_no_lines_are_missing(tmp_path: Path) -> None:
-    check_logged(tmp_path / METRICS, Sum().as_json())
+    check_logged(tmp_path / METRICS, RunningChecksum().as_json())
 
 
 def test_a_run_that_cannot_go_on_leaves_them_as_they_are(tmp_path: Path) -> None:

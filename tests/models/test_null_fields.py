@@ -56,7 +56,7 @@ def test_every_field_is_as_in_transformers_or_refused_by_name(kind, value, tmp_p
     path, tokens = tmp_path / "model/config.json", tokens_for(theirs)
     whole = json.loads(path.read_text())
     ours = FAMILIES[kind].weights._FIELDS[kind] if kind.startswith("qwen") else FAMILIES[kind].weights.FIELDS
-    fields = [*ours.names, *ours.fixed, *ours.elsewhere, *ours.meaningless, "bos_token_id", "is_decoder"]
+    fields = [*ours.names, *ours.fixed, *ours.read_by_family, *ours.ignored, "bos_token_id", "is_decoder"]
     for name in portion.of(fields, every=3):
         path.write_text(json.dumps({**whole, name: value}))
         try:

@@ -24,7 +24,7 @@ from weft.models import (
     record,
     save_lora,
 )
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.cases import gradients_off, whole
 from tests.models.test_pipeline import MICROBATCHES, batch, make
@@ -96,8 +96,8 @@ def held_after_a_step() -> tuple[int, int]:
     model = make("llama", 2)
     on_mesh(model, {"pp": 2, "dp": 2}, replace(model.parallel_plan(), zero=3))
     forward_backward(model, cross_entropy, *batch())
-    wholes = {each for unit in units_of(model) for each in unit.wholes().values()}
-    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes), len(wholes)
+    full_parameters = {each for unit in gathering_units(model) for each in unit.full_parameters().values()}
+    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in full_parameters), len(full_parameters)
 
 
 def test_between_steps_shards_alone_are_held(pool: Any) -> None:

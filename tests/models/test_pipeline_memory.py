@@ -22,7 +22,7 @@ from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide
 from weft.models.step.memory import predict_memory
 from weft.reshard import GradientSync
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.test_zero_numbers import held_by, held_since
 
@@ -78,7 +78,7 @@ def measured(
             actions.append(record_function(f"action {len(actions)}, {reading}"))
             actions[-1].__enter__()
 
-        def ended(reading: int, phase: str) -> None:
+        def after_phase(reading: int, phase: str) -> None:
             assert pipeline is not None
             pipeline.finish_sends()  # messages on their way are not counted
             actions[-1].__exit__(None, None, None)
@@ -94,7 +94,7 @@ def measured(
                 each.clear()
             parameters_before = held_of_parameters(model)
             begin(reading)
-            find_gradients(model, criterion, parts, sync, ended=partial(ended, reading))
+            find_gradients(model, criterion, parts, sync, after_phase=partial(after_phase, reading))
             actions[-1].__exit__(None, None, None)
     if not observes:
         return {}
@@ -119,8 +119,8 @@ def measured(
 
 def held_of_parameters(model: nn.Module) -> int:
     """Bytes of the shards and of the gathered parameters."""
-    wholes = (whole.leaf for unit in units_of(model) for whole in unit.wholes().values())
-    return held_by([*model.parameters(), *wholes])
+    full_parameters = (full.leaf for unit in gathering_units(model) for full in unit.full_parameters().values())
+    return held_by([*model.parameters(), *full_parameters])
 
 
 FIVE_LAYERS = replace(CONFIG, num_layers=5)

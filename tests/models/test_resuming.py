@@ -20,11 +20,11 @@ from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
-from weft.models.train.folder import check_again
+from weft.models.train.folder import check_resumable
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
-from weft.models.train.run_document import check_same_run, describe_run
+from weft.models.train.saved_run import check_same_run, describe_run
 from weft.models.train.toml import as_toml, check_sum, with_sum
 
 from tests.models.metrics import some_metrics
@@ -313,10 +313,10 @@ def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.C
 
 def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -> None:
     (tmp_path / ".config.toml").write_text("rec")
-    check_again(tmp_path)
+    check_resumable(tmp_path)
     (tmp_path / "notes.txt").write_text("of somebody")
     with pytest.raises(ValueError, match="is not the folder of a run"):
-        check_again(tmp_path)
+        check_resumable(tmp_path)
 
 
 def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConfig) -> None:

@@ -52,14 +52,14 @@ def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., agreement.
     finally:
         never.set()
     assert str(found) == "rank 0 did not answer for 4 s, while rank 1 waited in step 3, forward"
-    assert found.is_told
+    assert found.is_printed_here
 
 
 def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., agreement.Unanswered]) -> None:
     def gone() -> object:
         raise RuntimeError("Connection reset by peer")
 
-    assert not call(gone).is_told
+    assert not call(gone).is_printed_here
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from weft.models.train import memory_check
 from weft.models.train.config import OPTIMIZERS, MeshConfig, OptimizerConfig
 from weft.models.train.explanation import Outline
 from weft.models.train.memory_check import (
-    Holding,
     MachineMemory,
+    MemoryNeed,
     check_room,
     cpu_memory,
     gpu_memory,
-    holding_of,
-    states_kept,
+    memory_need,
+    state_tensors,
 )
 from weft.models.train.optimizer import states_per_element
 from weft.models.train.recipes import recipe
@@ -67,19 +67,19 @@ def test_no_run_holds_less(name: str, axes: dict[str, int], zero: int) -> None:
     of_ranks = [predict_memory(outline.make_model(), mesh, outline.plan, rank=rank) for rank in range(mesh.size)]
     kept = 0 if zero == 3 else 1  # gathered parameters: zero=3 frees them after each call
     held = [each.parameters + kept * each.gathered + each.gradients + each.states for each in of_ranks]
-    assert sum(held) >= holding_of(run, on_gpus=False).nbytes > 0.9 * sum(held)
-    assert max(held) >= holding_of(run, on_gpus=True).nbytes > 0.6 * max(held), "stages are not of one size"
+    assert sum(held) >= memory_need(run, on_gpus=False).nbytes > 0.9 * sum(held)
+    assert max(held) >= memory_need(run, on_gpus=True).nbytes > 0.6 * max(held), "stages are not of one size"
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_each_optimizer_is_known(name: str, beta1: float) -> None:
     config = OptimizerConfig(name=name, beta1=beta1)
-    assert states_kept(config) == states_per_element(config)
+    assert state_tensors(config) == states_per_element(config)
 
 
 def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
-    alone = Holding(parameters=100, processes=1, parts=8, across=1, zero=0, states=2, compares=False)
+    alone = MemoryNeed(parameters=100, processes=1, parts=8, across=1, zero=0, states=2, compares=False)
     assert alone.nbytes == 16 * 100 / 8
     assert replace(alone, compares=True).nbytes == 4 * 100 / 8 + 4 * 100
     assert replace(alone, parts=1, compares=True).nbytes == 16 * 100, "which is less than an update needs"
@@ -157,9 +157,9 @@ def test_a_machine_that_does_not_say_its_memory_refuses_nothing(monkeypatch: pyt
 def test_of_a_launcher_the_processes_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("llama-tiny", {"dp": 8})
     monkeypatch.setenv("RANK", "0")
-    assert holding_of(run, on_gpus=False).processes == 1, "more are not known of"
+    assert memory_need(run, on_gpus=False).processes == 1, "more are not known of"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert holding_of(run, on_gpus=False).processes == 4
+    assert memory_need(run, on_gpus=False).processes == 4
 
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 700 kB\nSwapTotal: 200 kB\n"

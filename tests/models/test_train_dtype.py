@@ -139,7 +139,7 @@ def test_layers_compute_in_bfloat16_and_parameters_are_float32(pool: Pool, text:
 
 @pytest.mark.parametrize(("dtype", "words"), [("float32", "NOT within 1e-06"), ("bfloat16", "within 1e-03")])
 def test_how_near_two_losses_must_be_follows_the_dtype(dtype: str, words: str) -> None:
-    report, said = Report(speaks=True), []
+    report, said = Report(enabled=True), []
     report.line = said.append  # type: ignore[method-assign]
     report.check(5.0001, 5.0, 4, dtype)
     assert said == [

@@ -24,7 +24,7 @@ from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
 from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
-from weft.reshard.moving.collectives import Waits, measured_by
+from weft.reshard.moving.collectives import WaitTimer, measure_waits
 
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
@@ -61,7 +61,7 @@ def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
 
 def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureFixture[str]) -> None:
     """Besides the first line, the last, and lines at multiples of log_every."""
-    with Report(speaks=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
+    with Report(enabled=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
         for step in range(1, 26):
             shown.show(some_metrics(step=step, held_out_loss=2.0 if step % 7 == 0 else None))
     lines = capsys.readouterr().out.splitlines()
@@ -127,8 +127,8 @@ def late(rank_late: int, seconds: float) -> list[float]:
     part = distribute(torch.ones(4, 4), Layout(mesh, {"tp": Shard(0)}))
     addend = reshard(part, None, {"tp": Partial("sum")})
     reshard(addend)
-    waits = Waits(torch.device("cpu"))
-    with measured_by(waits):
+    waits = WaitTimer(torch.device("cpu"))
+    with measure_waits(waits):
         dist.barrier()
         if dist.get_rank() == rank_late:
             time.sleep(seconds)

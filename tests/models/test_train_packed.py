@@ -27,7 +27,7 @@ from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainCo
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
 from weft.models.train.report import Metrics, next_steps
-from weft.models.train.run import Run, mesh_sizes, settled_plan
+from weft.models.train.run import Run, complete_plan, mesh_sizes
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import no_reads
@@ -77,7 +77,7 @@ def config(family: str, mesh: dict[str, int], plan: dict[str, Any]) -> TrainConf
     data = DataConfig(batch_size=BATCH, sequence_length=T)
     whole = TrainConfig(model=MODELS[family], steps=3, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
     dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
-    return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
+    return replace(whole, plan=complete_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 
 def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, Any]) -> list[float]:

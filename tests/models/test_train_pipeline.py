@@ -18,7 +18,7 @@ from weft.models.step.memory import predict_memory
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.loop import find_parts, train
 from weft.models.train.report import Part, Report
-from weft.models.train.run import Run, mesh_sizes, settled_plan
+from weft.models.train.run import Run, complete_plan, mesh_sizes
 from weft.models.train.trainer import Trainer
 
 MODEL = LlamaConfig(
@@ -31,7 +31,7 @@ def config(mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> TrainC
     data = DataConfig(batch_size=8, sequence_length=8)
     whole = TrainConfig(**settled, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
     dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
-    return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
+    return replace(whole, plan=complete_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 
 FEW_LAYERS = replace(MODEL, num_layers=2)
@@ -78,7 +78,7 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
 def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFixture[str]) -> None:
     names = {0: ("embed.weight", "layers.0.up.weight"), 1: ("layers.1.up.weight", "embed.weight", "norm.weight")}
     parts = [Part(name=name, shape=(4, 2), layout=None, stage_rank=at) for at, held in names.items() for name in held]
-    Report(speaks=True).layout(parts)
+    Report(enabled=True).layout(parts)
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[1] for row in rows] == ["embed.weight", "layers.*.up.weight", "norm.weight"]
     assert [row[-1] for row in rows] == ["on pp=0, 1", "on pp=0, 1", "on pp=1"]

@@ -156,10 +156,10 @@ def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], micr
         for _ in range(2):
             issued: dict[Phase, list[Collective]] = {}
 
-            def ended(phase: Phase, issued: dict[Phase, list[Collective]] = issued) -> None:
+            def after_phase(phase: Phase, issued: dict[Phase, list[Collective]] = issued) -> None:
                 issued.setdefault(phase, []).extend(recorded.take_each())
 
-            found = find_gradients(model, criterion, batch, sync, clip_norm=1.0, ended=ended)
+            found = find_gradients(model, criterion, batch, sync, clip_norm=1.0, after_phase=after_phase)
             optimizer.step()
             optimizer.zero_grad()
             steps.append(Communication.of(issued))

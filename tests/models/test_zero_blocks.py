@@ -15,8 +15,8 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
 from weft.reshard.training import gathered_modules
+from weft.reshard.training.full_parameters import contiguous_shard_slices
 from weft.reshard.training.gathering import Gathers
-from weft.reshard.training.whole_parameters import stretch_in
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, truth_of
@@ -26,8 +26,9 @@ SMALL = replace(CONFIG, num_layers=3)
 
 def held(model: Any) -> int:
     """Bytes of gathered parameters in memory."""
-    wholes = {whole for unit in gathered_modules.units_of(model) for whole in unit.wholes().values()}
-    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes)
+    units = gathered_modules.gathering_units(model)
+    full_parameters = {full for unit in units for full in unit.full_parameters().values()}
+    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in full_parameters)
 
 
 def held_around_a_step(zero: int) -> list[tuple[str, int]]:
@@ -129,7 +130,7 @@ def test_which_shards_are_stretches_of_memory(
     shape: tuple[int, ...], shard: str, found: tuple[slice, ...] | None
 ) -> None:
     mesh = ProcessMesh.grid(dp=4)
-    assert stretch_in(Layout(mesh, shard), Layout(mesh, {}), shape, rank=1) == found
+    assert contiguous_shard_slices(Layout(mesh, shard), Layout(mesh, {}), shape, rank=1) == found
 
 
 def compiled_steps(axes: dict[str, int], config: LlamaConfig) -> tuple[dict[str, Tensor], list[float]]:

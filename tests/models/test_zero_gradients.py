@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models import ParallelPlan, parallelize
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained
@@ -82,8 +82,8 @@ def whole_gradients_alive(zero: int, bucket_bytes: int) -> tuple[int, int]:
     seen: list[tuple[StorageWeakRef, int]] = []
     most = 0
 
-    wholes = {each for unit in units_of(trained.model) for each in unit.wholes().values()}
-    for each in wholes:
+    full_parameters = {each for unit in gathering_units(trained.model) for each in unit.full_parameters().values()}
+    for each in full_parameters:
         each.leaf.register_hook(lambda grad: seen.append((_storage(grad), grad.to_local().nbytes)))
         each.leaf.register_post_accumulate_grad_hook(lambda _: measure())
 
@@ -93,7 +93,7 @@ def whole_gradients_alive(zero: int, bucket_bytes: int) -> tuple[int, int]:
 
     trained.backward(1)
     trained.sync.wait()
-    return most, sum(each.leaf.to_local().nbytes for each in wholes)
+    return most, sum(each.leaf.to_local().nbytes for each in full_parameters)
 
 
 def _storage(grad: Any) -> StorageWeakRef:

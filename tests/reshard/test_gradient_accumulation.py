@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, layout_of, to_global
 from weft.reshard.moving.dtensor import wrap
-from weft.reshard.training.pending_gradient import Waiting
+from weft.reshard.training.pending_gradient import GradPlaceholder
 
 from tests.reshard.test_gradients import (
     DATA,
@@ -180,7 +180,7 @@ def overlapped():
             backward([Scale.apply(hidden, model.weights[1])], 0)
             assert noted == [kind]
             assert seen.kinds == [kind] * 2
-            assert all(isinstance(parameter.grad, Waiting) for parameter in model.weights)  # on their way
+            assert all(isinstance(parameter.grad, GradPlaceholder) for parameter in model.weights)  # on their way
             sync.wait()
         assert seen.kinds == [kind] * 2
 

@@ -13,7 +13,7 @@ from weft.mesh import Layout
 from weft.reshard import GradientSync, distribute, to_global
 from weft.reshard.moving.dtensor import wrap
 from weft.reshard.world import world
-from weft.reshard.world.rendezvous import tell
+from weft.reshard.world.rendezvous import publish
 
 from tests.reshard.test_gradient_divergence import ALL, DATA, SIZES, Weights, assert_right, backward, right, whole_of
 from tests.reshard.test_gradients import Scale
@@ -29,14 +29,14 @@ def told_in_a_step() -> tuple[int, int]:
 
     def noted(what: str, value: bytes) -> None:
         said.append(what)
-        tell(what, value)
+        publish(what, value)
 
-    world.tell, world.told, before = noted, lambda names: asked.append(names), (world.tell, world.told)
+    world.publish, world.published, before = noted, lambda names: asked.append(names), (world.publish, world.published)
     try:
         backward(model, DATA, ALL, 100)
         sync.wait()
     finally:
-        world.tell, world.told = before
+        world.publish, world.published = before
     return len(said), len(asked)
 
 
@@ -70,7 +70,7 @@ def read_in_a_step(layout: str) -> int:
     model = Weights(DATA)
     sync = GradientSync(model)
     asked: list[Sequence[str]] = []
-    before, world.told = world.told, lambda names: asked.append(names) or before(names)
+    before, world.published = world.published, lambda names: asked.append(names) or before(names)
     try:
         for _ in range(3):
             for parameter in model.all:
@@ -79,7 +79,7 @@ def read_in_a_step(layout: str) -> int:
                 )
             sync.wait()
     finally:
-        world.told = before
+        world.published = before
     for parameter in model.all:
         assert torch.equal(to_global(parameter.grad), torch.full((len(parameter),), 6.0 if layout else 3.0).double())
     return len(asked)

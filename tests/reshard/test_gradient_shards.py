@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import GradientSync, distribute, layout_of, to_global
-from weft.reshard.training.pending_gradient import Waiting
+from weft.reshard.training.pending_gradient import GradPlaceholder
 
 from tests.reshard.test_gradients import DATA, GRID, Model, Scale, backward, expected, inputs, whole_of
 from tests.support.collectives import Collectives
@@ -109,7 +109,7 @@ def sent_before_the_next_pass():
     with Collectives() as seen:
         backward(model(x), 0)
         assert seen.kinds == [REDUCE] * 2
-        assert isinstance(model.weights[0].grad, Waiting)
+        assert isinstance(model.weights[0].grad, GradPlaceholder)
         backward(model(x), 10)
         sync.wait()
     assert seen.kinds == [REDUCE] * 4

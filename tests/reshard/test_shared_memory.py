@@ -14,7 +14,7 @@ from weft.reshard.moving.collectives import Pending
 from weft.reshard.training import shared_memory
 from weft.reshard.training.shared_memory import summed
 from weft.reshard.world.collective_bytes import received_bytes
-from weft.reshard.world.groups import of_this_world
+from weft.reshard.world.groups import world_cache
 
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed
@@ -43,7 +43,7 @@ def truth(round: int, elements: int = ELEMENTS, dtype: torch.dtype = torch.float
 
 
 def memory() -> "shared_memory._Memory | None":
-    known = of_this_world().get("shared memory", {})
+    known = world_cache().get("shared memory", {})
     return known.get(dist.group.WORLD.group_name)
 
 
@@ -188,7 +188,7 @@ def test_who_waits_for_one_that_is_gone_is_told(pool) -> None:
 
 def mappings() -> tuple[int, int, int]:
     """Memory mappings of this process before a sum and after, and its open files afterwards."""
-    of_this_world()  # the world has changed
+    world_cache()  # the world has changed
     before = _lines("/proc/self/maps")
     start(0).wait()
     return before, _lines("/proc/self/maps"), len(os.listdir("/proc/self/fd"))

@@ -9,7 +9,7 @@ import torch
 from weft.models import Llama, from_pretrained, initialize, save_pretrained
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, uncovered
-from weft.models.checkpoint.shards import DTYPES
+from weft.models.checkpoint.shards import STORED_DTYPES
 from weft.models.checkpoint.states import load_checkpoint
 
 from .strangers import CONFIG, NORM, change_manifest, write_folders
@@ -142,7 +142,7 @@ def test_many_parts_are_checked_in_seconds():
 
 
 def test_dtypes_of_manifests_are_those_of_files():
-    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
+    assert {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()} == ITEM_BYTES
 
 
 @pytest.mark.parametrize("says", [{"dtype": "BF16"}, {"dtype": "F16"}, {"shape": [4, 4]}, {"shape": [8]}], ids=str)

@@ -90,7 +90,7 @@ COMPANIONS = frozenset(
 _TYPES: Mapping[str, Any] = dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None
 )
-MEANINGLESS = _FILE | COMPANIONS
+IGNORED = _FILE | COMPANIONS
 
 # Fields that change the network of any family, except with the listed values.
 FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -118,8 +118,8 @@ class Fields:
     required: Collection[str]  # keys of `names` that config.json must have
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
-    elsewhere: Collection[str] = ()  # fields read by the family's `weights` module itself
-    meaningless: Collection[str] = ()  # the family's fields without effect on the network
+    read_by_family: Collection[str] = ()  # fields read by the family's `weights` module itself
+    ignored: Collection[str] = ()  # the family's fields without effect on the network
     # Sizes for which null means: derived from further sizes, in transformers and in our config. Else null is an
     # error.
     nullable: Collection[str] = ()
@@ -135,11 +135,11 @@ class Fields:
                 raise ValueError(f"config.json has no {name!r}; a {self.model} needs {', '.join(self.required)}")
         for name, value in config.items():
             self._check(name, value)
-        given = {**self.defaults, **config}
-        return {ours: given[theirs] for theirs, ours in self.names.items() if given.get(theirs) is not None}
+        values = {**self.defaults, **config}
+        return {ours: values[theirs] for theirs, ours in self.names.items() if values.get(theirs) is not None}
 
     def write(self, config: object) -> dict[str, Any]:
-        """The fields of config.json for one of our configs, without the `elsewhere` fields."""
+        """The fields of config.json for one of our configs, without the `read_by_family` fields."""
         written = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
         # Written as null: for an absent id transformers would assume a default of its own.
@@ -159,7 +159,7 @@ class Fields:
             as_type(types_of(self.config)[self.names[name]], value, f"config.json: {name}")
         if name in _TYPES:
             as_type(_TYPES[name], value, f"config.json: {name}")
-        if name in self.names or name in self.elsewhere or name in self.meaningless or name in MEANINGLESS:
+        if name in self.names or name in self.read_by_family or name in self.ignored or name in IGNORED:
             return
         values = self.fixed.get(name, FIXED.get(name))
         if values is None:

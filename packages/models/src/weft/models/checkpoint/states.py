@@ -25,7 +25,7 @@ from .configs import check_config, own_config, saved_config
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
 from .optimizers import check_optimizer, describe_optimizer, state_to_fill
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
-from .shards import DTYPES
+from .shards import STORED_DTYPES
 from .storage import FolderReader, FolderWriter, check_sums, partial_path
 
 
@@ -146,7 +146,7 @@ def fill_from(
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
         saved, own = saved_config(manifest, reader.folder), own_config(model)
         if saved is not None and own is not None:
-            check_config(saved, own, reader.folder, beside=tensors_that_differ(model, reader) or "")
+            check_config(saved, own, reader.folder, further_difference=tensors_that_differ(model, reader) or "")
         check_model(model, reader)
         _check_own_part(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
@@ -240,7 +240,7 @@ def _check_own_part(
 def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
     """Raises ValueError where a parameter's dtype cannot hold every value of the stored dtype."""
     parameters = dict(model.named_parameters())
-    stored = {name: DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
+    stored = {name: STORED_DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
     rounded = [name for name, each in parameters.items() if torch.promote_types(each.dtype, stored[name]) != each.dtype]
     if rounded:
         first, more = rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""

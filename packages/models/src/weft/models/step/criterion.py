@@ -26,6 +26,7 @@ from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
 from weft.reshard.extension import tensors_of, wrap
 
+from ..losses import IGNORE_INDEX
 from ..parallel.pipeline.run import Microbatch, Pipeline
 
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
@@ -34,12 +35,11 @@ ALLOWED = 2e-5  # relative rounding error of a mean in float32
 
 
 Criterion = Callable[..., Tensor]
-IGNORED = -100  # torch's ignore_index
 
 _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
-def weighing(
+def weight_criterion(
     criterion: Criterion, parts: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
 ) -> Criterion:
     """Weights the criterion, for the losses of microbatches to add up to the loss of the whole batch.
@@ -60,7 +60,7 @@ def weighing(
     has_all_targets = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
     if len(parts) == 1 and (weight is not None or not has_all_targets):
         return criterion
-    index = options.get("ignore_index", IGNORED)
+    index = options.get("ignore_index", IGNORE_INDEX)
     if not isinstance(weight, Tensor):
         total = _total(targets, index, None)
         return lambda output, target: criterion(output, target, denominator=total)
@@ -152,8 +152,8 @@ class ProbedCriterion:
             return self._criterion(output, target) * share
         assert self._shares is not None, "shares were found before"
         label = torch.full_like(local_of(target), self._shares.label)
-        others = wrap(label, layout_of(target), target.shape) if isinstance(target, DTensor) else label
-        zero_loss = self._criterion(output, others)
+        label_target = wrap(label, layout_of(target), target.shape) if isinstance(target, DTensor) else label
+        zero_loss = self._criterion(output, label_target)
         return zero_loss * 0 if isinstance(zero_loss, DTensor) else zero_loss.nan_to_num(0, 0, 0) * 0
 
     def _refused(self, why: str) -> ValueError:
@@ -161,8 +161,8 @@ class ProbedCriterion:
         return ValueError(
             f"the criterion {name} cannot be weighed over {len(self._targets)} microbatches and the ranks' tokens: "
             f"{why}. Let it return a sum divided by a parameter `denominator`, which is given the number of tokens "
-            f"of the whole batch whose target is not {IGNORED}; or take weft.kernels.cross_entropy with its options; "
-            f"or one microbatch"
+            f"of the whole batch whose target is not {IGNORE_INDEX}; or take weft.kernels.cross_entropy with its "
+            f"options; or one microbatch"
         )
 
 

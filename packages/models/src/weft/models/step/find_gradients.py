@@ -27,7 +27,7 @@ Computing = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StepResult:
     """The results of `find_gradients`: tensors on the device."""
 
     loss: Tensor  # scalar: the loss of the whole batch, the same on every rank
@@ -43,15 +43,15 @@ def find_gradients(
     sync: GradientSync,
     *,
     clip_norm: float | None = None,
-    ended: Callable[[Phase], None] = lambda phase: None,
+    after_phase: Callable[[Phase], None] = lambda phase: None,
     computing: Computing = nullcontext,
-) -> Found:
+) -> StepResult:
     """Forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
     criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
-    ended: called after the forward and after the backward of each microbatch, and once at the end, with the phase of
-    the collectives issued since the last call.
+    after_phase: called after the forward and after the backward of each microbatch, and once at the end, with the phase
+    of the collectives issued since the last call.
     computing: the context for the model and the criterion, as autocast.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
@@ -70,7 +70,7 @@ def find_gradients(
     pipeline, like = pipeline_of(model), next(model.parameters())
     total: LossSum | None = None
     if pipeline is not None:
-        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, ended)
+        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, after_phase)
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         is_last = i + 1 == len(microbatches)
         with nullcontext() if is_last else sync.paused():
@@ -81,11 +81,11 @@ def find_gradients(
             # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
                 total = LossSum(losses, like.device, like.dtype)
-            ended("forward")
+            after_phase("forward")
             with traced("backward"):
                 loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
-        ended("backward")
-    ended("backward")
+        after_phase("backward")
+    after_phase("backward")
     with traced("sync"):
         total = total or LossSum(losses, like.device, like.dtype)
         sync.wait()
@@ -97,8 +97,8 @@ def find_gradients(
     if clip_norm is not None:
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
-    ended("gradients")
-    return Found(whole, total.local, norm)
+    after_phase("gradients")
+    return StepResult(whole, total.local, norm)
 
 
 @with_fixed_parameters

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
+from weft.reshard.extension import format_ranks
 
 NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
 LOOK_SECONDS = 0.02  # between two looks at the store
@@ -40,16 +41,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EVERY_SECONDS = 1.0  # between two looks at the store for a question
 ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
 STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond
-ASKED, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
+QUESTION, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
 
 
 class Unanswered(RuntimeError):
     """A roll call found ranks that do not answer; the message names them."""
 
-    def __init__(self, message: str, is_told: bool) -> None:
-        """is_told: whether this rank prints the message. Only a single rank does, unless the store is silent."""
+    def __init__(self, message: str, is_printed_here: bool) -> None:
+        """is_printed_here: whether this rank prints the message. A single rank does, unless the store is silent."""
         super().__init__(message)
-        self.is_told = is_told
+        self.is_printed_here = is_printed_here
 
 
 class RollCall:
@@ -103,8 +104,8 @@ class RollCall:
 
     def _ask(self, seconds: float) -> Unanswered:
         """Ask through the store; see `call`."""
-        is_told = self._store.add(CALLER, 1) == 1
-        self._store.set(ASKED, "")
+        is_printed_here = self._store.add(CALLER, 1) == 1
+        self._store.set(QUESTION, "")
         end = time.monotonic() + ANSWER_SECONDS
         while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
             time.sleep(0.1)
@@ -112,39 +113,35 @@ class RollCall:
         here = self._doing()
         if silent:
             return Unanswered(
-                f"{named_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}", is_told
+                f"{format_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}",
+                is_printed_here,
             )
         behind = [rank for rank, doing in answers.items() if doing != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
         return Unanswered(
             f"a collective did not finish in {seconds:g} s: this rank waits in {here}; "
             f"{where or 'all other ranks do too'}",
-            is_told,
+            is_printed_here,
         )
 
     def _answers(self) -> dict[int, str]:
         """The answers received by now, by rank."""
-        keys = {rank: f"{ASKED}/{rank}" for rank in range(self._ranks)}
+        keys = {rank: f"{QUESTION}/{rank}" for rank in range(self._ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _answer(self) -> None:
         """The thread of each rank: wait for a question, then write this rank's activity into the store."""
         with suppress(RuntimeError):  # the store is gone because the run has ended
-            while not self._store.check([ASKED]):
+            while not self._store.check([QUESTION]):
                 if self._over.wait(EVERY_SECONDS):
                     return
-            self._store.set(f"{ASKED}/{self._rank}", self._doing())
+            self._store.set(f"{QUESTION}/{self._rank}", self._doing())
 
 
 def is_silence(error: RuntimeError) -> bool:
     """Whether a collective failed because some rank did not join in time."""
     # If an earlier collective on the same connection timed out, gloo says "Application timeout".
     return any(word in str(error) for word in ("imed out", "imeout"))
-
-
-def named_ranks(ranks: list[int]) -> str:
-    """The ranks in words: "rank 3", "ranks 0, 1"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def meet(timeout: float) -> dict[str, Any]:
@@ -180,8 +177,8 @@ def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Stor
     if rank == 0:
         name = uuid.uuid4().hex
         store.set(NAME, name)
-        for other in range(1, ranks):
-            store.set(f"{name}/heard/{other}", store.get(f"{name}/here/{other}").decode())
+        for peer in range(1, ranks):
+            store.set(f"{name}/heard/{peer}", store.get(f"{name}/here/{peer}").decode())
         return PrefixStore(name, store)
     word, end = uuid.uuid4().hex, time.monotonic() + timeout
     while time.monotonic() < end:
@@ -203,13 +200,13 @@ class StopVote:
     def __init__(self, timeout: float) -> None:
         """timeout: seconds to wait for a rank. Communication: a new process group of all ranks."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._heard = 0
+        self._signal = 0
         self._voting: tuple[torch.Tensor, dist.Work] | None = None
 
     @contextmanager
-    def heeding(self) -> Iterator[None]:
+    def record_signals(self) -> Iterator[None]:
         """Context in which SIGTERM and SIGINT are only recorded for the next vote."""
-        before = {each: signal.signal(each, self._hear) for each in SIGNALS}
+        before = {each: signal.signal(each, self._on_signal) for each in SIGNALS}
         try:
             yield
         finally:
@@ -218,7 +215,7 @@ class StopVote:
 
     def begin(self) -> None:
         """Start the vote. Communication: an all-reduce of a byte, concurrent with the step."""
-        heard = torch.tensor([self._heard], dtype=torch.uint8)
+        heard = torch.tensor([self._signal], dtype=torch.uint8)
         work = dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
         self._voting = heard, work
@@ -230,6 +227,6 @@ class StopVote:
         work.wait()
         return int(heard)
 
-    def _hear(self, signum: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         """Signal handler: record the signal."""
-        self._heard = signum
+        self._signal = signum

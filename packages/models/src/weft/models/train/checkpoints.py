@@ -20,9 +20,9 @@ from torch import nn
 from ..checkpoint.manifest import DamagedCheckpoint
 from ..checkpoint.states import Snapshot, load_checkpoint, snapshot
 from ..tracing import traced
-from .folder import CHECKPOINT, keep
+from .folder import CHECKPOINT, remove_old
 from .run import Run
-from .run_document import describe_run, logged_of, read_saved
+from .saved_run import describe_run, logged_of, read_saved
 
 
 class NotSaved(RuntimeError):
@@ -40,7 +40,7 @@ class Saver:
         self._copy: Snapshot | None = None  # kept for reuse of the memory by the next copy
         self._error: BaseException | None = None
         self._notes: list[str] = []
-        self._notes_taken = 0  # how many of _notes `take_notes` has returned
+        self._notes_returned = 0  # how many of _notes `take_notes` has returned
         self.held_out_loss = float("nan")  # the loss before the first step; set by the caller
         self.last: Path | None = None  # the newest complete checkpoint
         # length and checksum of metrics.jsonl, from the resumed checkpoint
@@ -133,12 +133,12 @@ class Saver:
         A failure becomes a note and does not end the run, because the new checkpoint is complete.
         """
         try:
-            lines = keep(folder, self._run.config.keep, self._run.config.keep_every)
+            lines = remove_old(folder, self._run.config.keep, self._run.config.keep_every)
         except OSError as error:
             lines = [f"old checkpoints in {folder} could not be removed: {error.strerror}"]
         self._notes += [line for line in lines if line not in self._notes]
 
     def take_notes(self) -> list[str]:
         """The lines to print about checkpoints written since the last call."""
-        start, self._notes_taken = self._notes_taken, len(self._notes)
-        return self._notes[start : self._notes_taken]
+        start, self._notes_returned = self._notes_returned, len(self._notes)
+        return self._notes[start : self._notes_returned]

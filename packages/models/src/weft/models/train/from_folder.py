@@ -110,7 +110,7 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
                 f"read as bytes, {data.tokenizer.vocab_size} tokens; put the model's own {TOKENIZER_FILE} into {folder}"
             )
         return
-    if is_same(find_tokenizer(folder), data.tokenizer):
+    if have_same_tokens(find_tokenizer(folder), data.tokenizer):
         return
     prepare = f"`{PROGRAM} data prepare FILE_OR_FOLDER --tokenizer {folder} --output prepared`"
     if data.is_prepared:
@@ -124,7 +124,7 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
     )
 
 
-def is_same(first: Tokenizer, second: Tokenizer) -> bool:
+def have_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers give the same tokens.
 
     Settings of truncation and padding, and the end token of documents, may differ.

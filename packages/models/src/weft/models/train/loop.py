@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from weft.reshard.extension import measured_by
+from weft.reshard.extension import measure_waits
 
 from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
@@ -121,7 +121,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, saved = time.perf_counter(), run.folder / CHECKPOINT
-    with vote.heeding():
+    with vote.record_signals():
         stop = _take_steps(run, trainer, results, saver, vote, begins)
         seconds = time.perf_counter() - start
         if stop:
@@ -175,7 +175,7 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
     with (
         report.steps(config) as shown,
         profiled(config.profile, trainer.rank) as profiled_step,
-        measured_by(trainer.waits),
+        measure_waits(trainer.waits),
     ):
         trainer.begin_reading()
         for step in range(begins, config.steps):

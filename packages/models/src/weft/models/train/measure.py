@@ -117,8 +117,8 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def take_each(self) -> list[Collective]:
         """Return the collectives issued since the last call, in order, and start a new list."""
-        taken, self._seen = self._seen, []
-        return taken
+        collectives, self._seen = self._seen, []
+        return collectives
 
 
 @contextmanager

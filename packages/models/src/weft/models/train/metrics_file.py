@@ -91,7 +91,7 @@ _LARGEST = 2**34  # bytes of a file; enough for the lines of 17 million steps
 _LONGEST_LINES = 16384  # bytes read from the end of the file; a line has about a thousand
 
 
-class Sum:
+class RunningChecksum:
     """Running length and SHA-256 of metrics.jsonl.
 
     Stored in every checkpoint; on resuming, `check_logged` compares the file with the stored values.
@@ -112,7 +112,7 @@ class Sum:
 
 
 def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the file begins with the lines described by `saved`, from `Sum.as_json`."""
+    """Raise ValueError unless the file begins with the lines described by `saved`, from `RunningChecksum.as_json`."""
     content = _content(path)[: saved["bytes"]] if path.exists() else b""
     if len(content) < saved["bytes"]:
         raise ValueError(

@@ -20,8 +20,17 @@ from ..parallel import ParallelPlan
 from ..versions import versions
 from .config import TrainConfig
 from .files import append, write_anew
-from .folder import CHECKPOINT, CONFIG, NEW, exchange, lock, make_new, set_aside, tidy
-from .metrics_file import METRICS, NARROWEST, Sum, check_logged, drawn, read_curves, read_logged, save_picture
+from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, replace_folder, set_aside, tidy
+from .metrics_file import (
+    METRICS,
+    NARROWEST,
+    RunningChecksum,
+    check_logged,
+    drawn,
+    read_curves,
+    read_logged,
+    save_picture,
+)
 from .report import Metrics, Part, general_name
 from .toml import as_toml, with_sum
 from .trackers import Trackers
@@ -47,7 +56,7 @@ class Results:
         self._trackers: Trackers | None = None
         self._lock: int | None = None
         self._aside: list[Path] = []
-        self._sum = Sum()
+        self._checksum = RunningChecksum()
         self._error: Exception | None = None
         self.notes: list[str] = []  # lines to print after `save`
 
@@ -120,14 +129,14 @@ class Results:
     def _add(self, metrics: Metrics) -> None:
         line = json.dumps(dataclasses.asdict(metrics)) + "\n"
         append(self._metrics, line.encode())
-        self._sum.add(line)
+        self._checksum.add(line)
         if self._trackers is not None:
             self._trackers.add(metrics)
 
     @property
     def logged(self) -> dict[str, Any]:
         """Current length and checksum of metrics.jsonl, on the writing rank."""
-        return self._sum.as_json()
+        return self._checksum.as_json()
 
     def picture(self, width: int) -> str:
         """Plot loss and speed for a terminal of `width` columns, and save the plot as curves.svg.
@@ -182,7 +191,7 @@ class Results:
             raise NotWritten(f"the model could not be written: {error}") from error
 
     def _exchange(self, new: Path, folder: Path) -> None:
-        self.notes += exchange(new, folder)
+        self.notes += replace_folder(new, folder)
 
     def _cut(self, step: int) -> None:
         """Cut metrics.jsonl off after `step`, and count the remaining lines."""
@@ -190,7 +199,7 @@ class Results:
         if os.path.lexists(self._metrics):
             self._write(METRICS, "".join(line.text for line in lines))
         for line in lines:
-            self._sum.add(line.text)
+            self._checksum.add(line.text)
 
     def _write(self, name: str, text: str) -> None:
         write_anew(self._folder / name, text.encode())

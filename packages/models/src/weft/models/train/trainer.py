@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
 from weft.reshard import GradientSync, drop_gathered, fixed_parameters
-from weft.reshard.extension import Collective, Waits, units_of
+from weft.reshard.extension import Collective, WaitTimer, format_ranks, gathering_units
 
 from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
@@ -29,10 +29,9 @@ from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..step.communication import Communication, Phase
-from ..step.find_gradients import Found, find_gradients, find_loss
+from ..step.find_gradients import StepResult, find_gradients, find_loss
 from ..step.forward_backward import divide, join
 from ..tracing import traced
-from .agreement import named_ranks
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
 from .learning_rate import learning_rate
@@ -54,7 +53,7 @@ class _UnreadStep:
     """A step whose loss and gradient norm are still on the device, until `Trainer.read`."""
 
     step: int
-    found: Found
+    found: StepResult
     lr: float
 
 
@@ -64,7 +63,7 @@ class Trainer:
     def __init__(self, run: Run, device: torch.device) -> None:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
-        self.report = Report(speaks=self.rank == 0)
+        self.report = Report(enabled=self.rank == 0)
         self._outline = outline = Outline.of(run.config, run.axes)
         self.mesh, self.plan, self._shape, self._criterion = (
             outline.mesh,
@@ -107,7 +106,7 @@ class Trainer:
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._unread: list[_UnreadStep] = []
-        self.waits = Waits(device)
+        self.waits = WaitTimer(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -121,7 +120,7 @@ class Trainer:
         The host does not wait for the device; `read` fetches the loss and the norm.
         """
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             self.doing = f"step {step + 1}, after {phase}"
             if count is not None:
                 self.issued.setdefault(phase, []).extend(count.take_each())
@@ -135,7 +134,7 @@ class Trainer:
             self._microbatches(step),
             self._sync,
             clip_norm=clip_norm,
-            ended=ended,
+            after_phase=after_phase,
             computing=self._computing,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
@@ -269,8 +268,8 @@ class Trainer:
         """A prompt and the model's continuation, without dropout. Every rank takes part."""
         self.model.eval()
         # tokenized like the beginning of a document in the data
-        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
-        prompt = torch.tensor([given], device=self._device)
+        prompt_tokens = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
+        prompt = torch.tensor([prompt_tokens], device=self._device)
         # a compiled model would be compiled again for each length
         with torch.compiler.set_stance("force_eager"), self._computing():
             tokens = generate(
@@ -280,7 +279,9 @@ class Trainer:
                 seed=self._config.seed,
                 use_cache=hasattr(self.model, "make_cache"),
             )
-        return self._prompt + "".join(self._tokenizer.decode_each(tokens[0, len(given) :].tolist(), after=given))
+        return self._prompt + "".join(
+            self._tokenizer.decode_each(tokens[0, len(prompt_tokens) :].tolist(), after=prompt_tokens)
+        )
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's rows of each microbatch of a step. The microbatches are the same on every mesh."""
@@ -305,8 +306,8 @@ class Trainer:
 
         shape: (rows, T) of the whole microbatch over all ranks. inputs: further inputs of the model, as dropout_key.
         """
-        given = {name: each.to(self._device) for name, each in rows.named().items()}
-        laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
+        tensors = {name: each.to(self._device) for name, each in rows.named().items()}
+        laid = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0])
         assert laid.targets is not None, "rows.named() includes targets"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
         return Microbatch(args=(laid.tokens,), kwargs=self._outline.accepted(inputs), targets=laid.targets)
@@ -318,10 +319,10 @@ class Trainer:
             model = filled(model, self._device, self._config.seed)
         else:
             model = loaded_alone(model, self._origin, self._device)
-        given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
-        tokens, target = given.pop("tokens"), given.pop("targets")
-        given = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **given})
-        parts = divide(model, tokens, target, self._outline.microbatches, given)
+        tensors = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
+        tokens, target = tensors.pop("tokens"), tensors.pop("targets")
+        tensors = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **tensors})
+        parts = divide(model, tokens, target, self._outline.microbatches, tensors)
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _compare(self, loss: float, alone: float | None) -> None:
@@ -349,7 +350,7 @@ class Trainer:
         """
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, here)
-        return named_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
+        return format_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
 
     def _explain(self, what: str, last: Callable[[], Path | None]) -> str:
         """The message of a TrainingError: the cause, the newest checkpoint, and a remedy."""
@@ -367,9 +368,9 @@ def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     parameters = list(model.parameters())
-    found = (each for unit in units_of(model) for each in unit.wholes().items())
-    wholes: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.sums}
-    gradients = [wholes.get(each, each) for each in parameters if each.requires_grad]
+    found = (each for unit in gathering_units(model) for each in unit.full_parameters().items())
+    full_parameters: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.accumulate_grad}
+    gradients = [full_parameters.get(each, each) for each in parameters if each.requires_grad]
     numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, gradients, states)]
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])

@@ -247,7 +247,7 @@ class Transfer:
     received: list[Box]  # slices of the result, in the order of senders
     received_run: slice | None  # the contiguous run of the result's memory that these slices fill
     sizes_in: list[int]  # elements received from each member of the group
-    kept: tuple[Box, Box] | None  # slices of the result and of the local tensor that this rank copies by itself
+    local: tuple[Box, Box] | None  # slices of the result and of the local tensor that this rank copies by itself
 
     @classmethod
     def of(cls, held: Box, wanted: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
@@ -258,7 +258,7 @@ class Transfer:
         sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
         sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.sends, messages.receives)]
         sizes_out, sizes_in = ([each.get(rank, 0) for rank in ranks] for each in sizes)
-        kept = messages.kept
+        local = messages.local
         return cls(
             [within(box, held) for box in sent],
             run_of(sent, held),
@@ -266,7 +266,7 @@ class Transfer:
             [within(box, wanted) for box in received],
             run_of(received, wanted),
             sizes_in,
-            None if kept is None else (within(kept, wanted), within(kept, held)),
+            None if local is None else (within(local, wanted), within(local, held)),
         )
 
 
@@ -293,8 +293,8 @@ def exchange(
     if run is None:
         places = [result[box] for box in transfer.received]
         parts += zip(places, _split_as(places, arrived), strict=True)
-    if transfer.kept is not None:
-        place, source = transfer.kept
+    if transfer.local is not None:
+        place, source = transfer.local
         parts.append((result[place], local[source]))
     for target, part in parts:
         if add:
@@ -337,7 +337,7 @@ def _as_work(work: Any) -> dist.Work:
     return started
 
 
-class Waits:
+class WaitTimer:
     """Adds up the time for which this process's device waits for collectives.
 
     On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
@@ -371,11 +371,11 @@ class Waits:
         return seconds
 
 
-_measuring: list[Waits] = []  # of the `measured_by` blocks, innermost last
+_measuring: list[WaitTimer] = []  # of the `measure_waits` blocks, innermost last
 
 
 @contextmanager
-def measured_by(waits: Waits) -> Iterator[None]:
+def measure_waits(waits: WaitTimer) -> Iterator[None]:
     """Inside, `waits` adds up this process's waits for all collectives. Communication: none."""
     _measuring.append(waits)
     try:

@@ -2,10 +2,10 @@
 
 `prepared` works out, once for a plan and a rank, all that does not depend on the tensor's values. Each prepared step
 runs as a generator: it yields every collective that it starts, and returns the local tensor after the step. `execute`
-waits for each collective at once; with `started`, the caller computes something else between start and wait.
+waits for each collective at once; with `start_plan`, the caller computes something else between start and wait.
 
-`keeping` and `giving` keep the tensors that reshards receive in forward, and return them while a recomputation repeats
-the forward: selective recomputation (weft.models' parallel/recompute.py) sends nothing twice.
+`record_received` and `replay_received` keep the tensors that reshards receive in forward, and return them while a
+recomputation repeats the forward: selective recomputation (weft.models' parallel/recompute.py) sends nothing twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..planning.steps import (
     axes_of,
     follow,
 )
-from ..world.groups import device_mesh, group_along, group_of, group_over, of_this_world, this_rank
+from ..world.groups import device_mesh, group_along, group_of, group_over, this_rank, world_cache
 from .collectives import (
     Pending,
     Phase,
@@ -70,10 +70,10 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Communication: the plan's steps, in order. A rank outside both meshes does nothing.
     """
-    return started(plan, local, mesh).wait()
+    return start_plan(plan, local, mesh).wait()
 
 
-def started(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
+def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """`execute` with its first collective started; `wait()` runs the rest. See `PreparedPlan.start`."""
     return prepared(plan, mesh).start(local)
 
@@ -83,7 +83,7 @@ def prepared(plan: Plan, mesh: DeviceMesh) -> PreparedPlan:
 
     mesh: of the tensor before the plan. Communication: none.
     """
-    cache, key = of_this_world(), (PreparedPlan, plan, mesh)
+    cache, key = world_cache(), (PreparedPlan, plan, mesh)
     found: PreparedPlan | None = cache.get(key)
     if found is None:
         found = cache[key] = PreparedPlan(plan, mesh)
@@ -102,7 +102,7 @@ class PreparedPlan:
     def start(self, local: Tensor) -> Pending:
         """Starts the first collective on this rank's local tensor; `wait()` runs the rest.
 
-        Inside `giving` nothing is sent: the result is the tensor received in forward.
+        Inside `replay_received` nothing is sent: the result is the tensor received in forward.
         Communication: the plan's steps, in order; at the first run also the new groups of the plan's meshes. A rank
         outside both meshes does nothing.
         """
@@ -210,11 +210,11 @@ class _MakePartial:
     op: str
     place: tuple[int, int, int] | None  # dim, start, length
     whole: tuple[int, ...]  # shape of the result
-    is_kept: bool = True  # whether this rank holds the value, where place is None
+    holds_value: bool = True  # whether this rank holds the value, where place is None
 
     def run(self, local: Tensor) -> Running:
         if self.place is None:
-            return finished(local if self.is_kept else torch.full_like(local, identity(self.op, local.dtype)))
+            return finished(local if self.holds_value else torch.full_like(local, identity(self.op, local.dtype)))
         result = local.new_full(self.whole, identity(self.op, local.dtype))
         result.narrow(*self.place).copy_(local)
         return finished(result)
@@ -293,14 +293,14 @@ class _StepStart:
     def _make_partial(self, step: MakePartial) -> _MakePartial:
         index, whole = self._index(step.axis), self._shape_after(step)
         if step.dim is None:
-            return _MakePartial(step.op, None, whole, is_kept=step.op == "avg" or index == 0)
+            return _MakePartial(step.op, None, whole, holds_value=step.op == "avg" or index == 0)
         start, stop = chunk(whole[step.dim], self.layout.mesh.axis_size(step.axis), index)
         return _MakePartial(step.op, (step.dim, start, stop - start), whole)
 
 
 @contextmanager
-def keeping(begin: Callable[[], Store]) -> Iterator[None]:
-    """Inside, every reshard with communication hands over the tensor that it receives, to be kept.
+def record_received(begin: Callable[[], Store]) -> Iterator[None]:
+    """Inside, every reshard with communication passes the tensor that it receives to a callback.
 
     begin: called when a reshard starts; returns a function, which is called with the received tensor.
     """
@@ -309,14 +309,14 @@ def keeping(begin: Callable[[], Store]) -> Iterator[None]:
 
 
 @contextmanager
-def giving(next_received: Callable[[], Tensor]) -> Iterator[None]:
+def replay_received(next_received: Callable[[], Tensor]) -> Iterator[None]:
     """Inside, a reshard that would communicate returns `next_received()` instead, and sends nothing."""
     with _set("next_received", next_received):
         yield
 
 
 def run_or_replay(run: Callable[[Tensor], Running], local: Tensor) -> Pending:
-    """Starts the collectives of `run(local)`; inside `giving`, returns the tensor received earlier instead."""
+    """Starts the collectives of `run(local)`; inside `replay_received`, returns the tensor received earlier instead."""
     next_received: Callable[[], Tensor] | None = getattr(_thread, "next_received", None)
     if next_received is not None:
         return Pending.finished(next_received())

@@ -1,7 +1,7 @@
 """`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
 A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
-`executor.started`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
+`executor.start_plan`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
 the file reshard gradients back.
 """
 
@@ -21,20 +21,20 @@ from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shar
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from ..world.dynamo import in_graph, is_compiling
-from ..world.groups import of_this_world, this_rank
+from ..world.groups import this_rank, world_cache
 from .collectives import Pending
 from .compiled import begin, finish, traced
 from .dtensor import (
     Placements,
     as_process_mesh,
+    dtensor_spec,
     is_strided,
-    kind_of,
     layout_given,
     layout_of,
-    of_kind,
     one_mesh,
     shape_of,
     wrap,
+    wrap_with_spec,
 )
 from .executor import PreparedPlan, prepared
 from .topology import Topology
@@ -177,8 +177,8 @@ class _Change(NamedTuple):
     plan: Plan
     prepared: PreparedPlan
     local_shape: tuple[int, ...]  # of this rank's part of the input
-    # `kind_of` an input whose layout torch states by a `_StridedShard`: the gradient must have this kind; else None.
-    strided_kind: Any
+    # The spec of an input whose layout torch states by a `_StridedShard`: the gradient must have this spec; else None.
+    strided_spec: Any
     topology: Topology | None
     memory_limit: int | None
 
@@ -189,7 +189,7 @@ class _Change(NamedTuple):
 
     def as_input(self, grad: DTensor) -> DTensor:
         """The gradient, with its layout stated by torch's placements of the input."""
-        return grad if self.strided_kind is None else of_kind(grad.to_local(), self.strided_kind)
+        return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
 
 def _cached_change(
@@ -204,7 +204,7 @@ def _cached_change(
         return _change(dtensor, mesh, placements, topology, memory_limit)
     target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
     target = tuple(target) if isinstance(target, list) else target
-    cache, key = of_this_world(), (kind_of(dtensor), mesh, target, topology, memory_limit)
+    cache, key = world_cache(), (dtensor_spec(dtensor), mesh, target, topology, memory_limit)
     change = cache.get(key)
     if change is None:
         change = cache[key] = _change(dtensor, mesh, placements, topology, memory_limit)
@@ -223,9 +223,9 @@ def _change(
     target = _target(src, mesh, placements).resolved(shape)
     made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     local_shape = src.local_shape(shape, this_rank())
-    strided_kind = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
+    strided_spec = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
     run = prepared(made, dtensor.device_mesh)
-    return _Change(src, target, cotangent(src), made, run, local_shape, strided_kind, topology, memory_limit)
+    return _Change(src, target, cotangent(src), made, run, local_shape, strided_spec, topology, memory_limit)
 
 
 class StartedReshard:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, Partial, Replicate, Shard
 
 from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
-from ..moving.dtensor import kind_of, layout_of, of_kind, wrap
+from ..moving.dtensor import dtensor_spec, layout_of, wrap, wrap_with_spec
 from ..moving.order_check import LazyText, announce
 from ..moving.stacking import Stacking, cut_to, padded, stacking_of
 from ..planning.costs import padded_part
@@ -78,7 +78,7 @@ class Route:
     stacking: Stacking  # of the parts that are scattered
     part_elements: int  # in one of these parts
     local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
-    kind: Any  # `kind_of` the result
+    spec: Any  # of the result, by `dtensor_spec`
 
     @classmethod
     def of(cls, grad: DTensor, target: Layout) -> Route | None:
@@ -100,7 +100,7 @@ class Route:
             stacking=stacking_of(tuple(part), axes, sizes, reduction.scatter),
             part_elements=math.prod(part),
             local_shape=target.local_shape(shape, this_rank()) if this_rank() in target.mesh else None,
-            kind=kind_of(wrap(local.new_empty(0), target, shape)),
+            spec=dtensor_spec(wrap(local.new_empty(0), target, shape)),
         )
 
     def stacked(self, local: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Bucket(Generic[Owner]):
                 if route.local_shape is not None:
                     part = part.view(route.stacking.part)
                     part = part if route.local_shape == route.stacking.part else cut_to(part, route.local_shape)
-                found.append((owner, of_kind(part, route.kind)))
+                found.append((owner, wrap_with_spec(part, route.spec)))
         return found
 
     def _run(self) -> Running:

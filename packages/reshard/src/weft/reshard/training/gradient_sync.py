@@ -1,7 +1,7 @@
 """`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
-pending_gradient.py has the state of each parameter, sending.py fills buckets, and gradient_presence.py handles ranks
-with different gradients.
+pending_gradient.py has the state of each parameter, sending.py the buckets, gradient_presence.py the messages between
+ranks with different gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..moving.dtensor import kind_of, layout_of, of_kind
+from ..moving.dtensor import dtensor_spec, layout_of, wrap_with_spec
 from ..planning.layouts import sharded_over
 from ..world.groups import this_rank
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .buckets import Route
-from .gathered_modules import units_of
-from .gradient_presence import Attendance
-from .pending_gradient import Form, Leaf, Waiting, as_dtensor, grad_of, in_dtype, sum_of, weakly
+from .gathered_modules import gathering_units
+from .gradient_presence import GradientPresence
+from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, grad_of, in_dtype, sum_of, weakly
 from .sending import Sending, complete
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
@@ -98,8 +98,8 @@ class GradientSync:
                 raise ValueError(
                     f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
                 )
-        self._units = units_of(module)
-        self._full = {shard: full for unit in self._units for shard, full in unit.wholes().items()}
+        self._units = gathering_units(module)
+        self._full = {shard: full for unit in self._units for shard, full in unit.full_parameters().items()}
         leaves = []
         for name, home in named.items():
             full = self._full.get(home)
@@ -111,7 +111,7 @@ class GradientSync:
                     mesh=layout_of(home).mesh,
                     is_here=this_rank() in layout_of(home).mesh,
                     target=sharded_over(layout_of(home), home.shape, axes),
-                    sends_every_pass=full is not None and not full.sums,
+                    sends_every_pass=full is not None and not full.accumulate_grad,
                 )
             )
         self._leaves = tuple(reversed(leaves))  # about backward's order, and equal on every rank
@@ -123,8 +123,8 @@ class GradientSync:
         self._next = 0
         # Whether a parameter's gradients may be sent several times in a step.
         self._sends_repeatedly = any(leaf.sends_every_pass for leaf in leaves)
-        self._attendance = Attendance(self._leaves)
-        before_waiting = weakly(self._tell_before_waiting)
+        self._presence = GradientPresence(self._leaves)
+        before_waiting = weakly(self._publish_before_waiting)
         self._sending = Sending(bucket_bytes, dtype, before_waiting)
         self._in_wait = False  # whether `wait()` runs
         self._paused = False
@@ -186,14 +186,14 @@ class GradientSync:
         self._hook_parameters()
         self._in_wait = True
         try:
-            leaf_forms = complete(self._leaves, self._expected[self._next :], self._sending, self._attendance)
+            leaf_forms = complete(self._leaves, self._expected[self._next :], self._sending, self._presence)
             self._sending.finish()
         finally:
             self._in_wait = False
         if any(leaf_forms):
             self._expected = tuple(leaf for leaf, forms in zip(self._leaves, leaf_forms, strict=True) if forms)
         self._next = 0
-        self._attendance.end_step()
+        self._presence.end_step()
         synced_leaves = []
         for leaf, forms in zip(self._leaves, leaf_forms, strict=True):
             leaf.end_step()
@@ -201,9 +201,9 @@ class GradientSync:
                 leaf.last_forms = forms
             else:
                 leaf.synced = None  # all zeros: no rank has a gradient
-            for older in leaf.in_other_layouts.values():  # in the target layout: `complete` has sent all others
+            for older in leaf.older_grads.values():  # in the target layout: `complete` has sent all others
                 leaf.add_synced(older)
-            leaf.in_other_layouts.clear()
+            leaf.older_grads.clear()
             if leaf.synced is None:
                 continue
             home = leaf.home
@@ -230,7 +230,7 @@ class GradientSync:
             _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
             if leaf.home in self._full:
                 self._full[leaf.home].synchronized_by = None
-            if isinstance(leaf.home.grad, Waiting):
+            if isinstance(leaf.home.grad, GradPlaceholder):
                 leaf.home.grad = None
         for unit in self._units:
             unit.model_gathering.fixed_by.discard(self)
@@ -266,7 +266,7 @@ class GradientSync:
             )
 
     def _keep_older_grad(self, leaf: Leaf, incoming: Tensor) -> None:
-        """Moves the gradient in `.grad` to `in_other_layouts` if the incoming gradient has another layout.
+        """Moves the gradient in `.grad` to `older_grads` if the incoming gradient has another layout.
 
         Autograd would add the two otherwise, and DTensor would reshard one of them unasked.
         """
@@ -274,32 +274,32 @@ class GradientSync:
         if older is None:  # `.grad` is a placeholder
             leaf.parameter.grad = None
             return
-        if kind_of(older) is kind_of(as_dtensor(incoming)):
+        if dtensor_spec(older) is dtensor_spec(as_dtensor(incoming)):
             return
         layout = layout_of(older)
         if layout != layout_of(as_dtensor(incoming)):
             leaf.parameter.grad = None
-            leaf.in_other_layouts[layout] = sum_of(leaf.in_other_layouts.get(layout), older)
+            leaf.older_grads[layout] = sum_of(leaf.older_grads.get(layout), older)
 
     def _on_grad_accumulated(self, leaf: Leaf) -> None:
         leaf.has_new_grad = self._unsynchronized = True
         if self._paused and not leaf.sends_every_pass:
             return
-        if leaf.grad is None and not leaf.in_other_layouts:  # `.grad` is a placeholder, as in a zero-bubble schedule
+        if leaf.grad is None and not leaf.older_grads:  # `.grad` is a placeholder, as in a zero-bubble schedule
             return
         self._send_ready(leaf)
 
-    def _take_local_grad(self, parameter: DTensor, part: Tensor, kind: Any) -> bool:
-        """See `takes_addends`."""
+    def _take_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
+        """See `local_grad_callback`."""
         leaf = self._leaf_of_id.get(id(parameter))
-        if leaf is None or leaf.local_grad is not None or leaf.in_other_layouts or self._paused:
+        if leaf is None or leaf.local_grad is not None or leaf.older_grads or self._paused:
             return False
         if parameter.grad is not None or self._sending.dtype not in (None, part.dtype) or not leaf.has_only_our_hooks:
             return False
-        if leaf.route_cache is None or leaf.route_cache[0] is not kind:
-            leaf.route_cache = kind, Route.of(of_kind(part, kind), leaf.target)
-        if leaf.local_grad_forms[0] is not kind:
-            leaf.local_grad_forms = kind, (Form(layout_of(of_kind(part, kind)), part.dtype),)
+        if leaf.route_cache is None or leaf.route_cache[0] is not spec:
+            leaf.route_cache = spec, Route.of(wrap_with_spec(part, spec), leaf.target)
+        if leaf.local_grad_forms[0] is not spec:
+            leaf.local_grad_forms = spec, (Form(layout_of(wrap_with_spec(part, spec)), part.dtype),)
         route = leaf.route_cache[1]
         if route is None or not any(route.reduction.axes):  # a gradient in the target layout goes to `.grad`
             return False
@@ -318,15 +318,15 @@ class GradientSync:
             if self._next == len(self._expected) and self._sends_repeatedly:
                 self._next = 0
 
-    def _tell_before_waiting(self) -> None:
-        """Tells, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
+    def _publish_before_waiting(self) -> None:
+        """Publishes, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
 
         Called before the wait for a full bucket. A rank of this bucket may itself be waiting for this rank's message.
         """
         if not self._in_wait:
             # Before the first `wait()` other ranks do not know the forms of the gradients.
             anew = not any(leaf.last_forms for leaf in self._leaves)
-            self._attendance.tell_early(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
+            self._presence.publish_early(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
@@ -349,12 +349,12 @@ def _sync_of(parameter: Tensor) -> GradientSync | None:
     return found
 
 
-def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
+def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
     """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
     None for a parameter without a GradientSync. The callback serves all parameters of the GradientSync. Call it in a
     backward pass, at most once for each parameter, with the parameter, this rank's part of the gradient and the
-    gradient's `kind_of`. It returns False where the gradient must go by `.grad`.
+    gradient's `dtensor_spec`. It returns False where the gradient must go by `.grad`.
     """
     alive = None if parameter is None else _sync_of(parameter)
     return None if alive is None else alive._take_local_grad

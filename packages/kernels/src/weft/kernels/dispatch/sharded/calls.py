@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.mesh.extension import coarsened, parts_of_axes, refined
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.extension import kind_of, of_kind, of_this_world, process_mesh, shape_of, this_rank, wrap
+from weft.reshard.extension import dtensor_spec, process_mesh, shape_of, this_rank, world_cache, wrap, wrap_with_spec
 
 from ..backend import is_compiling
 from ..op import Op
@@ -29,7 +29,7 @@ from .rules import Shapes, Sharding, sharding_of
 Layouts = tuple[Layout | None, ...]
 
 
-# (position, dtype) -> `kind_of` the DTensor made there; looking the layout up again takes longer
+# (position, dtype) -> the spec of the DTensor made there; looking the layout up again takes longer
 Kinds = dict[tuple[int, torch.dtype], Any]
 
 
@@ -74,7 +74,7 @@ class Call:
         """Return the cached call for operands of these kinds, made if missing. Raises as the constructor."""
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
-        cache = of_this_world()
+        cache = world_cache()
         varying = op.varying
         fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
         key = (op, *map(_kind, tensors), *fixed)
@@ -88,7 +88,7 @@ class Call:
         """How gradients of these kinds flow through. Raises LayoutError if the op's rule cannot take their layouts."""
         if is_compiling():
             return self._flow(grads)
-        key = tuple(None if grad is None else kind_of(grad) for grad in grads)
+        key = tuple(None if grad is None else dtensor_spec(grad) for grad in grads)
         flow = self._flows.get(key)
         if flow is None:
             flow = self._flows[key] = self._flow(grads)
@@ -109,9 +109,9 @@ class Call:
         key = i, part.dtype
         kind = self._kinds.get(key)
         if kind is not None:
-            return of_kind(part, kind)
+            return wrap_with_spec(part, kind)
         made = wrap(part, *self.outputs[i])
-        self._kinds[key] = kind_of(made)
+        self._kinds[key] = dtensor_spec(made)
         return made
 
     def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
@@ -141,14 +141,14 @@ class Call:
                 continue
             kind = flow.kinds.get((i, part.dtype))
             if kind is not None:
-                gradients.append(of_kind(part, kind))
+                gradients.append(wrap_with_spec(part, kind))
                 continue
             gradient = self.as_operand(i, part, layout)
             gradients.append(gradient)
             operand_layout = self._layouts[i]
             # Only a part wrapped unchanged can be wrapped by kind alone.
             if isinstance(gradient, DTensor) and operand_layout is not None and operand_layout.mesh == layout.mesh:
-                flow.kinds[i, part.dtype] = kind_of(gradient)
+                flow.kinds[i, part.dtype] = dtensor_spec(gradient)
         return gradients
 
 
@@ -176,7 +176,7 @@ def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: t
 
 def _kind(tensor: Tensor | None) -> Any:
     if isinstance(tensor, DTensor):
-        return kind_of(tensor)
+        return dtensor_spec(tensor)
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 

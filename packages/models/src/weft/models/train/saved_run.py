@@ -1,6 +1,6 @@
 """The JSON document about the run in each checkpoint: written, read back, and compared with a resumed run.
 
-`Saver` writes the document; `Saver.resume` and `weft train --resume` read the document.
+`Saver` writes the document; `Saver.resume` and `weft train --resume` read the document. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str,
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
     held_out_loss: the loss before the first step. logged: the length and checksum of metrics.jsonl, from
-    `Sum.as_json`.
+    `RunningChecksum.as_json`.
     """
     return {
         "step": step,
@@ -84,7 +84,7 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Logged:
-    """The types of `Sum.as_json`'s values."""
+    """The types of `RunningChecksum.as_json`'s values."""
 
     lines: int
     bytes: int
