@@ -60,7 +60,8 @@ def check_config(saved: ModelConfig, target: ModelConfig, folder: Path, *, furth
         listed = [f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()]
         differences_found = "; ".join([*listed, *filter(None, [further_difference])])
         raise ValueError(
-            f"{folder} is of another model: {differences_found}. Make the model with the folder's config, or read the model by from_pretrained({str(folder)!r})"
+            f"{folder} is of another model: {differences_found}. Make the model with the folder's config, or read the "
+            f"model by from_pretrained({str(folder)!r})"
         )
 
 
