@@ -36,11 +36,19 @@ def ours(way: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds: the median, and the 20th and the 80th percentile."""
+    """A time in seconds, or a ratio of two times: the median, and the 20th and the 80th percentile."""
 
     p20: float
     median: float
     p80: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self.p20, self.p80
+
+    def over(self, other: Spread) -> Spread:
+        """The ratio of this time to another: from the one's 20th percentile over the other's 80th to the reverse."""
+        return Spread(self.p20 / other.p80, self.median / other.median, self.p80 / other.p20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def kept(shape: tuple[int, ...], p: float, key: int = KEY) -> Tensor:
 
 
 def expected(x: Tensor, p: float, key: int = KEY) -> Tensor:
-    """By the oracle's mask; the scale and the product rounded to float32, or in float64 for float64."""
+    """The input times the oracle's mask; scale and product are rounded to float32, or float64 for float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = (x.cpu().to(wide) * torch.tensor(2**16 / (2**16 - round(p * 2**16)), dtype=wide)).to(x.dtype)
     return torch.where(kept(x.shape, p, key), scaled, torch.zeros((), dtype=x.dtype))
@@ -264,7 +264,7 @@ def test_an_element_is_read_once_and_written_once(interpreted: None) -> None:
     assert forward == Traffic(loaded=2 * each.loaded, stored=each.stored)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

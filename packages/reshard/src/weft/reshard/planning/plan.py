@@ -45,6 +45,13 @@ class Plan:
     steps: tuple[Step, ...]
     topology: Links | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.src, self.dst, self.shape, self.dtype, self.steps, self.topology))
+
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The layout before each step."""
