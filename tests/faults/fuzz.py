@@ -136,11 +136,11 @@ def _make_run(folder: Path, text: Path) -> None:
     from weft.models.data.sources import find_data
     from weft.models.data.tokenizer import byte_tokenizer
     from weft.models.families import make_model
-    from weft.models.train.checkpoints import describe_run
     from weft.models.train.config import DataConfig, MeshConfig
     from weft.models.train.recipes import recipe
     from weft.models.train.results import Results
     from weft.models.train.run import Run
+    from weft.models.train.run_document import describe_run
 
     small = recipe("llama-tiny")
     config = replace(

@@ -21,11 +21,11 @@ from weft.models.cli import main
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
-from weft.models.train.checkpoints import describe_run, read_saved
 from weft.models.train.config import DataConfig, MeshConfig
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
+from weft.models.train.run_document import describe_run, read_saved
 from weft.models.train.toml import LARGEST
 
 from tests.models.metrics import some_metrics

@@ -25,7 +25,8 @@ from weft.models import (
     save_checkpoint,
 )
 from weft.models.train.config import NOT_ELEMENTWISE, OPTIMIZERS, OptimizerConfig
-from weft.models.train.optimizer import learning_rate, make_optimizer
+from weft.models.train.learning_rate import learning_rate
+from weft.models.train.optimizer import make_optimizer
 from weft.reshard import distribute, layout_of, to_global
 
 from tests.models.cases import SMALL, some_tokens

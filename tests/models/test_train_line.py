@@ -22,7 +22,7 @@ from weft.models.train.measure import flops_per_token, peak_flops
 from weft.models.train.metrics_file import drawn, read_curves, save_picture
 from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
-from weft.models.train.results import Trackers, check_trackers
+from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
 from weft.reshard.moving.collectives import Waits, measured_by
 

@@ -20,8 +20,8 @@ from weft.models.rope_scaling import DynamicRopeScaling
 from weft.models.step.clip import clip_gradients
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from weft.models.train.folder import check_new, find_checkpoint
+from weft.models.train.learning_rate import learning_rate
 from weft.models.train.measure import CollectiveCount
-from weft.models.train.optimizer import learning_rate
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe
 from weft.models.train.results import Results

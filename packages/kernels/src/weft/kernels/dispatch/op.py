@@ -44,7 +44,7 @@ class Op:
     # (saved, grad, needed, **options) -> the gradient before a fused activation, which `backward` receives as `grad`.
     # Computed once, also when the gradients of the weights are delayed.
     of_products: Callable[..., Any] | None = None
-    # (saved[again_from:], **options) -> the last output, if recomputing is cheap: see `again.py`.
+    # (saved[again_from:], **options) -> the last output, if recomputing is cheap: see `remade_activations.py`.
     again: Callable[..., Tensor] | None = None
     again_from: int = 0
     # (options) -> how many outputs at the end have no gradient.

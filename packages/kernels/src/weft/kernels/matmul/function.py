@@ -56,7 +56,7 @@ def linear(
 def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """input @ weight.T + bias by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
 
-    Also None where the weight's gradient may be computed later than the input's (see `weights.py`).
+    Also None where the weight's gradient may be computed later than the input's (see `delayed_weight_gradients.py`).
     """
     if may_wait() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
         return None

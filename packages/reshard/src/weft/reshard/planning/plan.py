@@ -80,7 +80,7 @@ class Plan:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes received by the busiest rank under any plan, at least; see `bounds.py`."""
+        """Bytes received by the busiest rank under any plan, at least; see `costs.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
         )
