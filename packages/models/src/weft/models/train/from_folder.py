@@ -82,12 +82,12 @@ def check_same_model(folder: Path, model: ModelConfig) -> None:
         )
 
 
-def contradictions(model: ModelConfig, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def contradictions(model: ModelConfig, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, the model's value, the given value) for each given value in conflict with the model.
 
-    given: values by field name. Each is judged alone, beside the model's values for the remaining fields.
+    values: by field name. Each is judged alone, beside the model's values for the remaining fields.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         try:
             is_other = bool(differences(model, dataclasses.replace(model, **{name: value})))
         except ValueError:  # the value does not fit the rest of the model
