@@ -191,7 +191,8 @@ def test_a_question_finds_the_file(words: str, path: str) -> None:
 
 
 def test_wrong_rows_are_caught() -> None:
-    table = "#### `mesh/`\n\nText.\n\n| file | job |\n|---|---|\n| `layout.py` | A |\n| `layout.py` | B |\n| `no.py` | C |\n"
+    head = "#### `mesh/`\n\nText.\n\n| file | job |\n|---|---|\n"
+    table = f"{head}| `layout.py` | A |\n| `layout.py` | B |\n| `no.py` | C |\n"
     assert rows(table) == [("mesh/layout.py", "A"), ("mesh/layout.py", "B"), ("mesh/no.py", "C")]
     assert folders(table) == {"mesh": "Text."}
     message = wrong_rows(Counter(path for path, _ in rows(table)), {"mesh/random.py": "Keys.", "mesh/layout.py": "D."})

@@ -111,8 +111,8 @@ def complete(
     """Puts unsent gradients into buckets. Returns each parameter's forms on all ranks, () if no rank has a gradient.
 
     expected: the parameters that every rank sends next, in order.
-    Communication: as `GradientPresence`, and the buckets that fill up. Raises RuntimeError where the ranks' gradients have
-    no sum.
+    Communication: as `GradientPresence`, and the buckets that fill up.
+    Raises RuntimeError where the ranks' gradients have no sum.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
