@@ -10,9 +10,9 @@ from tests.architecture.rules import PACKAGES, ROOT, sources
 from tests.architecture.words import POINTING, pointing_words, prose, riddles
 
 # Words that do not say what a value is or what a function does.
-RIDDLES = {"told", "said", "lies", "brought", "went", "pull", "spread", "they", "them", "those"}
+RIDDLES = {"told", "said", "lies", "brought", "went", "pull", "spread", "they", "them", "those", "again", "kept"}
 # More of these words, which kernels and moving/ still have.
-MORE_RIDDLES = RIDDLES | {"others", "again", "asked", "taken", "kept", "made", "wholes", "gone", "it", "given"}
+MORE_RIDDLES = RIDDLES | {"others", "asked", "taken", "made", "wholes", "gone", "it", "given"}
 # In Triton kernels and losses: the other columns' part of a sum, an unrounded number, ...
 KERNEL_RIDDLES = RIDDLES | {"others", "others_low", "even", "true", "made", "words", "edges"}
 LOSSES = {"cross_entropy", "linear_cross_entropy"}

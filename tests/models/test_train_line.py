@@ -242,6 +242,6 @@ def test_a_run_that_goes_on_is_the_same_at_weights_and_biases(wandb: list[dict[s
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(())
-    monkeypatch.setattr("weft.models.train.results.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.models.train.trackers.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"track is wandb, which is not installed; .*pip install wandb$"):
         check_trackers(("wandb",))
