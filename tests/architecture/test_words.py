@@ -7,14 +7,14 @@ import pytest
 
 from tests.architecture.rules import sources
 
-# What names of values were, that nobody guesses: the other columns' part of a sum, the upstream gradient, an unrounded number, ...
+# Former names of values that nobody could guess: another shard's part of a sum, the upstream gradient, ...
 RIDDLES = {"others", "others_low", "pull", "even", "spread", "true", "made", "words", "edges"}
 LOSSES = {"cross_entropy", "linear_cross_entropy"}
 PATHS = [path for path in sources("kernels") if path.name in ("kernel.py", "row.py") or LOSSES & set(path.parts)]
 
 
 def riddles(source: str) -> set[str]:
-    """The names of values, arguments, functions, classes and attributes that are riddles, or have one as a word of theirs."""
+    """Names of values, arguments, functions, classes and attributes that are riddles, or contain a riddle as a word."""
     nodes = list(ast.walk(ast.parse(source)))
     names = {getattr(node, kind, None) for node in nodes for kind in ("id", "arg", "attr", "name")}
     return {name for name in names if isinstance(name, str) and RIDDLES & {name, *name.lower().split("_")}}

@@ -1,4 +1,4 @@
-"""Input that `weft` cannot use is one message and status 2, at once, and leaves nothing behind."""
+"""Input that `weft` cannot use gives one message and status 2, at once, and leaves no files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ BAD_INPUT = [
     ),
     pytest.param(
         ("train", "--mesh.cp", "2", "--plan.context", "ulysses", "--model.num-kv-heads", "2"),
-        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which does not divide num_kv_heads 2; cp that work: 1; context",
+        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which "
+        r"does not divide num_kv_heads 2; cp that work: 1; context",
         id="ulysses-heads",
     ),
     pytest.param(("train", "--dtype", "float8"), r"(?i)invalid choice 'float8'.*bfloat16", id="dtype"),
@@ -93,7 +94,7 @@ def test_bad_input_is_one_message(
 
 @pytest.fixture
 def untrained(tmp_path: Path) -> Path:
-    """A folder with a text, and a run that has no tokenizer for its model."""
+    """A folder with a text, and a run without a tokenizer for its model."""
     (tmp_path / "book.txt").write_text("Call me by my layout. " * 10)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text('{"vocab_size": 32000}')
@@ -132,7 +133,7 @@ for arguments in (
     ],
 )
 def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untrained: Path) -> None:
-    """Of a processor, from the start of Python on, with the standard library read as a run's text; the shortest of three."""
+    """A second of processor time, from Python's start, with the standard library as a run's text; least of three."""
 
     def seconds() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

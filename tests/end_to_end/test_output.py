@@ -1,4 +1,4 @@
-"""What is printed, or cannot be, never decides how a run ends."""
+"""Output, printed or not printable, never decides how a run ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from tests.support.terminal import environment, on_terminal
 
 TINY = ("--mesh.dp", "1", "--mesh.tp", "1", "--model.num-layers", "1", "--no-check", "--data.path", "text.txt", *SMALL)
 RUN = (*WEFT, "train", "--steps", "4", "--log-every", "1", "--output", "run", "--save-every", "2", *TINY)
-FILES = {"checkpoint", "checkpoint-2", "checkpoint-4", "config.toml", "curves.svg", "metrics.jsonl", "plan.txt", "versions.json"}  # fmt: skip
+FILES = {
+    "checkpoint", "checkpoint-2", "checkpoint-4", "config.toml", "curves.svg", "metrics.jsonl", "plan.txt",
+    "versions.json",
+}  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a run is started, with its text, which has words that ASCII lacks."""
+    """The folder of a run, with its text, whose words need more than ASCII."""
     (tmp_path / "text.txt").write_text("wärp and wéft — “woven”. " * 400)
     return tmp_path
 
@@ -32,13 +35,16 @@ def shell(line: str, command: Sequence[str], folder: Path, **changes: str) -> su
     """The command in a line of a shell, as "$@"."""
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line, "bash", *command],
-        cwd=folder, env=environment(**changes), capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False,
+        cwd=folder, env=environment(**changes), capture_output=True,
+        text=True, errors="replace", timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
 def is_whole(folder: Path) -> bool:
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return {each.name for each in (folder / "run").iterdir()} == FILES and [json.loads(each)["step"] for each in lines] == [1, 2, 3, 4]  # fmt: skip
+    return {each.name for each in (folder / "run").iterdir()} == FILES and (
+        [json.loads(each)["step"] for each in lines] == [1, 2, 3, 4]
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,12 @@ def is_whole(folder: Path) -> bool:
         pytest.param('"$@" >&-', {}, id="closed", marks=pytest.mark.exhaustive),
         pytest.param('"$@" <&- >&- 2>&-', {}, id="all-closed", marks=pytest.mark.exhaustive),
         pytest.param('"$@"', {"PYTHONIOENCODING": "ascii"}, id="ascii", marks=pytest.mark.exhaustive),
-        pytest.param('"$@"', {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="c-locale", marks=pytest.mark.exhaustive),
+        pytest.param(
+            '"$@"',
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            id="c-locale",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param('"$@"', {"PYTHONIOENCODING": "latin-1"}, id="latin-1", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
@@ -70,7 +81,9 @@ def test_characters_that_an_encoding_lacks_are_question_marks(folder: Path) -> N
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [1, 20, 33, 34])
 def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> None:
-    status, sent = on_terminal((*RUN, "--output", str(folder / "run"), "--data.path", str(folder / "text.txt")), columns=columns)  # fmt: skip
+    status, sent = on_terminal(
+        (*RUN, "--output", str(folder / "run"), "--data.path", str(folder / "text.txt")), columns=columns
+    )
     assert status == 0 and "Traceback" not in sent
     assert ("no curves are drawn" in sent) == (columns < 34)
     assert is_whole(folder)
@@ -79,7 +92,7 @@ def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("into", ["run", "other"])
 def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) -> None:
-    """In a folder of its own it has no metrics."""
+    """In a new folder the run has no metrics."""
     assert shell('"$@"', RUN, folder).returncode == 0
     more = ("--resume", "run/checkpoint-4", *(("--output", into) if into != "run" else ()))
     done = shell('"$@"', (*WEFT, "train", *more), folder)
@@ -94,7 +107,9 @@ def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) 
         pytest.param(("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >/dev/full', 1, id="layout-full"),
         pytest.param(("--help",), '"$@" >/dev/full', 1, id="help-full"),
         pytest.param(("--version",), '"$@" | true', 141, id="version-unread", marks=pytest.mark.exhaustive),
-        pytest.param(("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >&-', 0, id="layout-closed", marks=pytest.mark.exhaustive),
+        pytest.param(
+            ("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >&-', 0, id="layout-closed", marks=pytest.mark.exhaustive
+        ),
         pytest.param(("data", "prepare", "text.txt", "--output", "out"), None, 0, id="prepare-full"),
     ],
 )  # fmt: skip

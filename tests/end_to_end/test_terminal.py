@@ -1,4 +1,4 @@
-"""Colours, boxes and moving lines: on a terminal that has them, and nowhere else."""
+"""Colours, boxes and moving lines appear on a capable terminal only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class TestLayout:
 
 
 class TestHelp:
-    @pytest.mark.parametrize(("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")]
+    )
     def test_it_is_coloured_and_in_boxes_on_a_terminal(self, command: tuple[str, ...], ends: int) -> None:
         status, sent = on_terminal(command)
         assert status == ends
@@ -64,16 +66,25 @@ class TestHelp:
         _, sent = on_terminal(command, **settings)
         assert not ESCAPE.search(sent)
 
-    @pytest.mark.parametrize(("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")]
+    )
     def test_it_is_plain_ascii_in_a_pipe(self, command: tuple[str, ...], ends: int) -> None:
         status, written = in_pipe(command)
         assert status == ends
         assert written.isascii()
         assert "\x1b" not in written
 
-    @pytest.mark.parametrize(("command", "ends"), [pytest.param((*WEFT, "train", "--help"), 0, id="train"), pytest.param(HELP, 141, id="help"), pytest.param(LAYOUT, 141, id="layout")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("command", "ends"),
+        [
+            pytest.param((*WEFT, "train", "--help"), 0, id="train"),
+            pytest.param(HELP, 141, id="help"),
+            pytest.param(LAYOUT, 141, id="layout"),
+        ],
+    )
     def test_a_reader_that_has_enough_is_no_error(self, command: tuple[str, ...], ends: int) -> None:
-        """141 is what a shell gives for SIGPIPE, by which other programs end then."""
+        """141 is a shell's status for SIGPIPE, by which other programs end in this case."""
         with preloaded.Popen(command, stdout=preloaded.PIPE, stderr=preloaded.PIPE) as process:
             assert process.stdout is not None and process.stderr is not None
             process.stdout.close()
@@ -127,7 +138,7 @@ report.line("after")
 
 
 class TestStepsOfTraining:
-    """What `weft train` shows of its steps."""
+    """Steps as `weft train` shows them."""
 
     COMMAND = (sys.executable, "-c", STEPS)
     LINES = tuple(

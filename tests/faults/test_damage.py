@@ -1,4 +1,4 @@
-"""Checkpoints that are not as they were written: one line that names the file, and nothing of them is used."""
+"""Damaged checkpoints: one line names the file, and no part of the checkpoint is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step of a parallel model in a test, and what it communicates."""
+"""A training step of a parallel model in a test, with its communication."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def observed_microbatches(
     sync: GradientSync | None = None,
     **options: Any,
 ) -> tuple[Found, Communication]:
-    """What `find_gradients` finds, and what it issues; that none is hidden is seen below all that could hide one."""
+    """The results of `find_gradients`, and its communication; also checks, below all layers, that none is hidden."""
     issued: dict[Any, Any] = {}
     with Collectives() as seen, CollectiveCount() as count:
         found = find_gradients(

@@ -47,7 +47,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, and for each kind a folder of transformers and the checkpoint that it is converted to."""
+    """A text, and for each kind a folder of transformers and the checkpoint converted from it."""
     path = tmp_path_factory.mktemp("begun")
     (path / "text.txt").write_text("what is trained, and what it is compared with; " * 20)
     for name, (kind, options) in KINDS.items():
@@ -64,7 +64,7 @@ def run_of(folder: Path, name: str, axes: dict[str, int], plan: dict[str, Any], 
 
 
 def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
-    """The loss of step 1, what is said of it, and the error that ends it. change: added to the weights on the mesh."""
+    """The loss of step 1, its printed lines, and the error that ends it. change: added to the weights on the mesh."""
     trainer, said = Trainer(run, torch.device("cpu")), list[str]()
     trainer.report.line = said.append  # type: ignore[method-assign]
     if run.resume is not None:
@@ -83,7 +83,7 @@ def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
 
 
 def their_loss(folder: Path, name: str) -> float:
-    """What transformers has for the batch of step 1."""
+    """transformers' loss for the batch of step 1."""
     batches = Batches(find_corpus(folder / "text.txt"), sequence_length=16, batch_size=4, seed=0)
     rows = batches.batch(0, slice(None))
     with torch.no_grad():

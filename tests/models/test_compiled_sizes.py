@@ -1,4 +1,4 @@
-"""Code that is compiled for DTensors, and then given other sizes: local sizes may stay the same on one rank alone."""
+"""Code compiled for DTensors, then called with new sizes: the local size may stay the same on one rank alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPS = ["swiglu", "chain", "cross-entropy", "of-products", "moved"]
 
 
 def compiled_op(name: str, dynamic: bool | None) -> None:
-    """Outputs and gradients of each size are those of the op that is not compiled, on every rank."""
+    """For each size, outputs and gradients are the eager op's, on every rank."""
     torch._dynamo.reset()
     weight, ones = head(), distribute(numbers(H, H), Layout(ProcessMesh.grid(dp=2)))
     ops: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""What tokens are drawn from, and where a text ends: the kept sets and the ends of transformers."""
+"""Sets of tokens to draw from, and ends of texts, are transformers'."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_more_tokens_than_memory_has_are_refused(count: int) -> None:
 
 
 class TestEnds:
-    """Greedily, so that what is drawn is known."""
+    """Greedy generation, whose tokens are known."""
 
     def drawn(self, rows: int = 3) -> tuple[Any, torch.Tensor, torch.Tensor]:
         model, prompts = make(SMALL), some_tokens(SMALL, rows, 5)

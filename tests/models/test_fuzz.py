@@ -15,7 +15,7 @@ CASES, SEED = 66, 20
 
 
 def test_a_sample_of_damaged_files_ends_in_the_right_answer_or_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a process of its own, as its cases fork: the threads of torch end at a fork, and a preloaded one has none."""
+    """In a fork of a process without threads: the cases fork, and torch's threads do not survive a fork."""
     command = [sys.executable, "-m", "tests.faults.fuzz", "--count", str(CASES), "--seed", str(SEED)]
     done = preloaded.run(command, cwd=ROOT, timeout=PATIENCE)
     *findings, counts = done.stdout.splitlines()

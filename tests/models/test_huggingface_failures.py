@@ -1,4 +1,4 @@
-"""What of Hugging Face folders cannot be read or written is told, and nothing is left behind."""
+"""Hugging Face folders that cannot be read or written give an error, and leave nothing behind."""
 
 import json
 from unittest.mock import patch
@@ -106,7 +106,7 @@ def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tmp_path):
         from_pretrained(tmp_path / "model", ProcessMesh.grid(tp=8))
 
 
-# What cannot be written
+# Models that cannot be written
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):

@@ -37,7 +37,7 @@ def reshard_if(loss: Tensor) -> Tensor:
 
 
 def a_batch() -> tuple[Tensor, Tensor]:
-    """Targets of which each rank counts another number, one of them a few."""
+    """A batch in which ranks count different numbers of targets, and one rank only a few."""
     tokens = some_tokens(SMALL, 4, 9)
     targets = tokens[:, 1:].clone()
     targets[0, 1:] = targets[1, 3:] = IGNORED
@@ -114,7 +114,7 @@ def test_the_losses_of_all_microbatches_are_summed_at_once(pool: Pool) -> None:
 
 
 def gradient_of(placement: str) -> tuple[float, float, str]:
-    """Of a scalar of which rank 0 has 3 and rank 1 has 0, or all have 3: its sum, and its first gradient."""
+    """The sum and the first gradient of a scalar loss: 3 on rank 0 and 0 on rank 1, or 3 on both."""
     loss = distribute(torch.tensor(3.0), Layout(ProcessMesh.grid(dp=2), f"dp: {placement}"))
     first = first_gradient(loss)
     return LossSum([loss, loss], torch.device("cpu")).wait().item(), first.to_local().item(), str(first.placements)

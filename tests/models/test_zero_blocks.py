@@ -1,4 +1,4 @@
-"""What a block of a model with zero=3 does around its call: gathers, drops, gathers ahead; compiled, and with adapters."""
+"""A block with zero=3 gathers, drops and prefetches parameters around its call; also compiled, and with adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = replace(CONFIG, num_layers=3)
 
 
 def held(model: Any) -> int:
-    """Bytes of whole parameters that have memory."""
+    """Bytes of gathered parameters in memory."""
     wholes = {whole for unit in gathered_modules.units_of(model) for whole in unit.wholes().values()}
     return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes)
 
@@ -53,7 +53,7 @@ def test_what_is_whole_between_calls(zero: int, pool: Any) -> None:
 
 
 def events(steps: int) -> list[list[str]]:
-    """In each step, in order: the gathers that are started, and the blocks that compute, forward and back."""
+    """For each step, in order: the gathers that start, and the blocks that compute, in forward and in backward."""
     trained = Trained({"dp": 2}, SMALL, {"zero": 3})
     seen: list[str] = []
 
@@ -87,7 +87,7 @@ def test_the_next_blocks_gather_is_under_way_while_a_block_computes(pool: Any) -
 
 
 def changed_under_way(zero: int) -> None:
-    """A block's shards change while they are gathered ahead: the block computes with what they are, and they stay so."""
+    """A block's shards change while their gather is in flight: the block computes with the new values, which stay."""
     trained = Trained({"dp": 2}, SMALL, {"zero": zero})
     tokens = lay_out_batch(trained.mesh, trained.plan, *batch(0)).tokens
     layers = list(trained.model.layers)
@@ -141,7 +141,7 @@ def compiled_steps(axes: dict[str, int], config: LlamaConfig) -> tuple[dict[str,
     return trained.weights(), norms
 
 
-@pytest.mark.exhaustive  # its sisters are blocks on a mesh that are computed again, compiled, and these, eager
+@pytest.mark.exhaustive  # the sample has recomputed and compiled blocks on a mesh, and these blocks eager
 @pytest.mark.parametrize(
     ("axes", "layers"),
     [

@@ -1,4 +1,4 @@
-"""What is left of a world when its process ends: no group, whose threads would need an interpreter that is gone."""
+"""A world leaves no groups when its process ends: their threads would need an interpreter that is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others of its gradients, when it reads what they told, and what is kept of earlier steps."""
+"""Messages between ranks about which gradients they have: when they are read; and gradients kept from earlier steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.reshard.test_gradients import Scale
 
 
 def told_in_a_step() -> tuple[int, int]:
-    """What a rank that has all gradients tells and reads in a step, after the first."""
+    """The numbers of messages that a rank with all gradients writes and reads in a step after the first."""
     model = Weights(DATA)
     sync = GradientSync(model)
     said, asked = [], []
@@ -45,7 +45,7 @@ def test_who_has_all_gradients_tells_once_and_reads_nothing(pool: Any) -> None:
 
 
 def kept_from_before() -> None:
-    """Gradients of earlier steps stay where they are: of parameters that no rank, or another, has a gradient of; after autograd.grad."""
+    """Earlier gradients are kept where no rank, or only the other rank, has a new one, and after autograd.grad."""
     model = Weights(DATA)
     sync = GradientSync(model)
     truth: list[Tensor | None] = [None] * len(SIZES)
@@ -66,7 +66,7 @@ def test_gradients_of_earlier_steps_are_kept(pool: Any) -> None:
 
 
 def read_in_a_step(layout: str) -> int:
-    """How often a rank whose gradients have their layout from the start reads what others told."""
+    """How often a rank reads messages when its gradients have their final layout from the start."""
     model = Weights(DATA)
     sync = GradientSync(model)
     asked: list[Sequence[str]] = []

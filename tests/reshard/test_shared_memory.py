@@ -1,4 +1,4 @@
-"""Sums by memory that the processes of a machine share: the same as an all-reduce, and by that where they share none."""
+"""Sums over memory shared by a machine's processes equal an all-reduce, which runs where no memory is shared."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from weft.reshard.world.groups import of_this_world
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed
 
-ELEMENTS = 300_000  # of float32: more than the least that goes so
+ELEMENTS = 300_000  # float32: more than the smallest size summed in shared memory
 
 
 def numbers(rank: int, round: int, elements: int = ELEMENTS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_all_members_have_the_same_bits(pool) -> None:
 
 
 def of_members_that_hurry_and_wait(seed: int) -> None:
-    """Each stops now and then, one before it writes and another before it reads: nobody's numbers come into another sum."""
+    """Ranks pause at random, some before writing and some before reading: no number enters another round's sum."""
     moods = random.Random(seed + dist.get_rank())
     for round in range(60):
         time.sleep(moods.choice((0, 0, 0, 0.003)))
@@ -122,10 +122,10 @@ def test_it_counts_as_an_all_reduce_of_the_whole(pool, ranks: int) -> None:
 
 
 def what_travels() -> tuple[int, ...]:
-    """The elements of what is given to torch's all-reduce."""
+    """The numbers of elements passed to torch's all-reduce."""
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         start(0).wait()
-        start(1, 1000).wait()  # little goes by itself
+        start(1, 1000).wait()  # a small sum goes to torch
         start(2, dtype=torch.int32).wait()
     return tuple(call.args[0].numel() for call in all_reduce.call_args_list)
 
@@ -187,8 +187,8 @@ def test_who_waits_for_one_that_is_gone_is_told(pool) -> None:
 
 
 def mappings() -> tuple[int, int, int]:
-    """Those of this process: before a sum, after it, and its open files then."""
-    of_this_world()  # of another world than before
+    """Memory mappings of this process before a sum and after, and its open files afterwards."""
+    of_this_world()  # the world has changed
     before = _lines("/proc/self/maps")
     start(0).wait()
     return before, _lines("/proc/self/maps"), len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Manifests from a stranger: the parts of each tensor cover the tensor once, and are those of the files."""
+"""Hostile manifests: each tensor's parts must cover the tensor once, and must be the files' parts."""
 
 import itertools
 import random
@@ -90,7 +90,7 @@ def boxes_of(shape, cuts):
 
 
 def covers_once(shape, boxes):
-    """By counting, element by element."""
+    """Counts coverage element by element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
         place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))

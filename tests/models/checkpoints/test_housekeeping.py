@@ -1,4 +1,4 @@
-"""What was saved before is removed when the new is whole; what cannot be removed is said, and ends nothing."""
+"""A complete new checkpoint replaces older ones; a failure to remove one is reported, and the run goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def held_open(path: Path, *arguments: Any, ignore_errors: bool = False, **options: Any) -> None:
-    """`shutil.rmtree` of a folder with a file that a network disk keeps for who has it open."""
+    """`shutil.rmtree` on a network disk, which keeps a file while a process has it open."""
     if not ignore_errors:
         raise OSError(39, "Directory not empty", str(path))
 
@@ -99,7 +99,7 @@ def test_links_that_lie_where_a_run_writes_aside_are_removed_as_it_begins(name: 
 
 
 def a_run_whose_old_checkpoint_stays(folder: Path, why: str) -> tuple[int, list[str]]:
-    """That of step 2, when that of step 4 is whole; the signal that ended the run, and what it said."""
+    """Step 2's checkpoint stays after step 4's is complete. Returns the signal that ended the run, and its output."""
     run = run_in(folder, 1)
     run = replace(run, config=replace(CONFIG, keep=1))
     said: list[str] = []

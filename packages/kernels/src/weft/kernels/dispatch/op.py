@@ -41,12 +41,12 @@ class Op:
     varying: tuple[str, ...] = ()
     # Positions of the weights. Their gradients are matrix products of their own, which `waiting_weights` can delay.
     weights: tuple[int, ...] = ()
-    # (saved, grad, needed, **options) -> the gradient before a fused activation, which `backward` receives as `grad`.
-    # Computed once, also when the gradients of the weights are delayed.
-    of_products: Callable[..., Any] | None = None
-    # (saved[again_from:], **options) -> the last output, if recomputing is cheap: see `again.py`.
-    again: Callable[..., Tensor] | None = None
-    again_from: int = 0
+    # (saved, grad, needed, **options) -> the gradient before a fused epilogue (activation, gate, rope, residual), which
+    # `backward` receives as `grad`. Computed once, also when the gradients of the weights are delayed.
+    epilogue_backward: Callable[..., Any] | None = None
+    # (saved[recompute_from:], **options) -> the last output, if recomputing is cheap: see `remade_activations.py`.
+    recompute: Callable[..., Tensor] | None = None
+    recompute_from: int = 0
     # (options) -> how many outputs at the end have no gradient.
     constants: Callable[[dict[str, Any]], int] = lambda options: 0
     # (options) -> whether backward writes the first operand's gradient into the operand's own memory.

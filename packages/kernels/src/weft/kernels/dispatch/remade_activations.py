@@ -25,8 +25,8 @@ SOURCE = "_weft_source"  # the attribute of an untyped storage under which its `
 class Recipe:
     """How to recompute an op's last output in backward.
 
-    `mark_recomputable` makes one for each call of an op with `Op.again`. No tensor is kept alive except `value`, from
-    the first reader in backward to the last.
+    `mark_recomputable` makes one for each call of an op with `Op.recompute`. No tensor is kept alive except `value`,
+    from the first reader in backward to the last.
     """
 
     op: Op
@@ -38,10 +38,10 @@ class Recipe:
     def make(self, saved: Tensors) -> Tensor:
         """Return the recomputed output to one of its readers.
 
-        saved: the tensors saved by the op, from position `Op.again_from` on.
+        saved: the tensors saved by the op, from position `Op.recompute_from` on.
         """
-        assert self.op.again is not None, "mark_recomputable is called for ops with `again` alone"
-        value = self.op.again(saved, **self.options) if self.value is None else self.value
+        assert self.op.recompute is not None, "mark_recomputable is called for ops with `recompute` alone"
+        value = self.op.recompute(saved, **self.options) if self.value is None else self.value
         self.reads_left = (self.reads_left or self.readers) - 1
         self.value = value if self.reads_left else None
         made: Tensor = value
@@ -72,7 +72,7 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
     """
     if not backend.is_short_of_memory(output):
         return
-    source = Source(Recipe(op, options), saved[op.again_from :], output._version, _geometry(output))
+    source = Source(Recipe(op, options), saved[op.recompute_from :], output._version, _geometry(output))
     setattr(output.untyped_storage(), SOURCE, source)
 
 

@@ -17,7 +17,7 @@ from ..config import ModelConfig
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, OptimizerConfig, TrainConfig
 from ..train.folder import CONFIG, find_to_resume, newest_complete
-from ..train.initial_weights import contradictions, find_model, find_origin, model_of
+from ..train.from_folder import contradictions, find_model, find_origin, model_of
 from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes, processes_for
 from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
-from ..train.checkpoints import check_same_run, logged_of, read_saved
 from ..train.config import TrainConfig
 from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
-from ..train.initial_weights import check_same_model, check_tokens
+from ..train.from_folder import check_same_model, check_tokens
 from ..train.launch import adopt_launcher, check_world, gpu_count, launch
+from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_class
-from ..train.optimizer import unfinished_warmup
 from ..train.report import describe
-from ..train.results import check_trackers
 from ..train.run import Run, title_of
+from ..train.run_document import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
+from ..train.trackers import check_trackers
 from .arguments import refusing, speaks
 from .settings import NEWEST, base_of, configured, origin_of, settled, sizes_for_processes
 

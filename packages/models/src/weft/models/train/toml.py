@@ -102,7 +102,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """A value of an option as the file has it. A path or a mixture that begins with "-" gets "./" before, which `_text` accepts."""
+    """A value as written to the file. A path or mixture beginning with "-" gets a "./" before, as `_text` demands."""
     if not isinstance(value, str | Path):
         return value
     return f"./{value}" if str(value).startswith("-") else str(value)

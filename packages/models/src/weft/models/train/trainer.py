@@ -35,9 +35,10 @@ from ..tracing import traced
 from .agreement import named_ranks
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
+from .learning_rate import learning_rate
 from .measure import CollectiveCount, flops_per_token, peak_flops, peak_memory, total_memory
 from .model_class import parameters_of
-from .optimizer import learning_rate, make_optimizer
+from .optimizer import make_optimizer
 from .report import Metrics, Report
 from .run import Run
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -64,7 +65,7 @@ class Pending:
     @classmethod
     def finished(cls, result: Tensor) -> Pending:
         """A Pending whose result is there already."""
-        return cls(_returned(result))
+        return cls(finished(result))
 
     def wait(self) -> Tensor:
         """Waits for the started collective, runs the rest, and returns the result."""
@@ -81,7 +82,8 @@ class Pending:
             self._result: Tensor = done.value
 
 
-def _returned(result: Tensor) -> Running:
+def finished(result: Tensor) -> Running:
+    """A `Running` without collectives, which returns `result`."""
     return result
     yield
 
@@ -92,8 +94,10 @@ def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[sl
     While a piece is in a phase, the next piece is in the phase before: links of different speeds work at once. A single
     phase, or little data, takes a single piece.
     """
+    if len(phases) == 1:
+        return [slice(0, elements)]
     least = _PIECE_ON_GPU if tensor.is_cuda else _PIECE
-    pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least)) if len(phases) > 1 else 1
+    pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least))
     ends = [elements * i // pieces for i in range(pieces + 1)]
     return [slice(a, b) for a, b in pairwise(ends)]
 
@@ -233,46 +237,70 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
     return stacked
 
 
-def exchange(
-    local: Tensor,
-    held: Box,
-    result: Tensor,
-    wanted: Box,
-    messages: Messages,
-    group: dist.ProcessGroup | None,
-    ranks: Sequence[int],
-    *,
-    add: bool = False,
-) -> Running:
-    """Fills `result`, the box `wanted`, from the local tensors of all `ranks`; `local` is the box `held`.
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An exchange of boxes as this rank runs it, in slices of its local tensors; made once by `Transfer.of`."""
 
-    ranks: the group's members, ascending. Without a group nothing is sent, and this rank's own overlap is copied.
+    sent: list[Box]  # slices of the local tensor, in the order of receivers
+    sent_run: slice | None  # the contiguous run of memory that holds these slices, if the local tensor is contiguous
+    sizes_out: list[int]  # elements sent to each member of the group
+    received: list[Box]  # slices of the result, in the order of senders
+    received_run: slice | None  # the contiguous run of the result's memory that these slices fill
+    sizes_in: list[int]  # elements received from each member of the group
+    kept: tuple[Box, Box] | None  # slices of the result and of the local tensor that this rank copies by itself
+
+    @classmethod
+    def of(cls, held: Box, wanted: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
+        """The exchange that fills the box `wanted` from a local tensor that is the box `held`.
+
+        ranks: the group's members, ascending.
+        """
+        sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
+        sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.sends, messages.receives)]
+        sizes_out, sizes_in = ([each.get(rank, 0) for rank in ranks] for each in sizes)
+        kept = messages.kept
+        return cls(
+            [within(box, held) for box in sent],
+            run_of(sent, held),
+            sizes_out,
+            [within(box, wanted) for box in received],
+            run_of(received, wanted),
+            sizes_in,
+            None if kept is None else (within(kept, wanted), within(kept, held)),
+        )
+
+
+def exchange(
+    local: Tensor, result: Tensor, transfer: Transfer, group: dist.ProcessGroup | None, *, add: bool = False
+) -> Running:
+    """Fills `result` from the local tensors of the group's members.
+
+    Without a group nothing is sent, and this rank's own overlap is copied.
     add: adds the received parts to `result` instead of overwriting.
     """
-    sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
-    run = None if add else run_of(received, wanted)
-    arrived = result.new_empty(messages.received_elements) if run is None else result.view(-1)[run]
+    run = None if add else transfer.received_run
+    arrived = result.new_empty(sum(transfer.sizes_in)) if run is None else result.view(-1)[run]
     if group is not None:
-        run_sent = run_of(sent, held) if local.is_contiguous() else None
-        outgoing = local.new_empty(messages.sent_elements) if run_sent is None else local.view(-1)[run_sent]
-        if run_sent is None:
-            pieces = [local[within(box, held)] for box in sent]
+        sent_run = transfer.sent_run if local.is_contiguous() else None
+        outgoing = local.new_empty(sum(transfer.sizes_out)) if sent_run is None else local.view(-1)[sent_run]
+        if sent_run is None:
+            pieces = [local[box] for box in transfer.sent]
             for part, piece in zip(_split_as(pieces, outgoing), pieces, strict=True):
                 part.copy_(piece)
-        sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends)]
-        split_in, split_out = ([each.get(rank, 0) for rank in ranks] for each in sizes)
-        yield _as_work(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
+        sizes_in, sizes_out = transfer.sizes_in, transfer.sizes_out
+        yield _as_work(dist.all_to_all_single(arrived, outgoing, sizes_in, sizes_out, group, async_op=True))
     parts: list[tuple[Tensor, Tensor]] = []
     if run is None:
-        places = [result[within(box, wanted)] for box in received]
+        places = [result[box] for box in transfer.received]
         parts += zip(places, _split_as(places, arrived), strict=True)
-    if messages.kept is not None:
-        parts.append((result[within(messages.kept, wanted)], local[within(messages.kept, held)]))
-    for place, part in parts:
+    if transfer.kept is not None:
+        place, source = transfer.kept
+        parts.append((result[place], local[source]))
+    for target, part in parts:
         if add:
-            place.add_(part)
+            target.add_(part)
         else:
-            place.copy_(part)
+            target.copy_(part)
     return result
 
 

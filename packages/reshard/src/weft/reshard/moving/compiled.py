@@ -1,7 +1,7 @@
 """Plans under torch.compile: local steps are traced through; a plan with communication becomes custom ops.
 
 `traced` adds a single op for a plan. `begin` and `finish` add an op each, to start the plan and to wait: the
-graph's ops between the two overlap with the communication. api.py calls these while a graph is traced.
+graph's ops between the two overlap with the communication. reshard.py calls these while a graph is traced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
 A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
-`executor.started`, or as custom ops (traced.py) while torch.compile traces. The autograd functions at the end of
+`executor.started`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
 the file reshard gradients back.
 """
 
@@ -36,7 +36,7 @@ from .dtensor import (
     shape_of,
     wrap,
 )
-from .executor import started
+from .executor import PreparedPlan, prepared
 from .topology import Topology
 
 
@@ -163,8 +163,8 @@ def _start(
         if not change.plan.steps:
             pending = Pending.finished(local)
         else:
-            run = traced if is_compiling() else started
-            pending = run(change.plan, local, dtensor.device_mesh)
+            traces = is_compiling()
+            pending = traced(change.plan, local, dtensor.device_mesh) if traces else change.prepared.start(local)
     return dtensor, change, pending
 
 
@@ -175,6 +175,7 @@ class _Change(NamedTuple):
     target: Layout  # of the result
     cotangent: Layout  # of the input's gradient
     plan: Plan
+    prepared: PreparedPlan
     local_shape: tuple[int, ...]  # of this rank's part of the input
     # `kind_of` an input whose layout torch states by a `_StridedShard`: the gradient must have this kind; else None.
     strided_kind: Any
@@ -198,10 +199,12 @@ def _cached_change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> _Change:
-    """`_change`, computed once for each kind of DTensor where the placements are given as a hashable value."""
-    if is_compiling() or not isinstance(placements, Layout | str | tuple | None):
+    """`_change`, computed once for each kind of DTensor and target, except while a graph is traced."""
+    if is_compiling():
         return _change(dtensor, mesh, placements, topology, memory_limit)
-    cache, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
+    target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
+    target = tuple(target) if isinstance(target, list) else target
+    cache, key = of_this_world(), (kind_of(dtensor), mesh, target, topology, memory_limit)
     change = cache.get(key)
     if change is None:
         change = cache[key] = _change(dtensor, mesh, placements, topology, memory_limit)
@@ -221,7 +224,8 @@ def _change(
     made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     local_shape = src.local_shape(shape, this_rank())
     strided_kind = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
-    return _Change(src, target, cotangent(src), made, local_shape, strided_kind, topology, memory_limit)
+    run = prepared(made, dtensor.device_mesh)
+    return _Change(src, target, cotangent(src), made, run, local_shape, strided_kind, topology, memory_limit)
 
 
 class StartedReshard:

@@ -45,6 +45,13 @@ class Plan:
     steps: tuple[Step, ...]
     topology: Links | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.src, self.dst, self.shape, self.dtype, self.steps, self.topology))
+
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The layout before each step."""
@@ -73,7 +80,7 @@ class Plan:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes received by the busiest rank under any plan, at least; see `bounds.py`."""
+        """Bytes received by the busiest rank under any plan, at least; see `costs.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
         )

@@ -136,7 +136,7 @@ class Task:
         return cls(src, sizes, start, end, reduced, op, whole, last)
 
     def floor(self) -> int:
-        """Elements received by the busiest rank at least, if all sizes divide evenly; see `bounds.py`."""
+        """Elements received by the busiest rank at least, if all sizes divide evenly; see `costs.py`."""
         need = self.sizes.local(self.end)
         if not self.reduced:
             return need - self.sizes.overlap(self.start, self.end)

@@ -1,7 +1,7 @@
 """Units: modules with sharded parameters, gathered for forward, freed, and gathered again for backward.
 
 weft.models' parallel/zero.py makes a unit of each transformer block (`gather_when_called`), for ZeRO. A unit's call
-swaps the shards for full copies (wholes.py), runs the module, and swaps back. Hooks on the call's inputs and
+swaps the shards for full copies (whole_parameters.py), runs the module, and swaps back. Hooks on the call's inputs and
 outputs tell when backward enters and leaves the module. While a unit computes, the next unit's gather runs.
 """
 

@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters gathered over the same ranks in one dtype share a collective. A unit (units.py) runs a `Gathers` before
-each forward or backward that needs its parameters.
+Parameters gathered over the same ranks in one dtype share a collective. A unit (gathered_modules.py) runs a `Gathers`
+before each forward or backward that needs its parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
 Each rank writes a message to the world's store. Only a rank without some gradient reads the messages, to give zeros
-where other ranks have a gradient (completing.py).
+where other ranks have a gradient (sending.py).
 """
 
 from __future__ import annotations

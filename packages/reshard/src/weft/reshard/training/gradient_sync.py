@@ -1,6 +1,6 @@
 """`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
-leaves.py has the state of each parameter, sending.py the buckets, completing.py and attendance.py the case of ranks
+pending_gradient.py has the state of each parameter, sending.py fills buckets, and gradient_presence.py handles ranks
 with different gradients.
 """
 

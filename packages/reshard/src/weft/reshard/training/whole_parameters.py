@@ -1,6 +1,6 @@
 """Full-size copies of sharded parameters (`FullParameter`), and the state a model's units share (`ModelGathering`).
 
-units.py fills, uses and frees the copies; gradients.py takes their gradients to the shards.
+gathered_modules.py fills, uses and frees the copies; gradient_sync.py takes their gradients to the shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def in_backward() -> bool:
 
 
 class Gathering(Protocol):
-    """A group of parameters gathered together: the interface of units.py's `Unit` in this file."""
+    """A group of parameters gathered together: the interface of gathered_modules.py's `Unit` in this file."""
 
     goes_backward: bool
 

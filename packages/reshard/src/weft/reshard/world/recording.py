@@ -1,6 +1,6 @@
 """Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
-`recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's code then runs on
+`recording(mesh, rank)` enters a World (see world.py) whose groups note each collective. Weft's code then runs on
 tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
 own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
 step's communication from the record.

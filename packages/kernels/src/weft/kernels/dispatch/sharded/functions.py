@@ -109,8 +109,8 @@ class Plain(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
         op, options, saved, needed = ctx.op, ctx.options, _restored(ctx), ctx.needs_input_grad[2:]
-        if op.of_products is not None:
-            grad = op.of_products(saved, grad, needed, **options)
+        if op.epilogue_backward is not None:
+            grad = op.epilogue_backward(saved, grad, needed, **options)
         if not op.weights:  # the op has no weights to delay
             return None, None, *op.backward(saved, grad, needed, **options)
 
@@ -147,8 +147,8 @@ class Sharded(torch.autograd.Function):
             assert call.op.backward is not None, "ops without a backward go through ToLocal and FromLocal"
             local = locals_[0] if call.sharding.more is None else locals_
             backward, saved, options = call.op.backward, _restored(ctx), ctx.options
-            if call.op.of_products is not None:
-                local = call.op.of_products(saved, local, needed, **options)
+            if call.op.epilogue_backward is not None:
+                local = call.op.epilogue_backward(saved, local, needed, **options)
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
                 return call.as_operands(backward(saved, local, needed, **options), flow)
@@ -267,7 +267,7 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
         ctx.recipes = None
         ctx.save_for_backward(*saved, None)
         return None
-    if op.again is not None and True in ctx.needs_input_grad:
+    if op.recompute is not None and True in ctx.needs_input_grad:
         mark_recomputable(output, op, saved, options)
     tensors, ctx.recipes = replace_recomputable(saved)
     anchor_ = None if leads and not ctx.recipes else anchor()
