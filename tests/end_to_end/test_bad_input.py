@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_train import here, weft
+from tests.end_to_end.test_train import here, weft, weft_preloaded
 from tests.support.limits import PATIENCE
 
 BAD_INPUT = [
@@ -149,7 +149,7 @@ def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untraine
 
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "3"}
-    done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, **world)
+    done = weft_preloaded("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, **world)
     assert done.returncode == 2
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
 

@@ -20,6 +20,7 @@ from weft.models.tracing import Traced
 from weft.models.train.recipes import TINY
 
 from tests.architecture.rules import ROOT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
 WEFT = (sys.executable, "-m", "weft.models.cli")
@@ -39,6 +40,11 @@ def weft(
         timeout=patience,
         check=False,
     )
+
+
+def weft_preloaded(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `weft`, in a fork of a process that has imported torch."""
+    return preloaded.run([*WEFT, *arguments], cwd=cwd, env={**os.environ, **environment})
 
 
 @pytest.fixture(scope="module")

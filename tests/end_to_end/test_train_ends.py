@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weft.models import read_run
@@ -20,6 +22,7 @@ from weft.models.train.folder import newest_complete
 from weft.models.train.launch import STOP_SECONDS, STOPPED
 
 from tests.end_to_end.test_train import SMALL, WEFT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
 BUSY = 10.0  # seconds allowed for other programs' use of the cores
@@ -188,10 +191,9 @@ def _disturb(
     (folder / "text.txt").write_text(TEXT)
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
     arguments += (*(mesh or ("--mesh.dp=1", f"--mesh.tp={ranks}")), *TINY, *options)
-    with subprocess.Popen(
-        [*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=_heeds_interrupts,
-    ) as process:  # fmt: skip
+    new = partial(subprocess.Popen, text=True, preexec_fn=_heeds_interrupts)
+    start: Callable[..., Any] = preloaded.Popen if program == WEFT else new
+    with start([*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -203,7 +205,7 @@ def _disturb(
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
                 assert time.monotonic() - disturbed < PATIENCE
                 time.sleep(0.1)
-            return process.returncode, said.strip().splitlines(), time.monotonic() - disturbed
+            return process.wait(), said.strip().splitlines(), time.monotonic() - disturbed
         finally:
             process.kill()
 

@@ -21,7 +21,7 @@ from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.asked import GPT2, LLAMA, QWEN, TEXT, Asked, begin, options_of, save
 from tests.models.folders import their_model
-from tests.support.limits import PATIENCE
+from tests.support import preloaded
 
 
 @pytest.fixture
@@ -211,10 +211,7 @@ def test_a_first_start_with_resume_begins_with_the_folder(asked: Asked) -> None:
 
 def trained(*arguments: str) -> str:
     """The output of `weft train` in processes of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "weft.models.cli", "train", *arguments],
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    done = preloaded.run((sys.executable, "-m", "weft.models.cli", "train", *arguments))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
