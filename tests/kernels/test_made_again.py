@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +86,33 @@ def test_what_it_is_made_of_may_not_change_before_backward() -> None:
         gate_copy.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        pytest.param(kernels.swiglu, ((3, 8), (3, 8)), id="swiglu"),
+        pytest.param(kernels.geglu, ((3, 8), (3, 8)), id="geglu"),
+        pytest.param(kernels.rms_norm, ((3, 8), (8,)), id="rms-norm"),
+        pytest.param(
+            lambda x, scale: kernels.layer_norm(x, scale, torch.zeros_like(scale)), ((3, 8), (8,)), id="layer-norm"
+        ),
+    ],
+)
+def test_an_operand_written_between_two_ops_leaves_the_weights_gradient_right(
+    op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...], position: int
+) -> None:
+    """The product then saves the output itself: the changed operand would give another output in backward."""
+    *operands, weight = leaves(*shapes, (5, 8))
+    copies = [each * 1 for each in operands]
+    output = op(*copies)
+    with torch.no_grad():
+        copies[position].mul_(-3)
+    (found,) = torch.autograd.grad(kernels.linear(output, weight).sum(), weight)
+    expected = output.detach().double().sum(0).expand(5, 8)
+    allowed = 4 * torch.finfo(found.dtype).eps * expected.abs().max() + 1e-6
+    assert (found.double() - expected).abs().max() <= allowed
 
 
 def test_products_that_share_an_input_make_it_once_in_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,13 +49,14 @@ class Recipe:
 
 
 class Source(NamedTuple):
-    """How to recompute the op output stored in a storage, on which the source is kept. Stale once the version
-    changes.
+    """How to recompute the op output stored in a storage, on which the source is kept.
+
+    Stale once the output or a saved tensor is written in place.
     """
 
     recipe: Recipe
     saved: Tensors
-    version: int  # the output's `_version` when it was marked
+    versions: tuple[int, ...]  # `_versions` when the output was marked
     geometry: tuple[Any, ...]  # the output's `_geometry`
 
 
@@ -72,7 +73,8 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
     """
     if not backend.is_short_of_memory(output):
         return
-    source = Source(Recipe(op, options), saved[op.recompute_from :], output._version, _geometry(output))
+    saved = saved[op.recompute_from :]
+    source = Source(Recipe(op, options), saved, _versions(output, saved), _geometry(output))
     setattr(output.untyped_storage(), SOURCE, source)
 
 
@@ -116,13 +118,18 @@ def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
 def _source(tensor: Tensor) -> Source | None:
     """The tensor's `Source`; None if the tensor must be saved itself.
 
-    A view of a marked output has none, nor an output written in place since, nor one whose sources have lost their
-    memory.
+    None for a view of a marked output; where the output or a saved tensor was written in place after marking; and
+    where the memory of a saved tensor was freed.
     """
     source: Source | None = getattr(tensor.untyped_storage(), SOURCE, None)
-    if source is None or source.version != tensor._version or source.geometry != _geometry(tensor):
+    if source is None or source.geometry != _geometry(tensor) or source.versions != _versions(tensor, source.saved):
         return None
     return source if all(map(_has_memory, source.saved)) else None
+
+
+def _versions(output: Tensor, saved: Tensors) -> tuple[int, ...]:
+    """Counts of writes in place: to the output, and to each tensor that it would be recomputed from."""
+    return output._version, *[each._version for each in saved if each is not None]
 
 
 def _has_memory(tensor: Tensor | None) -> bool:
