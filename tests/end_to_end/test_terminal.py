@@ -93,7 +93,8 @@ class TestHelp:
 
     def test_it_names_the_program_as_the_user_called_it(self) -> None:
         done = subprocess.run(
-            (sys.executable, "-c", COMMANDS), env=environment(WEFT_PROGRAM="./run"), capture_output=True, text=True, check=False
+            (sys.executable, "-c", COMMANDS), env=environment(WEFT_PROGRAM="./run"),
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         of_commands = done.stdout.split("\f\n")

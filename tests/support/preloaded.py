@@ -10,6 +10,7 @@ it starts was read before: a test of imports, of the hash seed or of WEFT_PROGRA
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import multiprocessing
 import os
@@ -133,7 +134,7 @@ def run(
 
 
 def _opened(stream: int | io.TextIOBase) -> tuple[io.TextIOWrapper | None, Connection]:
-    """This process's end of a pipe, if that is asked for; and the command's descriptor, which multiprocessing can send."""
+    """This process's end of a pipe, if `stream` is PIPE, and the command's descriptor, to send by multiprocessing."""
     if stream == PIPE:
         reading, writing = os.pipe()
         return open(reading, encoding="utf-8"), Connection(writing)
@@ -161,7 +162,7 @@ def _serve(
     os.environ.update(environment)
     _open_standard_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    util.spawnv_passfds = _fork_server  # type: ignore[attr-defined]
+    util.spawnv_passfds = _fork_server  # type: ignore[assignment]
     status = _status_of(command)
     os._exit(_flushed(status))
 
@@ -210,7 +211,7 @@ def _open_standard_streams() -> None:
     KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     streams = []
     for descriptor, name in enumerate(("<stdin>", "<stdout>", "<stderr>")):
-        stream = open(
+        stream = open(  # noqa: SIM115  kept open for the process's life
             descriptor, "w" if descriptor else "r", encoding=encoding, closefd=False,
             errors="backslashreplace" if name == "<stderr>" else errors or None,
             buffering=1 if name == "<stderr>" or os.isatty(descriptor) else -1,
@@ -220,11 +221,11 @@ def _open_standard_streams() -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]  # Python flushes them as it ends
 
 
-EXECUTE = util.spawnv_passfds  # type: ignore[attr-defined]
+EXECUTE = util.spawnv_passfds
 
 
 def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
-    """In place of multiprocessing's start of a process: a fork server is a fork of this process, other helpers are not."""
+    """Replaces multiprocessing's start of a process: a fork server becomes a fork of this process."""
     code = arguments[-1]
     if "multiprocessing.forkserver" not in code:
         pid: int = EXECUTE(path, arguments, descriptors)
@@ -238,12 +239,10 @@ def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) 
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for each in map(int, os.listdir("/proc/self/fd")):
             if each > 2 and each not in descriptors:
-                try:
+                with contextlib.suppress(OSError):  # the listing's own descriptor
                     os.close(each)
-                except OSError:
-                    pass  # the listing's own
         _open_standard_streams()
-        forkserver._forkserver.__init__()  # type: ignore[attr-defined]  # its lock is held, as it was being started
+        forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held, as it was being started
         exec(code, {})
         status = 0
     except SystemExit:
