@@ -12,10 +12,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # each may import the packages before it
 MAX_LINES = 400
 PRIVATE_DTENSOR_ATTRIBUTES = {"_local_tensor", "_spec"}
-# The names of weft.mesh without layouts: every file of weft.kernels may import these.
+# The names of weft.mesh and weft.reshard without layouts or ranks: every file of weft.kernels may import these.
 WITHOUT_LAYOUTS = {
     "weft.mesh.derive_key",  # keys of random numbers, from a seed and names
     "weft.mesh.extension.version_of",  # a package's version
+    "weft.reshard.extension.is_compiling",  # whether a graph is traced
 }
 
 

@@ -1,8 +1,8 @@
 """The paths of a kernel test: plain torch, the kernels interpreted on the CPU, the kernels on a GPU.
 
 Triton decides at a kernel's decoration whether to interpret the kernel. So the kernels are imported here, once,
-under TRITON_INTERPRET; the `interpreted` fixture then sets the variable for a single test, and all other tests take
-the torch path. Where there is a GPU the kernels are compiled for it, and the interpreted path is left out.
+under TRITON_INTERPRET; the `interpreted` fixture then makes the ops of a single test launch the kernels, and all other
+tests take the torch path. Where there is a GPU the kernels are compiled for it, and the interpreted path is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.kernels.dispatch import backend
 
 KERNELS = (
     "weft.kernels.cross_entropy.launch",
@@ -53,6 +54,7 @@ def _import_interpreted() -> None:
 if not HAS_GPU:
     _import_interpreted()
 os.environ.pop("TRITON_INTERPRET", None)
+backend.INTERPRETED = False  # also where the variable was set for the whole run
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,7 +73,8 @@ def _is_interpreted(item: pytest.Item) -> bool:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops on CPU tensors interpret their Triton kernels."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for Triton's own modules that are imported at the first launch
 
 
 @pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])

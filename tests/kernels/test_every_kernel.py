@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft import kernels
+from weft.kernels.dispatch import backend
 
 from tests.kernels.cases import ints, normal
 from tests.kernels.matmul.cases import assert_as_good_as_eager
@@ -86,7 +87,7 @@ def test_a_kernel_is_launched(name: str, interpreted: None, monkeypatch: pytest.
         monkeypatch.setattr(launch, "chosen_for", lambda *asked: replace(choose(*asked), splits=2, tile_k=32))
     results: list[list[Tensor]] = [found(run, ids, [each.to(torch.bfloat16) for each in tensors])]
     assert counted.count > 0
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(backend, "INTERPRETED", False)
     results += [
         found(run, ids, [each.to(torch.bfloat16).to(dtype) for each in tensors])
         for dtype in (torch.bfloat16, torch.float64)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import pydoc
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import cross_entropy, linear_cross_entropy
+from weft.kernels.cross_entropy.options import AllOptions, Options
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, reshard, to_global
 
@@ -26,6 +29,19 @@ from tests.kernels.cross_entropy.cases import (
     shard_by_shard,
     torch_loss_and_gradient,
 )
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, linear_cross_entropy])
+def test_a_signature_shows_every_option_with_its_default(loss):
+    shown = inspect.signature(loss).parameters
+    assert {each.name: each.default for each in fields(Options)}.items() <= {
+        name: parameter.default for name, parameter in shown.items()
+    }.items()
+    assert "label_smoothing: 'float' = 0.0" in pydoc.render_doc(loss)
+
+
+def test_type_checkers_know_every_option():
+    assert set(get_type_hints(AllOptions)) == {each.name for each in fields(Options)}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ TARGET_DTYPES = (torch.int32, torch.int64, torch.uint8)
 Reduction = Literal["none", "mean", "sum"]
 
 
-class AskedOfLoss(TypedDict, total=False):
-    """Keyword arguments of cross-entropy that do not add outputs, for the overloads that return the loss alone."""
+class LossOptions(TypedDict, total=False):
+    """The options of cross-entropy that add no output, for type checkers. `Options` has the defaults."""
 
     ignore_index: int
     reduction: Reduction
@@ -31,12 +31,39 @@ class AskedOfLoss(TypedDict, total=False):
     inplace_backward: bool
 
 
-class Asked(AskedOfLoss, total=False):
-    """All option keyword arguments of cross-entropy."""
+class AllOptions(LossOptions, total=False):
+    """All options of cross-entropy."""
 
     return_lse: bool
     return_z_loss: bool
     return_token_accuracy: bool
+
+
+class LossTensors(TypedDict, total=False):
+    """Tensors that cross-entropy takes beside the options."""
+
+    weight: Tensor | None
+    denominator: float | Tensor | None
+
+
+class LossAlone(LossTensors, LossOptions, total=False):
+    """Keyword arguments of a call that returns the loss."""
+
+    return_lse: Literal[False]
+    return_z_loss: Literal[False]
+    return_token_accuracy: Literal[False]
+
+
+class LossAndLse(LossTensors, LossOptions, total=False):
+    """Keyword arguments of a call that returns the loss and the logsumexp."""
+
+    return_lse: Required[Literal[True]]
+    return_z_loss: Literal[False]
+    return_token_accuracy: Literal[False]
+
+
+class AnyOutputs(LossTensors, AllOptions, total=False):
+    """Keyword arguments of a call that returns any outputs: the loss, or a tuple that begins with the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

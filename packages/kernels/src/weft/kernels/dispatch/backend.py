@@ -11,42 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import Parameter
+from weft.reshard.extension import is_compiling as is_compiling
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
 INTERPRETED_PROGRAMS = 3  # few, to give a program several tiles
-# The dict behind os.environ, which encodes, decodes and raises: a microsecond for a missing name, twice in every op.
-_ENVIRONMENT: dict[bytes, bytes] = vars(os.environ)["_data"]
+# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: ops ask twice in each call.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PLAIN = frozenset((Tensor, Parameter))
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
-# from torch 2.13, is_compiling is True during all of torch.compile
-if hasattr(torch.compiler, "_compile_session_context"):
-    is_compiling = torch.compiler.is_compiling
-else:
-
-    def is_compiling() -> bool:
-        """Whether the code is being traced by Dynamo, or by AOTAutograd, of which torch before 2.13 does not tell."""
-        return torch.compiler.is_compiling() or TracingContext.try_get() is not None
-
-
 is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in a third of the time
 
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether an op on this tensor launches Triton kernels. Otherwise the op runs plain torch.
 
-    True on CUDA, and on a CPU while TRITON_INTERPRET is 1. Kernels are interpreted only if TRITON_INTERPRET was also
-    1 when they were imported. float64 always runs plain torch, as the reference for the kernels.
+    True on CUDA, and on a CPU if `INTERPRETED`: if TRITON_INTERPRET was 1 when Weft was imported. float64 always runs plain torch, as the reference for the kernels.
     Ask before importing kernels, because a CPU installation may have no triton.
     """
-    if not tensor.is_cuda and _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1":  # the most frequent answer comes first
-        return False
-    return tensor.dtype != torch.float64 and (tensor.is_cuda or on_cpu(tensor))
+    return (tensor.is_cuda or (INTERPRETED and on_cpu(tensor))) and tensor.dtype != torch.float64
 
 
 def on_cpu(tensor: Tensor) -> bool:
@@ -77,7 +64,7 @@ def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
     for each in others:
         if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
             return False
-    return _ENVIRONMENT.get(b"TRITON_INTERPRET") != b"1" and not is_compiling() and not is_jit_tracing()
+    return not INTERPRETED and not is_compiling() and not is_jit_tracing()
 
 
 def refuse_jit_trace(name: str) -> None:

@@ -1,7 +1,7 @@
 """Count the bytes loaded and stored by Triton kernels, exactly and without a GPU, in Triton's interpreter.
 
     with counted_traffic() as traffic:
-        op(...)  # under TRITON_INTERPRET=1, set before importing the kernels; any kernels, not only Weft's
+        op(...)  # any kernels, not only Weft's, imported with TRITON_INTERPRET=1 in the environment
     print(traffic.loaded / logits.numel())
 
 Masked elements are not counted. Repeated loads of an element count each time, though a GPU's caches may serve them.
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..dispatch import backend
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -25,7 +27,10 @@ class Traffic:
 
 @contextmanager
 def counted_traffic() -> Iterator[Traffic]:
-    """Count the kernels' traffic inside the context. Contexts must not be nested or run in parallel."""
+    """Count the kernels' traffic inside the context, where Weft's ops on CPU tensors launch their kernels.
+
+    Contexts must not be nested or run in parallel.
+    """
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -48,9 +53,11 @@ def counted_traffic() -> Iterator[Traffic]:
 
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counted_load, counted_store
     interpreter._patch_lang_tensor = patched
+    interpreted, backend.INTERPRETED = backend.INTERPRETED, True
     try:
         yield traffic
     finally:
+        backend.INTERPRETED = interpreted
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
         interpreter._patch_lang_tensor = patch
 

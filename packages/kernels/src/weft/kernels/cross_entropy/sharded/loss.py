@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,19 @@ from ...dispatch.backend import can_read, has_data, is_compiling
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
 from ..guess import Once
-from ..options import Asked, AskedOfLoss, Form, Options, Reduction, check, check_contiguous, check_target, form_of
+from ..options import (
+    AllOptions,
+    AnyOutputs,
+    Form,
+    LossAlone,
+    LossAndLse,
+    Options,
+    Reduction,
+    check,
+    check_contiguous,
+    check_target,
+    form_of,
+)
 from . import gather as agreement
 from .custom_ops import Place, compiled
 from .gather import Classes, attempted
@@ -22,69 +34,14 @@ from .layout_rule import CROSS_ENTROPY, local_denominator
 
 
 @overload
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    class_dim: int = -1,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
-) -> Tensor: ...
+def cross_entropy(logits: Tensor, target: Tensor, *, class_dim: int = -1, **options: Unpack[LossAlone]) -> Tensor: ...
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    class_dim: int = -1,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[True],
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    logits: Tensor, target: Tensor, *, class_dim: int = -1, **options: Unpack[LossAndLse]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    class_dim: int = -1,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: Literal[True],
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    class_dim: int = -1,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: Literal[True],
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    class_dim: int = -1,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
+    logits: Tensor, target: Tensor, *, class_dim: int = -1, **options: Unpack[AnyOutputs]
 ) -> Tensor | tuple[Tensor, ...]: ...
 @autocasts("cross_entropy")
 def cross_entropy(
@@ -195,12 +152,7 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup,
     vocab_start: int,
     vocab_size: int,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    **options: Unpack[LossAlone],
 ) -> Tensor: ...
 @overload
 def vocab_parallel_cross_entropy(
@@ -210,12 +162,7 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup,
     vocab_start: int,
     vocab_size: int,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[True],
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    **options: Unpack[LossAndLse],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def vocab_parallel_cross_entropy(
@@ -225,42 +172,7 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup,
     vocab_start: int,
     vocab_size: int,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: Literal[True],
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    vocab_start: int,
-    vocab_size: int,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: Literal[True],
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    vocab_start: int,
-    vocab_size: int,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
+    **options: Unpack[AnyOutputs],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @autocasts("cross_entropy")
 def vocab_parallel_cross_entropy(
@@ -272,7 +184,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
-    **options: Unpack[Asked],
+    **options: Unpack[AllOptions],
 ) -> Tensor | tuple[Tensor, ...]:
     """`cross_entropy` of local tensors, for programs with process groups instead of layouts.
 
@@ -302,25 +214,25 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
     if is_compiling():
         _check_local(logits, target)
-        asked, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
+        parsed, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
         place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
-        outputs = _requested(compiled(logits, target, weight, scalar, options=asked, place=place), asked)
+        outputs = _requested(compiled(logits, target, weight, scalar, options=parsed, place=place), parsed)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[Options, Tensor | None]:
         _check_local(logits, target)
-        asked, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
-        check_not_leaf(logits, asked)
-        check_contiguous(logits, asked)
-        check(form_of(logits), target, weight, scalar, asked, vocab_start, vocab_size)
-        return asked, scalar
+        parsed, scalar = Options(**options), as_denominator(denominator, weight, form_of(logits))
+        check_not_leaf(logits, parsed)
+        check_contiguous(logits, parsed)
+        check(form_of(logits), target, weight, scalar, parsed, vocab_start, vocab_size)
+        return parsed, scalar
 
     classes = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
     columns = 3 + 2 * bool(options.get("label_smoothing")) + bool(options.get("return_token_accuracy"))
-    (asked, scalar), gather = attempted(attempt, group, classes, lambda: agreement.stand_in(target, logits, columns))
+    (parsed, scalar), gather = attempted(attempt, group, classes, lambda: agreement.stand_in(target, logits, columns))
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
-        options=asked, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
+        options=parsed, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,
     )  # fmt: skip
     return outputs if len(outputs) > 1 else outputs[0]
 

@@ -357,14 +357,11 @@ def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], optio
 
 
 def recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Call an autograd function without torch's preparations for torch.func, as expensive as the rest of the call.
-
-    Raises RuntimeError under a transform of torch.func: ops support none.
-    """
+    """Call an autograd function. Raises RuntimeError under a transform of torch.func: ops support none."""
     if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
     try:
-        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # of torch's C
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...cross_entropy.options import Asked, AskedOfLoss, Options, Reduction, check_target
+from ...cross_entropy.options import AllOptions, AnyOutputs, LossAlone, LossAndLse, Options, Reduction, check_target
 from ...cross_entropy.sharded import gather
 from ...cross_entropy.sharded.custom_ops import Place
 from ...cross_entropy.sharded.gather import Along
@@ -25,85 +25,34 @@ from .input import Gathered, Shared
 from .layout_rule import LINEAR_CROSS_ENTROPY
 
 
+class LinearArguments(TypedDict, total=False):
+    """Keyword arguments of the linear losses beside those of `cross_entropy`, for type checkers."""
+
+    linear_bias: Tensor | None
+    chunk_tokens: int | None
+    compute_dtype: torch.dtype | None
+
+
+class LinearLossAlone(LinearArguments, LossAlone): ...
+
+
+class LinearLossAndLse(LinearArguments, LossAndLse): ...
+
+
+class LinearAnyOutputs(LinearArguments, AnyOutputs): ...
+
+
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unpack[LinearLossAlone]
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[True],
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unpack[LinearLossAndLse]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: Literal[True],
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: Literal[True],
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
+    input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unpack[LinearAnyOutputs]
 ) -> Tensor | tuple[Tensor, ...]: ...
 @autocasts("linear_cross_entropy")
 def linear_cross_entropy(
@@ -173,16 +122,16 @@ def linear_cross_entropy(
     )  # fmt: skip
     scalar = as_denominator(denominator, weight, form)
     operands = (input, linear_weight, target, linear_bias, weight, scalar)
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "options": options,
         "wanted": _wanted(input, linear_weight, linear_bias),
         "chunk_tokens": chunk_tokens,
         "compute_dtype": compute_dtype,
     }
     if is_compiling():
-        outputs = compiled(*operands, **asked, place=Place(groups=groups_of(*operands)), disagreement=None)
+        outputs = compiled(*operands, **arguments, place=Place(groups=groups_of(*operands)), disagreement=None)
     else:
-        outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **asked)
+        outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **arguments)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -196,15 +145,7 @@ def vocab_parallel_linear_cross_entropy(
     vocab_start: int,
     vocab_size: int,
     sequence_parallel: bool = False,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[False] = False,
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    **options: Unpack[LinearLossAlone],
 ) -> Tensor: ...
 @overload
 def vocab_parallel_linear_cross_entropy(
@@ -216,15 +157,7 @@ def vocab_parallel_linear_cross_entropy(
     vocab_start: int,
     vocab_size: int,
     sequence_parallel: bool = False,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: Literal[True],
-    return_z_loss: Literal[False] = False,
-    return_token_accuracy: Literal[False] = False,
-    **options: Unpack[AskedOfLoss],
+    **options: Unpack[LinearLossAndLse],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def vocab_parallel_linear_cross_entropy(
@@ -236,55 +169,7 @@ def vocab_parallel_linear_cross_entropy(
     vocab_start: int,
     vocab_size: int,
     sequence_parallel: bool = False,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: Literal[True],
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def vocab_parallel_linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    vocab_start: int,
-    vocab_size: int,
-    sequence_parallel: bool = False,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: Literal[True],
-    **options: Unpack[AskedOfLoss],
-) -> tuple[Tensor, ...]: ...
-@overload
-def vocab_parallel_linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    vocab_start: int,
-    vocab_size: int,
-    sequence_parallel: bool = False,
-    linear_bias: Tensor | None = None,
-    compute_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
-    weight: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_lse: bool = False,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    **options: Unpack[AskedOfLoss],
+    **options: Unpack[LinearAnyOutputs],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @autocasts("linear_cross_entropy")
 def vocab_parallel_linear_cross_entropy(
@@ -301,7 +186,7 @@ def vocab_parallel_linear_cross_entropy(
     compute_dtype: torch.dtype | None = None,
     weight: Tensor | None = None,
     denominator: float | Tensor | None = None,
-    **options: Unpack[Asked],
+    **options: Unpack[AllOptions],
 ) -> Tensor | tuple[Tensor, ...]:
     """`linear_cross_entropy` of local tensors, for programs with process groups instead of layouts.
 
@@ -339,32 +224,32 @@ def vocab_parallel_linear_cross_entropy(
         return Options(**options), as_denominator(denominator, weight, computed(input, compute_dtype))
 
     if is_compiling():
-        asked, scalar = given()
+        parsed, scalar = given()
         rest = (linear_weight, target, linear_bias, weight, scalar)
         with torch.no_grad():
-            disagreement = compare(input, *rest, chunk_tokens, compute_dtype, sequence_parallel, *place, *asked.flat())
+            disagreement = compare(input, *rest, chunk_tokens, compute_dtype, sequence_parallel, *place, *parsed.flat())
         whole = _whole(input, target, name, sequence_parallel, disagreement)
         outputs = compiled(
-            whole, *rest, options=asked, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
+            whole, *rest, options=parsed, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
             compute_dtype=compute_dtype, place=place, disagreement=disagreement,
         )  # fmt: skip
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
-        asked, scalar = given()
+        parsed, scalar = given()
         sizes = checked_sizes(
-            input, linear_weight, target, linear_bias, weight, scalar, options=asked, classes=classes, wanted=wanted,
+            input, linear_weight, target, linear_bias, weight, scalar, options=parsed, classes=classes, wanted=wanted,
             chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
             rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
         )  # fmt: skip
-        return (asked, scalar), sizes
+        return (parsed, scalar), sizes
 
     classes, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
-    (asked, scalar), disagreement = compared(attempt, group, classes, input.device)
+    (parsed, scalar), disagreement = compared(attempt, group, classes, input.device)
     whole = _whole(input, target, name, sequence_parallel, disagreement)
     loss, *more = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
-        options=asked, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
+        options=parsed, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
     )  # fmt: skip
     if gather.on_gpu(input):  # on a CPU the host has checked the sizes
