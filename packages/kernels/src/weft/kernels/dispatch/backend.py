@@ -20,7 +20,7 @@ TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
 INTERPRETED_PROGRAMS = 3  # few, to give a program several tiles
-# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: ops ask twice in each call.
+# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PLAIN = frozenset((Tensor, Parameter))
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
@@ -30,7 +30,8 @@ is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in 
 def use_triton(tensor: Tensor) -> bool:
     """Whether an op on this tensor launches Triton kernels. Otherwise the op runs plain torch.
 
-    True on CUDA, and on a CPU if `INTERPRETED`: if TRITON_INTERPRET was 1 when Weft was imported. float64 always runs plain torch, as the reference for the kernels.
+    True on CUDA, and on a CPU if `INTERPRETED`: if TRITON_INTERPRET was 1 when Weft was imported. float64 always runs
+    plain torch, as the reference for the kernels.
     Ask before importing kernels, because a CPU installation may have no triton.
     """
     return (tensor.is_cuda or (INTERPRETED and on_cpu(tensor))) and tensor.dtype != torch.float64
