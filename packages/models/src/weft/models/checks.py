@@ -1,12 +1,8 @@
-"""Checks of config fields, and the degrees of parallelism that divide heads.
+"""Checks of config fields, of options, and of the degrees of parallelism that divide heads.
 
-Checks of config fields. Each raises a ValueError with the class, the field, the value and the remedy.
-
-The degrees of parallelism that divide numbers of heads.
-
-Range checks for the fields of a configuration. Called from `__post_init__` of the classes in config.py.
-
-In every function `where` is the option group named in errors ("data", "mesh", ...).
+Each check raises a ValueError with the field, the value and the remedy. The checks of sizes, counts, probabilities and
+choices also name the class of the config. The checks with a parameter `where` are called from `__post_init__` of the
+classes in train/config.py; `where` is the option group named in errors ("data", "mesh", ...).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ _TYPES: Mapping[str, Any] = dict.fromkeys(
 )
 IGNORED = _FILE | COMPANIONS
 
-# Fields that change the network of any family, except with the listed values.
+# Fields supported only with the listed values; a family's `fixed` replaces an entry.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -109,7 +109,7 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 class Fields:
     """How one family reads and writes the fields of its config.json. Each family's `weights` module makes its own.
 
-    A field in none of these tables, nor in FIXED or MEANINGLESS, is an error.
+    A field in none of these tables, nor in FIXED or IGNORED, is an error.
     """
 
     model: str  # the model's name in errors
@@ -120,15 +120,17 @@ class Fields:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
     read_by_family: Collection[str] = ()  # fields read by the family's `weights` module itself
     ignored: Collection[str] = ()  # the family's fields without effect on the network
-    # Sizes for which null means: derived from further sizes, in transformers and in our config. Else null is an
-    # error.
+    # Keys of `names` whose value may be null: the size is then derived from other sizes, in transformers and in our
+    # config. A size of 0 is an error. Null in any other key of `names` is an error; read_by_family, ignored and
+    # IGNORED fields may be null.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The values for our config, by our names. Fields that config.json leaves out are left out.
+        """The values for our config, by our names.
 
-        Raises ValueError for a field that is missing, unknown, null, of the wrong type, or of a value Weft does not
-        support.
+        A missing or null field takes no value, but a missing field in `defaults` takes that default.
+        Raises ValueError for a required field that is missing or null, and for a field that is unknown, null without
+        being `nullable`, of the wrong type, or of a value that Weft does not support.
         """
         for name in self.required:
             if config.get(name) is None:

@@ -1,6 +1,6 @@
 """The configuration of a run from the arguments of `weft train` or `weft explain`, checked before torch is imported.
 
-What `--resume` implies for the arguments: the checkpoint, the earlier run's configuration, and the mesh.
+`--resume` implies values for the arguments: the checkpoint, the earlier run's configuration, and the mesh.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batches of a run's data, in an order independent of meshes, workers and restarts.
 
-Reads the next step's batch while the current step is computed.
+`Batches` gives the rows of any step. `Prefetch` reads the next step's batch while the current step is computed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The files of a tokenizer's folder: types of their values, and the changes that transformers makes when loading them.
 
-Checks the types of values in a tokenizer's files: a value of a wrong type would change tokens silently.
-
-How transformers changes a tokenizer.json when loading a folder: the rules of fast tokenizers, release 4.57.
-
 The tokens of a text depend on tokenizer.json and on the files beside tokenizer.json: added tokens, special tokens,
-and the class named in tokenizer_config.json. `changes_of` reads these files without any library; `Changes.apply`
-needs `tokenizers`.
+and the class named in tokenizer_config.json. A value of a wrong type would change tokens silently, so `check_types`
+checks the types. `changes_of` finds how transformers changes tokenizer.json when loading the folder, by the rules of
+fast tokenizers, release 4.57. It reads the files without any library; `Changes.apply` needs `tokenizers`.
 """
 
 from __future__ import annotations

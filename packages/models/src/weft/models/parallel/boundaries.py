@@ -1,6 +1,7 @@
-"""Forward hooks resharding activations at the boundaries of tensor-parallel layers.
+"""Forward hooks that reshard activations.
 
-The hooks of `PrepareInput` and `PrepareOutput`.
+`hook_tensor_parallel` registers the hooks at the boundaries of tensor-parallel layers, and `hook_prepared` the hooks of
+`PrepareInput` and `PrepareOutput`.
 """
 
 from __future__ import annotations

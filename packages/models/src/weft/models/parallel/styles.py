@@ -1,6 +1,6 @@
-"""Styles, which a plan gives to modules: the layout of a module's parameters, inputs and outputs.
+"""Styles, which a plan gives to modules, and the mesh axes that plans know by name.
 
-The mesh axes known to parallel plans, by name.
+A style states the layout of a module's parameters, inputs and outputs.
 """
 
 from __future__ import annotations

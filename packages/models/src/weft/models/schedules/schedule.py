@@ -1,6 +1,6 @@
 """A pipeline schedule as a value: each rank's actions in order, their times, and a picture.
 
-The names of pipeline schedules, and the share of time that each leaves idle.
+`NAMES` lists the schedules by name, and `bubble_formula` gives the share of time that each leaves idle.
 """
 
 from __future__ import annotations

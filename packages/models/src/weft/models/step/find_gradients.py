@@ -50,7 +50,9 @@ def find_gradients(
 
     Afterwards the parameters' gradients are ready for the optimizer.
     criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
-    after_phase: called after the forward and after the backward of each microbatch, and once at the end, with the phase
+    clip_norm: 0 computes the norm and scales nothing.
+    after_phase: called after each forward and backward of a microbatch (under a pipeline, after each action of the
+    schedule), once more with "backward" after all of them, and at the end with "gradients". The argument is the phase
     of the collectives issued since the last call.
     computing: the context for the model and the criterion, as autocast.
     Communication, by phase:
@@ -107,7 +109,8 @@ def find_loss(
 ) -> Tensor:
     """The sum of the microbatches' losses, on every rank, without gradients.
 
-    Communication: the model's forward, a single sum of the losses, and the transfers between pipeline stages.
+    Communication: the model's forward and one sum of the losses; with stages also the messages between stages and a
+    second sum, over "pp".
     """
     pipeline, like = pipeline_of(model), next(model.parameters())
     with torch.no_grad(), computing():

@@ -59,13 +59,16 @@ def record(
         used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
     criterion: of the model's output and targets, a scalar; None: the mean cross-entropy over all tokens.
     inputs: further arguments of the model, by name, like `dropout_key`.
-    clip_norm: includes the gradient norm's communication, as in a step with clipping.
-    microbatches: as for `forward_backward`, whose step is run where there are several. 1 leaves the number to the
-        plan's pipeline.
+    clip_norm: includes the gradient norm's communication, as in a step with clipping; 0 computes the norm and scales
+        nothing. None: no norm.
+    microbatches: the number of equal parts of the rows, as in `forward_backward`; 1: the number of the plan's pipeline,
+        if any. With several, the criterion is weighted as by `forward_backward`.
     bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`.
-    With stages, the rank's own stages run by its schedule. A send counts as 0 bytes: bytes count at the receiver.
-    Cost: the host time of one rank's step; with stages also of the whole model on a microbatch, to find the messages
-        between stages. The cost does not grow with the mesh. A rank outside the mesh communicates nothing.
+    With stages, only the rank's stages run, in its schedule's order. A message's bytes count at the receiver; a send
+        counts as 0 bytes.
+    Cost: the host time of one rank's step; with stages, plus one forward and backward of the whole model on one
+        microbatch, to find the messages between stages. The cost does not grow with the mesh.
+    A rank outside the mesh communicates nothing.
     Communication: none; no process group is needed or touched.
     Raises ValueError for an already parallel model, a negative rank, a batch that is neither shape nor tensors,
         microbatches that do not divide the batch, and as `parallelize`; and whatever the model raises when it reads a
@@ -85,7 +88,7 @@ def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """All of a rank's step to run on shapes, besides the model, the mesh and the plan; fields as in `record`."""
+    """The arguments of `record` other than model, mesh, plan and clip_norm."""
 
     batch: Sequence[int] | tuple[Tensor, Tensor]
     criterion: Criterion | None = None
@@ -114,7 +117,10 @@ def run_on_shapes(
     *,
     clip_norm: float | None = None,
 ) -> Step:
-    """As `record`, but also returns the parameters' layouts and the pipeline's schedule."""
+    """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
+
+    Called by `record`, and by `Outline.first_step` for `weft train` and `weft explain`.
+    """
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(model, mesh, plan, shape) as ready:
         if ready is None:
@@ -136,7 +142,7 @@ def run_on_shapes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank's step before a run on shapes, as yielded by `on_shapes`."""
+    """A rank's prepared step on meta tensors; `run` may be called several times. Yielded by `on_shapes`."""
 
     model: nn.Module  # the rank's part of the parallel model
     criterion: Criterion
@@ -145,7 +151,10 @@ class Ready:
     recorded: Recorded
 
     def run(self, after_phase: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Runs forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`."""
+        """Runs forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`.
+
+        Called by `run_on_shapes`, and twice by `predict_memory`.
+        """
         find_gradients(
             self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, after_phase=after_phase
         )
@@ -155,8 +164,9 @@ class Ready:
 def on_shapes(
     model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: ParallelPlan | None, shape: StepShape
 ) -> Iterator[Ready | None]:
-    """Prepares the step of `record`, to be run within the context. Yields None for a rank without a stage.
+    """Prepares the step of `record`, to be run within the context. Called by `run_on_shapes` and `predict_memory`.
 
+    Yields None if the mesh has an axis "pp" and does not contain the rank.
     Arguments and errors: as for `record`.
     """
     mesh, rank = as_mesh(mesh), shape.rank

@@ -1,17 +1,9 @@
-"""What the ranks of a run agree on: the rendezvous at the start, the step at which a signal stops the run, and the
-names of silent ranks after a timeout.
+"""Agreements among the ranks of a run.
 
-Find the silent ranks after a collective has timed out.
-
-`train` asks with `RollCall.call`, and the run ends with an error naming these ranks.
-
-Rendezvous of a launcher's processes, including restarts after a failure.
-
-`launch` calls `meet` before initializing the process group.
-
-Stop a run on SIGTERM or Ctrl-C after the same step on every rank.
-
-The training loop uses a single `StopVote` per run.
+`meet`: the rendezvous under torchrun, srun or mpirun, also after a restart. `_join_world` in launch.py calls it before
+initializing the process group. Processes that `launch` starts itself do not need it.
+`RollCall`: names silent ranks after a timeout. `train` calls it after a collective has timed out.
+`StopVote`: stops all ranks after the same step, on SIGTERM or Ctrl-C. The training loop makes one for each run.
 """
 
 from __future__ import annotations
@@ -45,16 +37,23 @@ QUESTION, CALLER = "roll call", "roll call/caller"  # keys in the store: a quest
 
 
 class Unanswered(RuntimeError):
-    """A roll call found ranks that do not answer; the message names them."""
+    """The outcome of a roll call after a collective has timed out. Made by `RollCall.call`, raised by `train`.
+
+    The message names the silent ranks. If all ranks answered, the message says where they wait. If the store does not
+    respond or is gone, the message names the store's host.
+    """
 
     def __init__(self, message: str, is_printed_here: bool) -> None:
-        """is_printed_here: whether this rank prints the message. A single rank does, unless the store is silent."""
+        """is_printed_here: whether this rank prints the message.
+
+        One rank does; every rank if the store does not respond; none if the store is gone.
+        """
         super().__init__(message)
         self.is_printed_here = is_printed_here
 
 
 class RollCall:
-    """Context in which a thread of each rank answers roll calls with the rank's current activity.
+    """Context with a thread that answers the first roll call of the run, once, with this rank's activity.
 
     Questions and answers go through the world's store. A stopped process does not answer.
     doing: returns this rank's activity in words, as "step 3, forward".
@@ -80,9 +79,9 @@ class RollCall:
         """Ask all ranks for their activity; return an error naming the silent ranks.
 
         If all ranks answer, the error names the ranks whose activity differs from this rank's.
-        seconds: how long the collective was waited for, for the message.
-        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints an error,
-        because ranks know nothing of each other. If the store is gone, the host has ended and printed the reason.
+        seconds: the collective's timeout, quoted in the message.
+        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints, because
+        without the store the ranks cannot choose one. If the store is gone, the host has ended and printed the reason.
         """
         found: list[Unanswered] = []
 
@@ -158,7 +157,8 @@ def meet(timeout: float) -> dict[str, Any]:
 def keeper_of_store() -> str:
     """The host process of the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
 
-    Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE.
+    Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE. Also "rank 0" in runs started by `launch`, where the store
+    is a file without a host process.
     """
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
@@ -169,10 +169,10 @@ def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Stor
     torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
     part, restarted processes would read keys of dead processes, for example addresses. The agent's restart count
     cannot name the part: a restarted agent counts from 0 again.
-    Rank 0 therefore draws a random name and stores it under NAME. Every other rank writes a random word under this
-    name, and trusts the name only once rank 0 has returned the word. Under the name of an earlier attempt nobody
-    returns it.
-    Raises RuntimeError if a rank does not come within `timeout` seconds.
+    Rank 0 therefore draws a random name and stores it under NAME. Every other rank reads NAME, writes a random word
+    under the name, and uses the name only after rank 0 has copied the word back. Nobody copies it for an old name, so
+    the rank reads NAME again.
+    Raises RuntimeError if rank 0 does not answer within `timeout` seconds. On rank 0 the store's own timeout applies.
     """
     if rank == 0:
         name = uuid.uuid4().hex
@@ -221,7 +221,10 @@ class StopVote:
         self._voting = heard, work
 
     def end(self) -> int:
-        """Finish the vote: the signal received by any rank before the step began, or 0; the same on every rank."""
+        """Finish the vote; returns the signal received by any rank before `begin`, or 0. The same on every rank.
+
+        Of different signals, the larger number.
+        """
         assert self._voting is not None, "a vote was begun"
         heard, work = self._voting
         work.wait()

@@ -1,8 +1,7 @@
-"""The output of `weft explain`: a training step, computed on shapes without weights or processes.
+"""The output of `weft explain`, and the `Outline` of a run behind it.
 
-The facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a step run on shapes.
-
-`Trainer` builds on an `Outline`; `weft explain` prints the facts, without weights or processes.
+An `Outline` has the facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a training
+step run on shapes. `Trainer` builds on an `Outline`; `explain` prints the facts, without weights or processes.
 """
 
 from __future__ import annotations

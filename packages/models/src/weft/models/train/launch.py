@@ -1,10 +1,9 @@
 """Start the processes of a run, or join the processes of a launcher, and train in each.
 
 `weft train` calls `launch` after all checks. torch is imported only in the training processes.
-
-Environment variables of launchers: torchrun's (RANK, WORLD_SIZE, ...), and their equivalents of srun and mpirun.
-
-In every function `environ` is the environment, as `os.environ`.
+The processes of a launcher are known by its environment variables: torchrun's (RANK, WORLD_SIZE, ...), or their
+equivalents of srun and mpirun, which `adopt_launcher` translates. In every function `environ` is the environment, as
+`os.environ`.
 """
 
 from __future__ import annotations

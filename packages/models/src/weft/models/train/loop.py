@@ -29,15 +29,17 @@ from .trainer import Trainer, TrainingError
 
 
 def train(run: Run, device: torch.device) -> int:
-    """Train on this process's part of the mesh pp x dp x cp x tp, which covers the whole world.
+    """Train as one rank of the mesh pp x dp x cp x tp; the mesh contains all ranks of the world.
 
-    Rank 0 prints and writes.
-    Returns 0 for a complete run, or the signal that ended the run early, after saving a checkpoint.
+    Rank 0 prints, and writes all files except the tensors of checkpoints and the traces, which every rank writes.
+    Returns 0, or the signal received. By then a checkpoint is saved or, after the last step, the final model (the last
+    checkpoint for a model class of the user's own).
     Communication: in every step that of `find_gradients`, and an all-reduce of a byte for the vote on stopping; for
     checkpoints that of `Saver`.
-    Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite, if a
-    checkpoint cannot be read or written, and if prepared data does not match the checksums;
-    Unanswered if a rank does not answer within the run's timeout.
+    Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite; if the loss of
+    step 1 differs from the loss of one process; if the initial weights cannot be used; if a checkpoint cannot be read
+    or written; if metrics, the model or the run's folder cannot be written; and if prepared data does not match the
+    checksums. Raises Unanswered if a collective does not finish within the run's timeout.
     """
     found: list[Any] = [run.folder, run.origin]
     # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
@@ -81,7 +83,7 @@ def find_parts(trainer: Trainer) -> list[Part]:
     assert at is not None, "the mesh covers the whole world"
     own = [Part(name=n, shape=shapes[n], layout=layout, stage_rank=at["pp"]) for n, layout in layouts.items()]
     dist.all_gather_object(of_ranks, own)
-    # of ranks with the same pp coordinate, the first one's parameters
+    # for each pp coordinate, the parameters of its first rank
     stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}
     return [part for _, parts in sorted(stages.items()) for part in parts]
 

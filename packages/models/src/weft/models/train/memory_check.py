@@ -1,11 +1,8 @@
 """Check a run against the memory of the machine, before torch is imported.
 
-Counts the bytes that every run needs: parameters, gradients and the optimizer's state. `weft train` calls
-`check_room`.
-
-The memory of this machine's CPU and GPUs, to check whether a run fits.
-
-Asks the kernel and the CUDA driver directly, because importing torch takes seconds.
+`weft train` calls `check_room`, which counts the bytes that every run needs: parameters, gradients and the optimizer's
+state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs. They ask the kernel and the CUDA
+driver directly, because importing torch takes seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""metrics.jsonl of a run: appending without following links is in files.py; reading back and plotting are here.
+"""Reads a run's metrics.jsonl back: to resume the run, to check the file against a checkpoint, and to plot.
 
-Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot.
-
-Plots of a run's loss and speed from metrics.jsonl: on the terminal, and as a picture file.
+Plots show loss and speed, on the terminal or as a picture file. `Results` appends lines to metrics.jsonl with
+`append` of files.py, which follows no links.
 """
 
 from __future__ import annotations

@@ -83,10 +83,12 @@ class Results:
         step: steps taken before a run is resumed. Later lines of metrics.jsonl are cut off, because their steps are
         taken again.
         logged: length and checksum of the lines up to `step`, for `check_logged`.
-        Returns, on the writing rank, the new paths of damaged checkpoints of later steps.
+        Returns, on the writing rank, the new paths of damaged checkpoints after `step`, which are renamed; empty on
+        other ranks.
         Communication: with several ranks, a broadcast of the writing rank's error, if any.
-        Raises, on every rank, ValueError if another run uses the folder or has just made the folder, and as
-        `check_logged` and `read_logged`; OSError if the folder cannot be written.
+        Raises, on every rank, ValueError if a new run's folder exists or cannot be made, if another run has locked
+        it, if a complete checkpoint after `step` exists, and as `check_logged` and `read_logged`; OSError if the
+        folder cannot be written.
         """
         error = attempt(self._begin, recipe, config, plan, mesh, parts, step, logged) if self._writes else None
         raise_on_all(error, dist.is_initialized())
@@ -177,8 +179,8 @@ class Results:
     def save(self, model: nn.Module) -> None:
         """Save the final model and tokenizer as the folder `checkpoint`, which transformers loads.
 
-        An earlier folder `checkpoint` is replaced once the new folder is complete; after a failed removal, `notes`
-        has a line.
+        An earlier folder `checkpoint` is replaced once the new folder is complete; if the old folder cannot be
+        removed, a line is added to `notes`, which the loop prints.
         Communication: as `save_pretrained` and `sync`. Raises NotWritten on every rank.
         """
         self.sync()

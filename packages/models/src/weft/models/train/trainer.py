@@ -45,7 +45,10 @@ SAMPLE_TOKENS = 60
 
 
 class TrainingError(RuntimeError):
-    """The run cannot continue. The message says where and why, and names the newest checkpoint."""
+    """The run cannot continue; the message says where and why.
+
+    The message names the newest checkpoint if a value is not finite or a checkpoint could not be written.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class Trainer:
 
         count: if given, the counted collectives are added to `issued` by phase.
         The host does not wait for the device; `read` fetches the loss and the norm.
+        Communication: as `find_gradients`; the optimizer updates each rank's shards without communication.
         """
 
         def after_phase(phase: Phase) -> None:
@@ -150,7 +154,7 @@ class Trainer:
         self._rows.begin(step)
 
     def begin_reading(self) -> None:
-        """Start the clock of the next `read`: earlier time does not count as time of the steps."""
+        """Restart the clock from which the next `read` measures speed and waiting."""
         self.waits.take()
         self._read_at = time.perf_counter()
 
@@ -158,7 +162,8 @@ class Trainer:
         """Wait for the device once, and return the metrics of the steps since the last call, in order.
 
         last: returns the checkpoint to name in an error.
-        Communication: none; if a loss is not finite, an all-gather of whether each rank's part is.
+        Communication: none; for a loss that is not finite, an all-gather of a bool: whether the rank's part of the
+        loss is not finite.
         Raises TrainingError, on every rank, for the first step whose loss or gradient norm is not finite.
         """
         steps, self._unread = self._unread, []
@@ -221,9 +226,11 @@ class Trainer:
                     yield local
 
     def first_step(self) -> None:
-        """Take step 1 without compiling, count the collectives, and compare the loss with a single process's loss.
+        """Take step 1 of a new run, instead of `step(0)`; a resumed run skips this method.
 
-        Communication: as a step, and for the comparison a broadcast of a number.
+        The step is uncompiled. The collectives are counted and printed beside the prediction. With the option
+        `check`, the loss is compared with the loss of one process.
+        Communication: as `step`; for the comparison a broadcast of a number; under a pipeline an all-gather by `_held`.
         Raises TrainingError, on every rank, if the losses differ by more than rounding.
         """
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
@@ -241,7 +248,8 @@ class Trainer:
     def held_out_loss(self) -> float:
         """The mean loss over the held-out text, without dropout. Every rank takes part and waits for the device.
 
-        Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp".
+        Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp"; with stages
+        also messages between stages and an all-reduce of the sum over "pp".
         """
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out

@@ -1,8 +1,7 @@
-"""Where a model is cut: the layers, and the modules and parameters around them, that each stage has.
+"""Where a model is cut: the layers, and the modules and parameters around the layers, that each stage has.
 
-Which modules and parameters each layer of a model reads.
-
-Found by running the model's own forward on shapes, and following the autograd graph.
+`cut` makes the stages. `follow` finds which modules and parameters each layer reads, by running the model's own forward
+on shapes and following the autograd graph.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Messages between pipeline stages: the tensors of a microbatch, from each rank of a stage to its peer in the next
-stage.
+"""Messages between pipeline stages.
 
-The form of a message between stages, as JSON for the receiver: structure, shapes, dtypes and layouts.
-
-JSON and not pickle: forms are told through a store to which strangers may be able to write, and a pickle can run
-any program.
+A message has the tensors of a microbatch, from each rank of a stage to its peer in the next stage. The receiver gets
+the form of a message as JSON: structure, shapes, dtypes and layouts. JSON and not pickle, because forms are told
+through a store to which strangers may be able to write, and a pickle can run any program.
 """
 
 from __future__ import annotations
