@@ -37,7 +37,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     - logit_sum and logit_sum_lo, for label smoothing: the sum of all logits, each multiplied by the class's weight if
     there are weights, and the sum's rounding error. The loss subtracts this sum from V times the logsumexp; both grow
     with V and with the logits;
-    - rival, for the accuracy: see `accuracy.rival`.
+    - rival, for the accuracy: see `merged.rival`.
 
     An ignored row has -inf, 0, 0, 0, 0, -inf.
 
@@ -70,7 +70,7 @@ class Exponentials:
 
 
 def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shard, workspace: Tensor) -> Exponentials:
-    """The exponentials of logits x [n, V], computed in the memory of `space`."""
+    """The exponentials of logits x [n, V], computed in the memory of `workspace`."""
     V, local = x.shape[-1], (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     is_here = None if shard.size == V else (local >= 0) & (local < V)
     index = local if shard.all_count and is_here is None else local.clamp(0, V - 1)

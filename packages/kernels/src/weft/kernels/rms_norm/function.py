@@ -2,8 +2,8 @@
 
 `forward`, `inference`, `recompute`, `backward` and the `add_` functions choose the code by `_launches`. Triton kernels
 (`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
-functions) computes on a CPU, in float64 and for rows too long for a kernel. It defines the result: Zhang and Sennrich
-2019, eq. 4.
+functions) computes on a CPU, in float64 and for rows too long for a kernel. The plain functions define the result:
+Zhang and Sennrich 2019, eq. 4.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | N
 
 
 def recompute(saved: Tensors, *, eps: float, head_dim: int | None = None) -> Tensor:
-    """Recomputes the output of `forward` from its saved tensors."""
+    """Recomputes the output of `forward`, or the norm that `add_forward` returns, from the saved tensors."""
     x, weight, rrms = saved
     assert x is not None and rrms is not None, "forward saves x and rrms"
     if not _launches(x, head_dim):
         return plain_recompute(x, weight, rrms, head_dim=head_dim)
-    # The kernel recomputes rrms: reading it would not save reading x.
+    # The kernel reads x anyway, so it recomputes rrms instead of loading it.
     return _kernel_forward(x, None, weight, eps, head_dim)[0]
 
 
@@ -82,7 +82,10 @@ def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: fl
 def add_backward(
     saved: Tensors, grads: tuple[Tensor | None, Tensor | None], needed: Sequence[bool], *, eps: float
 ) -> Tensors:
-    """The gradients of x, residual and weight. x and residual share one: grad_sum plus the norm's gradient."""
+    """The gradients of x, residual and weight.
+
+    x and residual have the same gradient: grad_sum, the upstream gradient of the sum, plus the norm's gradient.
+    """
     grad_sum, grad = grads
     if grad is None:
         return (*(grad_sum if need else None for need in needed[:2]), None)
@@ -168,7 +171,7 @@ def _rrms(heads: Tensor, eps: float) -> Tensor:
 
 
 def plain_recompute(x: Tensor, weight: Tensor | None, rrms: Tensor, *, head_dim: int | None = None) -> Tensor:
-    """Recomputes the output of `plain_forward` from its saved tensors."""
+    """Computes the output from x, weight and rrms, in `plain_forward`, in `plain_inference` and again in backward."""
     normal = _heads(x, head_dim) * rrms  # in rrms's dtype, float32 at least
     if normal.dtype != x.dtype:
         normal = normal.to(x.dtype)

@@ -1,10 +1,6 @@
-"""`Call`: an op on operands of given kinds, made once for each kind. The cache lasts as long as the process groups.
+"""`Call`: layouts and this rank's options of an op, for operands of given shapes, dtypes and layouts.
 
-Ops with operands on two meshes, one a refinement of the other, with axes split in parts. The finer mesh is used.
-
-An example is attention with more ranks than key heads: queries are on the model's mesh, and keys on a mesh that
-splits the tp axis into one part over the heads and one over their copies. Each output and gradient is expressed on
-the coarser mesh if possible. Nothing is moved between ranks.
+Cached until the process groups end.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ from .rules import Shapes, Sharding, sharding_of
 Layouts = tuple[Layout | None, ...]
 
 
-# (position, dtype) -> the spec of the DTensor made there; looking the layout up again takes longer
+# Cached DTensor specs by (position, dtype), so that wrapping does not look up the layout.
 Kinds = dict[tuple[int, torch.dtype], Any]
 
 
 class Flow(NamedTuple):
-    """How gradients flow through an op, for upstream gradients of given kinds. Made and cached by `Call.flow`."""
+    """The layouts of an op's gradients, for output gradients of given specs. Cached by `Call.flow`."""
 
     sliced: tuple[Layout | None, ...]  # the layout to cut each output's gradient to; None: taken unchanged
     operands: tuple[Layout | None, ...]  # the layout of each operand's gradient; None without one
@@ -42,12 +38,15 @@ class Flow(NamedTuple):
 
 
 class Call:
-    """One op on operands with given shapes, dtypes and layouts, as seen from this rank.
+    """Layouts and this rank's options of an op, for operands of given shapes, dtypes and layouts.
 
-    If some operands are on a mesh and others on a refinement of it, with some axes split in parts, the op is computed
-    on the finer mesh. Each output and gradient is expressed on the coarser mesh if possible. Neither moves data.
+    If one operand's mesh splits axes of another operand's mesh, the op is computed on the finer mesh. For example in
+    attention with more ranks than key heads, queries are on the model's mesh, and keys are on a mesh that splits the
+    tp axis into one part over the heads and one over their copies. Outputs are expressed on the coarser mesh if
+    possible, and each gradient on its operand's mesh. Nothing is moved between ranks.
 
-    options: the rule's options for this rank's forward; None outside the mesh. outputs: layout and shape of each.
+    options: from `Sharding.local`, for forward and backward; None on ranks outside the mesh.
+    outputs: layout and shape of each.
     Raises LayoutError if the op's rule cannot take the operands' layouts.
     """
 
@@ -85,7 +84,7 @@ class Call:
         return found
 
     def flow(self, grads: Sequence[DTensor | None]) -> Flow:
-        """How gradients of these kinds flow through. Raises LayoutError if the op's rule cannot take their layouts."""
+        """The `Flow` for these output gradients. Raises LayoutError if the op's rule cannot take their layouts."""
         if is_compiling():
             return self._flow(grads)
         key = tuple(None if grad is None else dtensor_spec(grad) for grad in grads)
@@ -115,9 +114,7 @@ class Call:
         return made
 
     def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
-        """The layouts of the operands' gradients, on the mesh of the computation. arrived: of the outputs'
-        gradients.
-        """
+        """Layouts of the operands' gradients, on the finer mesh. arrived: layouts of the outputs' gradients."""
         fine = self._meshes.refine(arrived, tuple(shape for _, shape in self.outputs))
         return self.sharding.gradients(*fine)
 
@@ -153,14 +150,16 @@ class Call:
 
 
 def sliced(grad: DTensor, layout: Layout | None) -> DTensor:
-    """Cut the gradient to `layout`, which moves nothing. None returns it unchanged."""
+    """Reshard the gradient to a layout from `sliced_layout`; each rank only slices. None: return it unchanged."""
     return grad if layout is None else reshard(grad, placements=layout)
 
 
 @lru_cache(maxsize=65536)
 def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
-    """The layout to cut an output's gradient to, if slicing alone brings it to the output's shards; else None.
+    """The gradient's layout after sharding it like the output, on axes where only the output is sharded.
 
+    Such an axis replicates the gradient. None if there is no such axis, if slicing is not enough, or if the meshes
+    differ.
     For a sharded output torch's own ops may give a replicated gradient, for example the gradient of a mean.
     """
     if grad == output or grad.mesh != output.mesh:
@@ -212,8 +211,7 @@ class Meshes(NamedTuple):
     def of(cls, layouts: Layouts) -> Meshes:
         """The meshes of these operands' layouts.
 
-        If the meshes are not refinements of one another, the first is returned for both, and the op's rule raises the
-        error.
+        If the meshes do not split one another, both are the first mesh, and `sharding_of` raises LayoutError.
         """
         meshes = list(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
         fine, coarse = max(meshes, key=lambda mesh: mesh.ndim), min(meshes, key=lambda mesh: mesh.ndim)
@@ -242,9 +240,8 @@ class Meshes(NamedTuple):
         """Express an operand's gradient on the operand's own mesh. Returns this rank's part and the layout.
 
         part: this rank's part, with `layout`. operand: the operand's layout. name: of the op.
-        A gradient may be Partial(sum) over one part of an axis of the operand's mesh and replicated over another
-        part. It becomes Partial(sum) over the whole axis: ranks other than the first along the replicated part
-        contribute zeros.
+        If the gradient is Partial(sum) over one part of a coarse axis and replicated over another, it becomes
+        Partial(sum) over the whole axis; ranks with a coordinate above 0 on the replicated part contribute zeros.
         Raises LayoutError if the operand's mesh cannot express the layout.
         """
         if layout.mesh == operand.mesh:
