@@ -92,9 +92,8 @@ class TestHelp:
             assert (process.wait(), said) == (ends, "")
 
     def test_it_names_the_program_as_the_user_called_it(self) -> None:
-        done = subprocess.run(
-            (sys.executable, "-c", COMMANDS), env=environment(WEFT_PROGRAM="./run"), capture_output=True, text=True, check=False
-        )  # fmt: skip
+        command, named = (sys.executable, "-c", COMMANDS), environment(WEFT_PROGRAM="./run")
+        done = subprocess.run(command, env=named, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         of_commands = done.stdout.split("\f\n")
         assert len(of_commands) == 5

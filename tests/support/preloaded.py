@@ -133,7 +133,7 @@ def run(
 
 
 def _opened(stream: int | io.TextIOBase) -> tuple[io.TextIOWrapper | None, Connection]:
-    """This process's end of a pipe, if that is asked for; and the command's descriptor, which multiprocessing can send."""
+    """This process's end of a pipe, for PIPE; and the command's descriptor, as multiprocessing sends descriptors."""
     if stream == PIPE:
         reading, writing = os.pipe()
         return open(reading, encoding="utf-8"), Connection(writing)
@@ -210,7 +210,7 @@ def _open_standard_streams() -> None:
     KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     streams = []
     for descriptor, name in enumerate(("<stdin>", "<stdout>", "<stderr>")):
-        stream = open(
+        stream = open(  # noqa: SIM115
             descriptor, "w" if descriptor else "r", encoding=encoding, closefd=False,
             errors="backslashreplace" if name == "<stderr>" else errors or None,
             buffering=1 if name == "<stderr>" or os.isatty(descriptor) else -1,
@@ -224,7 +224,7 @@ EXECUTE = util.spawnv_passfds  # type: ignore[attr-defined]
 
 
 def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
-    """In place of multiprocessing's start of a process: a fork server is a fork of this process, other helpers are not."""
+    """Replaces multiprocessing's start of a helper process: a fork server is forked, other helpers are executed."""
     code = arguments[-1]
     if "multiprocessing.forkserver" not in code:
         pid: int = EXECUTE(path, arguments, descriptors)
@@ -238,10 +238,8 @@ def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) 
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for each in map(int, os.listdir("/proc/self/fd")):
             if each > 2 and each not in descriptors:
-                try:
+                with suppress(OSError):  # the listing's own
                     os.close(each)
-                except OSError:
-                    pass  # the listing's own
         _open_standard_streams()
         forkserver._forkserver.__init__()  # type: ignore[attr-defined]  # its lock is held, as it was being started
         exec(code, {})
