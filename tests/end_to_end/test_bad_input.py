@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_train import here, weft, weft_preloaded
-from tests.support.limits import PATIENCE
+from tests.support import preloaded
 
 BAD_INPUT = [
     pytest.param(("train", "lama-tiny"), r"unknown recipe 'lama-tiny'; did you mean 'llama-tiny'", id="recipe"),
@@ -163,9 +163,6 @@ def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) 
 )
 def test_of_a_launchers_processes_one_says_what_is_wrong(mistake: tuple[str, str], tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [*launcher, "-m", "weft.models.cli", "train", *mistake],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    done = preloaded.run([*launcher, "-m", "weft.models.cli", "train", *mistake], cwd=tmp_path)
     assert len(re.findall("does not fit 2 processes|Perhaps you meant", done.stderr)) == 1, done.stderr
     assert "exitcode  : 2" in done.stderr

@@ -92,10 +92,8 @@ class TestHelp:
             assert (process.wait(), said) == (ends, "")
 
     def test_it_names_the_program_as_the_user_called_it(self) -> None:
-        done = subprocess.run(
-            (sys.executable, "-c", COMMANDS), env=environment(WEFT_PROGRAM="./run"),
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        command, named = (sys.executable, "-c", COMMANDS), environment(WEFT_PROGRAM="./run")
+        done = subprocess.run(command, env=named, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         of_commands = done.stdout.split("\f\n")
         assert len(of_commands) == 5
@@ -127,7 +125,7 @@ from weft.models.train.recipes import recipe
 from weft.models.train.report import Report
 from tests.models.metrics import some_metrics
 
-report = Report(enabled=True)
+report = Report(speaks=True)
 config = replace(recipe("llama-tiny"), steps=3, log_every=2)
 with report.steps(config) as shown:
     for step in (1, 2, 3):

@@ -20,7 +20,7 @@ CHECKING = tuple(
         "embedding.function",
         "cross_entropy.options",
         "cross_entropy.reference",
-        "grouped_matmul.checks",
+        "grouped_matmul.function",
         "linear_cross_entropy.gradients",
     )
 )

@@ -21,6 +21,7 @@ from weft.models.train.recipes import recipe
 from weft.models.train.run import Run
 
 from tests.architecture.rules import ROOT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 from tests.support.pool import Pool
 
@@ -290,7 +291,8 @@ def test_processes_of_its_own_meet_on_the_loopback(tmp_path: Path) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name not in (*WORLD, *INTERFACES)}
     script = f"from tests.models.test_launchers import launch_listening; launch_listening({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True, timeout=PATIENCE)
+    done = preloaded.run([sys.executable, "-c", script], env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     heard = [set((tmp_path / str(rank)).read_text().split()) for rank in range(2)]
     assert heard[0] and heard[0] | heard[1] <= LOOPBACK
 

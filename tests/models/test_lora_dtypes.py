@@ -148,7 +148,7 @@ def rows():
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def trained(model, steps=20):
+def trained(model, steps=5):
     """The loss and gradients of the first step, and the share of adapters' numbers unchanged after `steps` steps."""
     own = adapters(model)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4, weight_decay=0)

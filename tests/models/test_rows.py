@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 def batch(seed: int = 0, rows: int = 5) -> tuple[Tensor, Tensor]:
     """Tokens and targets [5, 9]: uneven over two ranks."""
-    tokens = torch.randint(0, CONFIG.vocab_size, (local_modules, 10), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, CONFIG.vocab_size, (rows, 10), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

@@ -10,7 +10,6 @@ it starts was read before: a test of imports, of the hash seed or of WEFT_PROGRA
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import multiprocessing
 import os
@@ -134,7 +133,7 @@ def run(
 
 
 def _opened(stream: int | io.TextIOBase) -> tuple[io.TextIOWrapper | None, Connection]:
-    """This process's end of a pipe, if `stream` is PIPE, and the command's descriptor, to send by multiprocessing."""
+    """This process's end of a pipe, for PIPE; and the command's descriptor, as multiprocessing sends descriptors."""
     if stream == PIPE:
         reading, writing = os.pipe()
         return open(reading, encoding="utf-8"), Connection(writing)
@@ -211,7 +210,7 @@ def _open_standard_streams() -> None:
     KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     streams = []
     for descriptor, name in enumerate(("<stdin>", "<stdout>", "<stderr>")):
-        stream = open(  # noqa: SIM115  kept open for the process's life
+        stream = open(  # noqa: SIM115
             descriptor, "w" if descriptor else "r", encoding=encoding, closefd=False,
             errors="backslashreplace" if name == "<stderr>" else errors or None,
             buffering=1 if name == "<stderr>" or os.isatty(descriptor) else -1,
@@ -225,7 +224,7 @@ EXECUTE = util.spawnv_passfds
 
 
 def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
-    """Replaces multiprocessing's start of a process: a fork server becomes a fork of this process."""
+    """Replaces multiprocessing's start of a helper process: a fork server is forked, other helpers are executed."""
     code = arguments[-1]
     if "multiprocessing.forkserver" not in code:
         pid: int = EXECUTE(path, arguments, descriptors)
@@ -239,7 +238,7 @@ def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) 
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for each in map(int, os.listdir("/proc/self/fd")):
             if each > 2 and each not in descriptors:
-                with contextlib.suppress(OSError):  # the listing's own descriptor
+                with suppress(OSError):  # the listing's own
                     os.close(each)
         _open_standard_streams()
         forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held, as it was being started
