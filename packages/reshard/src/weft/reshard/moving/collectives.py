@@ -1,8 +1,9 @@
 """Collectives on local tensors, as generators: each yields the Works that it starts, and returns the result.
 
-`Pending` runs a generator, with time for other work between start and wait. Callers are the executor for the steps
-of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file decides how a backend
-performs a collective: on gloo, all-gathers and reduce-scatters go as all-to-alls.
+`Pending` runs a generator, with time for other work between start and wait. Callers are the executor (steps of plans),
+buckets.py, shared_memory.py and clip.py (gradients), gathering.py (parameters), weft.kernels (collectives inside ops)
+and weft.models' pipeline. This file decides how a backend performs a collective: on gloo, all-gathers and
+reduce-scatters go as all-to-alls.
 
 Measures how long a process waits for collectives; the training loop of weft.models logs the time.
 """
@@ -42,14 +43,13 @@ REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-
-# Up to this many bytes two ranks on gloo swap tensors: gloo's all-reduce takes 1.2 to 2 times as long, above 1 MB less.
+# The largest tensor, in bytes, that two ranks on gloo swap and add. Gloo's all-reduce takes 1.2 to 2 times as long at
+# these sizes, and less time above 1 MB.
 _SMALL = 1 << 19
 
-
-# The least bytes of a piece. On CPUs: at 1 Gbit/s between hosts a piece takes 2 ms, twenty times the latency of 0.1 ms.
-# On GPUs: a collective takes 10 to 20 us to start, in which 400 Gbit/s move 1 MB.
-# During the first piece, and during the last, a single link works: with n pieces, for 1/n of the time.
+# The smallest piece, in bytes: 256 KiB on CPUs (2 ms at 1 Gbit/s, 20 times the latency of 0.1 ms); 4 MiB on GPUs (84 us
+# at 400 Gbit/s, 4 to 8 times the 10 to 20 us in which a collective starts).
+# Only one phase works during the first piece, and only one during the last: the more pieces, the less time that costs.
 _PIECE, _PIECE_ON_GPU = 1 << 18, 1 << 22
 _MOST_PIECES = 16
 _EXTRA_IN_FLIGHT = 1  # pieces in flight beside the newest; more would share a link and end at the same time
@@ -152,8 +152,8 @@ def gather_pieces(
 def by_exchange() -> bool:
     """Whether all-gathers and reduce-scatters are run as all-to-alls.
 
-    Not where torch checks all calls (TORCH_DISTRIBUTED_DEBUG=DETAIL): torch then compares the shapes of gathers, and
-    not of all-to-alls.
+    False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check that
+    all-to-alls would skip.
     """
     return world().by_exchange and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
@@ -242,7 +242,7 @@ class Transfer:
     """An exchange of boxes as this rank runs it, in slices of its local tensors; made once by `Transfer.of`."""
 
     sent: list[Box]  # slices of the local tensor, in the order of receivers
-    sent_run: slice | None  # the contiguous run of memory that holds these slices, if the local tensor is contiguous
+    sent_run: slice | None  # where these slices form one run of a contiguous local tensor; None: they are packed first
     sizes_out: list[int]  # elements sent to each member of the group
     received: list[Box]  # slices of the result, in the order of senders
     received_run: slice | None  # the contiguous run of the result's memory that these slices fill
@@ -319,7 +319,7 @@ def _start_exchange(
 ) -> dist.Work:
     """Starts an all-to-all of equal rows, or with `counts[i]` elements to and from member i.
 
-    instead_of: the kind of collective for which the all-to-all stands (see `issued.counted_as`).
+    instead_of: the kind of collective for which the all-to-all stands (see `collective_bytes.counted_as`).
     """
     with counted_as(instead_of):
         return _as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
@@ -362,7 +362,7 @@ class WaitTimer:
             self._seconds += time.perf_counter() - start
 
     def take(self) -> float:
-        """Seconds since the last call. On a GPU the host waits until all recorded waits are over."""
+        """Seconds waited since the last `take`. On a GPU the host waits until all recorded waits are over."""
         for before, after in self._events:
             after.synchronize()
             self._seconds += before.elapsed_time(after) / 1000
@@ -376,7 +376,7 @@ _measuring: list[WaitTimer] = []  # of the `measure_waits` blocks, innermost las
 
 @contextmanager
 def measure_waits(waits: WaitTimer) -> Iterator[None]:
-    """Inside, `waits` adds up this process's waits for all collectives. Communication: none."""
+    """Inside, `waits` adds up waits of `wait_for`; of nested blocks only the innermost counts. Communication: none."""
     _measuring.append(waits)
     try:
         yield
@@ -385,7 +385,7 @@ def measure_waits(waits: WaitTimer) -> Iterator[None]:
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Waits for a collective of this process. All of Weft waits through this function."""
+    """Waits for a collective, and measures the wait inside `measure_waits`."""
     assert work is not None, "a member of the group gets the work of async_op=True"
     if _measuring:
         _measuring[-1].wait(work)

@@ -1,11 +1,13 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
-`prepared` works out, once for a plan and a rank, all that does not depend on the tensor's values. Each prepared step
-runs as a generator: it yields every collective that it starts, and returns the local tensor after the step. `execute`
-waits for each collective at once; with `start_plan`, the caller computes something else between start and wait.
+`prepared` returns the plan's `PreparedPlan`. Its first run works out all that does not depend on the tensor's values,
+and later runs reuse this. Each prepared step runs as a generator: it yields every collective that it starts, and
+returns the local tensor after the step. `execute` waits for each collective at once; with `start_plan`, the caller
+computes something else between start and wait.
 
-`record_received` and `replay_received` keep the tensors that reshards receive in forward, and return them while a
-recomputation repeats the forward: selective recomputation (weft.models' parallel/recompute.py) sends nothing twice.
+Inside `record_received`, each plan that communicates passes its result to a callback. Inside `replay_received`, it
+returns the next kept result and sends nothing. So selective recomputation (weft.models' parallel/recompute.py) repeats
+a forward without communication.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ class _ReduceScatter:
 
     def run(self, local: Tensor) -> Running:
         stacking = self.stacking
-        # The stacked tensor has no name here, so that it is freed while the last phases run.
+        # Passed without a name: a local variable would keep the stacked tensor alive through the last phase.
         scattered = yield from reduce_scatter(
             stacking.of_whole(padded(local, stacking.whole)).flatten(len(stacking.sizes)), self.op, self.phases
         )
@@ -186,7 +188,8 @@ class _Exchange:
     transfer: Transfer
     shape: tuple[int, ...]  # of the result
     group: dist.ProcessGroup | None  # None where every rank has what it needs
-    add: bool = False  # the received parts to zeros: several ranks may send the same elements
+    # Whether received parts are added to zeros instead of copied: several ranks may send the same element.
+    add: bool = False
 
     def run(self, local: Tensor) -> Running:
         result = local.new_zeros(self.shape) if self.add else local.new_empty(self.shape)
@@ -205,7 +208,10 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True)
 class _MakePartial:
-    """Places this rank's part of a dim among identities of `op`. Where `place` is None, the part is all."""
+    """This rank's values in their place, `op`'s identity elsewhere.
+
+    With `place` None: all values (`holds_value`) or all identity.
+    """
 
     op: str
     place: tuple[int, int, int] | None  # dim, start, length
@@ -274,7 +280,10 @@ class _StepStart:
     def _exchange(
         self, target: Layout, ranks: tuple[int, ...], group: dist.ProcessGroup | None, back: Messages | None = None
     ) -> _Exchange:
-        """back: the messages of the dual exchange, to be sent back and added; None for an exchange forward."""
+        """back: for a reduce-exchange, the messages of the dual exchange: sent in the opposite direction, and added.
+
+        None for a plain exchange.
+        """
         messages = messages_of(self.layout, target, self.shape, self.rank) if back is None else back.reversed()
         held, wanted = (layout.local_slices(self.shape, self.rank) for layout in (self.layout, target))
         shape = target.local_shape(self.shape, self.rank)

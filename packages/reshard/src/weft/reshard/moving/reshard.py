@@ -1,7 +1,7 @@
 """`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
 A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
-`executor.start_plan`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
+`PreparedPlan.start`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
 the file reshard gradients back.
 """
 
@@ -135,8 +135,8 @@ def start_reshard(
 ) -> StartedReshard:
     """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
-    Arguments and errors as `reshard`. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may
-    write to `dtensor`.
+    Arguments as `reshard`, and its LayoutErrors. In compiled code call `reshard`: torch.compile cannot trace this
+    function. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may write to `dtensor`.
     In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the backward
     of `start_reshard` waits for it. So computations between the two calls overlap with communication in both passes.
     """
@@ -250,17 +250,17 @@ class StartedReshard:
         return result
 
     def token(self, grad: DTensor) -> Tensor:
-        """The placeholder gradient from `_Waited.backward` to `_Started.backward`.
+        """An empty tensor that `_Waited.backward` returns, so that autograd calls `_Started.backward`.
 
-        Only the edge in autograd's graph matters: `_Started.backward` takes the real gradient from `_GradientReshard`.
+        The gradient itself is in `_GradientReshard`.
         """
         return grad.to_local().new_empty(0) if self._token is None else self._token
 
 
 class _GradientReshard:
-    """The gradient's reshard under way: started by `_Waited.backward`, finished by `_Started.backward`."""
+    """Hands the gradient's reshard from `_Waited.backward` to `_Started.backward`."""
 
-    started: StartedReshard | None = None
+    started: StartedReshard | None = None  # None before and after
 
 
 def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
@@ -366,10 +366,11 @@ def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placemen
 
 
 class _Begun(torch.autograd.Function):
-    """The start of a reshard in a graph: returns the reshard's number (`traced.begin`) and an unfilled tensor.
+    """The start of a reshard in a graph: returns the reshard's number (`compiled.begin`) and an unfilled tensor.
 
-    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward, the number's
-    gradient is the number of the gradient's reshard, and the unfilled tensor's gradient is the input of that reshard.
+    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward the two outputs
+    receive, in place of gradients, the number of the gradient's reshard and the local gradient being sent. The number
+    is a float tensor, as only these have gradients.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
 
-Parts are padded to equal shapes for the collective. The executor, buckets.py (gradients) and gathering.py
-(parameters) use this.
+Parts are padded to equal shapes for the collective. The executor and buckets.py (gradients) use this;
+gathering.py (parameters) uses only `stacking_of` and `pairs`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Stacking:
     whole: tuple[int, ...]  # shape of the tensor, padded to whole parts
     along: tuple[tuple[int, ...], ...]  # for each dim, the positions in `sizes` of the axes that cut it, major first
 
-    split: tuple[int, ...]  # view of a tensor of shape `whole`: each dim as the axes that cut it and the part's size
+    split: tuple[int, ...]  # `whole`, each dim split into the sizes of the axes that cut it and the part's size
     order: tuple[int, ...]  # the dims of [*sizes, *part] in the order of `split`
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether only the first dim is cut, and each part is contiguous in the tensor."""
+        """Whether no dim but the first is cut; then each part is a contiguous run of rows."""
         return not any(self.along[1:])
 
     def of_whole(self, whole: Tensor) -> Tensor:
@@ -93,7 +93,10 @@ class Stacking:
 def stacking_of(
     part: tuple[int, ...], leading: tuple[str, ...], sizes: tuple[int, ...], step: AllGather | ReduceScatter
 ) -> Stacking:
-    """How parts of shape `part` are stacked along `leading` axes, before `step` scatters or after `step` gathers."""
+    """How parts of shape `part` are stacked along `leading` axes, before `step` scatters or after `step` gathers.
+
+    leading, sizes: the mesh axes in stacking order, outermost first, and their sizes.
+    """
     along = tuple(tuple(leading.index(axis) for axis in _axes_over(step, dim)) for dim in range(len(part)))
     whole = tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(part, along, strict=True))
     order = [dim for inner, axes in enumerate(along) for dim in (*axes, len(sizes) + inner)]

@@ -37,8 +37,6 @@ class Gathering(Protocol):
 
     def start(self) -> None: ...
 
-    def release_idle(self) -> None: ...
-
     def on_grad_accumulated(self, full: FullParameter) -> None: ...
 
     def end_pass(self) -> None: ...
@@ -56,9 +54,9 @@ def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], r
 class FullParameter:
     """The full-size copy of a sharded parameter, with which its module computes.
 
-    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. While the
-    buffer is kept, a contiguous shard is a view into the buffer, and the parameter is held only once. A shard that the
-    program has views of keeps its own memory, so that these views stay valid.
+    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. With
+    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, so the
+    parameter is held once. A shard that the program has views of keeps its own memory, so that these views stay valid.
     keep_between_calls: keep the buffer between calls (ZeRO 1, 2).
     accumulate_grad: let the gradient accumulate (ZeRO 1).
     """
@@ -78,7 +76,7 @@ class FullParameter:
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self.layout, self.keep_between_calls, self.accumulate_grad = layout, keep_between_calls, accumulate_grad
-        self.users = 0  # number of units that compute with it
+        self.users = 0  # units that use it or keep it for backward; it is not freed while above 0
         self.filled: object = None  # the shard's state when the buffer was filled; None without a buffer
         self.filled_in_pass = 0  # `ModelGathering.pass_number` when the buffer was filled
         self._last_filled: object = None  # `filled`, kept after the buffer is freed
@@ -168,17 +166,19 @@ class ModelGathering:
     """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
     Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
-    through a view. So each forward pass gathers anew, on every rank alike. Backward computes with the values from
-    forward.
+    through a view. So each forward pass gathers anew, on every rank alike, unless `fixed_by` has a holder. Backward
+    computes with the values from forward.
     """
 
     def __init__(self) -> None:
         # By shard, the full copy; by full copy's leaf, True.
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
-        # keepers: full copies are kept while above 0. pass_number: the number of forward passes that gathered.
+        # keepers: full copies are kept while above 0. pass_number: rises at each forward pass and each `fix()`, but not
+        # while `fixed_by` has a holder; zero=3 then gathers without counting.
         self.keepers = self.pass_number = 0
-        # Holders of a promise that parameters do not change. With any holder, parameters are gathered only once.
+        # Holders of a promise that parameters do not change. With any holder, kept full copies are not gathered again,
+        # unless `state_of` shows a change; freed ones are (zero=3).
         self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = 0  # number of running calls of units
         self._in_forward = False  # whether the model's forward runs
@@ -241,7 +241,10 @@ class ModelGathering:
         self._calls -= 1
 
     def begin_pass(self) -> None:
-        """Begins a forward pass: gathered values may be out of date. Not in backward, which repeats a forward."""
+        """Marks gathered values as out of date at the start of a forward pass, unless `fixed_by` has a holder.
+
+        Does nothing in backward, where a recomputation repeats a forward.
+        """
         if in_backward():
             return
         self._ending.clear()
@@ -283,11 +286,6 @@ class ModelGathering:
         order = self._order_now if unit in self._order_now else self._last_order
         earlier = order[: order.index(unit)] if unit in order else []
         return next((each for each in reversed(earlier) if each.goes_backward), None)
-
-    def release_idle(self) -> None:
-        """Frees, in all units, full copies left from backward passes or gathered ahead."""
-        for unit in self.units:
-            unit.release_idle()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Refuses an optimizer's step while gradients are still on full copies: the step would miss these."""

@@ -1,8 +1,9 @@
 """Units: modules with sharded parameters, gathered for forward, freed, and gathered again for backward.
 
-weft.models' parallel/zero.py makes a unit of each transformer block (`gather_when_called`), for ZeRO. A unit's call
-swaps the shards for full copies (full_parameters.py), runs the module, and swaps back. Hooks on the call's inputs and
-outputs tell when backward enters and leaves the module. While a unit computes, the next unit's gather runs.
+For ZeRO, weft.models' parallel/zero.py makes a unit (`gather_when_called`) of each transformer block, and of each
+module outside the blocks that has sharded parameters. A unit's call swaps the shards for full copies
+(full_parameters.py), runs the module, and swaps back. Hooks on the call's inputs and outputs tell when backward enters
+and leaves the module. While a unit computes, the next unit's gather runs.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class Place:
 
 _Entry = tuple[Place, DTensor, FullParameter]
 _Stale = tuple[DTensor, FullParameter, object]  # shard, full copy, and the shard's state when its gather was started
-# A gather under way, its shards, and the `pass_number` at its start.
-_Prefetch = tuple[Gathers, list[_Stale], int]
+_Prefetch = tuple[Gathers, list[_Stale], int]  # a gather under way, its shards, and the `pass_number` at its start
 
 
 class Unit:
@@ -140,7 +140,7 @@ class Unit:
             self._start_gather(self._entries())
 
     def release_idle(self) -> None:
-        """Frees full copies left from a backward pass or gathered ahead, unless the module is running."""
+        """Drops a gather ahead and frees full copies, unless a call runs. Copies with `keep_between_calls` stay."""
         if self._calls:
             return
         if self._prefetch is not None:
@@ -229,7 +229,7 @@ class Unit:
             place.module._parameters[place.name] = full.leaf
 
     def _finish_prefetch(self) -> None:
-        """Waits for the gather ahead, and discards the result if a shard has changed since."""
+        """Fills the full copies by the gather under way; drops it if a shard changed or `pass_number` rose since."""
         if self._prefetch is None:
             return
         gathers, stale, pass_number = self._prefetch
@@ -394,7 +394,7 @@ def layout_in_call(module: nn.Module, name: str) -> Layout:
 def drop_gathered(module: nn.Module) -> None:
     """Frees the full copies of parameters, between calls of the module: only the shards are left until the next call.
 
-    With zero=1 and 2 full copies are kept from step to step, and may not be needed after generating text, for instance.
+    With zero=1 and 2 full copies otherwise stay in memory between steps.
     """
     for unit in gathering_units(module):
         unit.drop()

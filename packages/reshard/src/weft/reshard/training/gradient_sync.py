@@ -38,32 +38,39 @@ _syncs: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 class GradientSync:
     """Reduces the gradient of every DTensor parameter of `module` to the parameter's layout, while backward runs.
 
-    A gradient is Partial over every mesh axis that shards an input of the parameter's op, whichever dim that input is
-    sharded on. The gradient's layout names these axes, so no batch dim is looked for.
+    A gradient is Partial over each axis on which every rank computes only an addend of the gradient, as over the axes
+    that shard the batch. Over an axis that shards the parameter, the gradient is sharded. Its layout says which.
     Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
-    collective, and `wait()` finishes it. Until then `.grad` holds a placeholder. Whatever reads numbers from the
-    placeholder raises RuntimeError: a torch optimizer's step, an update by hand, torch's or Weft's `clip_grad_norm_`, a
-    GradScaler. A gradient that has the target layout from the start is in `.grad` at once.
+    collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
+    `wait()` finishes the rest.
+    Once a gradient is put into a bucket, `.grad` holds a placeholder until `wait()`; reading numbers from the
+    placeholder raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. A gradient not
+    yet sent can be in `.grad` as a partial sum: in `paused()`, or behind a parameter that has no gradient yet. A
+    gradient that has the target layout from the start is in `.grad` at once. Between backward and `wait()`, a torch
+    optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError for all of these.
     Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced, along the first dim that divides evenly, else dim 0.
+        all-reduced. Each axis cuts the first dim that it divides evenly, else dim 0.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh, so that all ranks close
         buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
     Where `module` gathers sharded parameters (ParallelPlan's zero), the gradient of the full copy is reduced into the
-    shard's `.grad`: with zero=1 as above; with zero=2 and 3 in every backward pass, also where passes only accumulate.
+    shard's `.grad`: with zero=1 as above. With zero=2 and 3 every backward pass sends its gradients, also in
+    `paused()`; the sum is in the shard's `.grad` when `paused()` or `wait()` ends.
     Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
     gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
     the parameters' meshes call `wait()` equally often.
     Communication: gradients are sent in the reverse order of `module`'s parameters. So ranks send alike even if their
     hooks run in different orders, as where only some ranks compile a block. An early gradient waits for all gradients
     before it, except those of parameters that had no gradient on any rank in the last step. In `wait()` each rank
-    writes one message, a list of its gradients, to the store of the process group, and waits for no answer. A rank
-    without some gradient reads all ranks' messages, in a fraction of a millisecond each. Freeze unused parameters
-    (`requires_grad_(False)`).
+    writes a list of its gradients to the store of the process group. A rank with all of them reads nothing, unless it
+    must send one again or has one in several layouts. A rank that lacks one waits for the lists of all ranks of the
+    parameters' meshes. A list may also be written in backward, before the wait for an older bucket. Freeze unused
+    parameters (`requires_grad_(False)`): otherwise every rank lacks a gradient, and waits for all lists in every
+    `wait()`.
     Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter that has a GradientSync
     already, as two would reduce its gradient twice; `close()` the first.
 
@@ -115,10 +122,11 @@ class GradientSync:
                 )
             )
         self._leaves = tuple(reversed(leaves))  # about backward's order, and equal on every rank
-        self._unhooked = list(enumerate(self._leaves))  # frozen parameters' leaves, with their indices
+        self._unhooked = list(enumerate(self._leaves))  # leaves without hooks yet, with their indices
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
-        # The leaves with a gradient on any rank in the last step, in sending order; and the index of the next to send.
+        # The leaves to send, in order: those with a gradient on any rank in the last step that had gradients; at first,
+        # all that require one. `_next`: the index in `_expected` of the next to send.
         self._expected = tuple(leaf for leaf in self._leaves if leaf.home.requires_grad)
         self._next = 0
         # Whether a parameter's gradients may be sent several times in a step.
@@ -158,8 +166,10 @@ class GradientSync:
     def paused(self) -> Iterator[None]:
         """Inside, backward passes only accumulate; the next pass outside, or `wait()`, synchronizes the sum.
 
+        With zero=2 and 3 every pass inside sends its gradients, and leaving the block synchronizes all gradients, by a
+        message and collectives: all ranks leave it equally often.
         Sharded parameters (ParallelPlan's zero=1 and 2) are gathered once for all forward passes from here to `wait()`.
-        Parameters do not change in between, as the gradients of these passes are added up.
+        Do not change parameters before `wait()`: a change by `.data` would not be gathered again.
         """
         before, self._paused = self._paused, True
         for unit in self._units:
@@ -174,8 +184,8 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until every gradient has its target layout in `.grad`.
 
-        Communication: the collectives that have not started, one for each bucket; a reshard for each gradient that
-        needs more than an all-reduce and a reduce-scatter.
+        Communication: this rank's list of gradients (see GradientSync), and what backward has left: collectives of
+        buckets, and a reshard for each unsent gradient that needs more than a reduce-scatter and an all-reduce.
         """
         self._synchronize()
         for unit in self._units:
@@ -221,7 +231,7 @@ class GradientSync:
             leaf.call_hooks()
 
     def close(self) -> None:
-        """Removes the hooks from the parameters; gradients stay as they are. Call `wait()` before."""
+        """Removes the hooks. Call `wait()` before: a placeholder in `.grad` becomes None, and its gradient is lost."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
@@ -285,7 +295,8 @@ class GradientSync:
         leaf.has_new_grad = self._unsynchronized = True
         if self._paused and not leaf.sends_every_pass:
             return
-        if leaf.grad is None and not leaf.older_grads:  # `.grad` is a placeholder, as in a zero-bubble schedule
+        # No gradient came: torch runs the hook also where a function returned None, as in zero-bubble backward.
+        if leaf.grad is None and not leaf.older_grads:
             return
         self._send_ready(leaf)
 
@@ -321,7 +332,8 @@ class GradientSync:
     def _publish_before_waiting(self) -> None:
         """Publishes, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
 
-        Called before the wait for a full bucket. A rank of this bucket may itself be waiting for this rank's message.
+        Called in backward before the wait for an older bucket. That bucket may need zeros from a rank without
+        gradients, which itself waits for this message.
         """
         if not self._in_wait:
             # Before the first `wait()` other ranks do not know the forms of the gradients.

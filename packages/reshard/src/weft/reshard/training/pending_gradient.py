@@ -45,7 +45,7 @@ Forms = tuple[Form, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A parameter's gradients between backward and `GradientSync.wait()`; made by GradientSync."""
+    """What GradientSync keeps about one parameter; `end_step` clears what belongs to a step."""
 
     parameter: DTensor  # autograd accumulates into `parameter.grad`
     home: DTensor  # gets the result in `.grad`; under ZeRO the shard, while `parameter` is the full copy
@@ -63,15 +63,18 @@ class Leaf:
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
     ready_count: int = 0  # number of gradients ready to send
-    sent: Forms = ()  # of the gradients sent since `wait()`
+    sent: Forms = ()  # of the gradients that `Sending.add` sent, or found in the target layout, since `wait()`
     bucket: Bucket[Leaf] | None = None  # of the gradient sent last
     last_forms: Forms = ()  # on all ranks, in the last step with a gradient
     synced: DTensor | None = None  # sum of the gradients in the target layout, until `wait()` ends
-    placeholder: GradPlaceholder | None = None  # in `home.grad` until `wait()` ends
+    placeholder: GradPlaceholder | None = None  # kept and reused; in `home.grad` from sending to the end of `wait()`
 
     @property
     def grad(self) -> DTensor | None:
-        """The unsent gradient in `.grad`; None for none."""
+        """The DTensor in `parameter.grad`; None for none or a placeholder.
+
+        After `wait()`, without ZeRO: the result, until `zero_grad`.
+        """
         return grad_of(self.parameter)
 
     @property
@@ -80,9 +83,10 @@ class Leaf:
         return self.is_hooked and self.is_here and self.home.requires_grad
 
     def pending(self) -> Forms:
-        """The forms of the unsent gradients.
+        """The forms of the gradients that `Sending.add` would take.
 
-        A gradient in the target layout counts if backward gave a gradient since `wait()`.
+        Without ZeRO, a gradient in the target layout stays in `.grad`. It is listed once, if backward gave a gradient
+        since `wait()`.
         """
         if not self.is_hooked:
             return ()

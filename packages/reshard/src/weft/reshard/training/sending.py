@@ -2,7 +2,8 @@
 
 `Sending`: fills buckets with gradients, starts the collectives of full buckets, and gives the sums to leaves.
 
-Sends the remaining gradients at `GradientSync.wait()`, in the same order on all ranks, whichever they have.
+`complete`: puts the remaining gradients into buckets at `GradientSync.wait()`, in the same order on all ranks,
+whichever gradients each rank has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Sending:
         self._in_flight: deque[Bucket[Leaf]] = deque()  # oldest first
 
     def add(self, leaf: Leaf) -> None:
-        """Puts the leaf's unsent gradients into buckets. A gradient in the target layout needs no bucket."""
+        """Puts the leaf's unsent gradients into buckets. A gradient in the target layout needs no bucket.
+
+        A gradient without a Route is resharded at once.
+        """
         forms = leaf.pending()
         leaf.sent = forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
         if leaf.local_grad is not None:
@@ -110,9 +114,10 @@ def complete(
 ) -> list[Forms]:
     """Puts unsent gradients into buckets. Returns each parameter's forms on all ranks, () if no rank has a gradient.
 
-    expected: the parameters that every rank sends next, in order.
-    Communication: as `GradientPresence`, and the buckets that fill up. Raises RuntimeError where the ranks'
-    gradients have no sum.
+    expected: the parameters that every rank still sends in order, as a gradient or zeros.
+    Communication: as `GradientPresence`, the buckets that fill up, and reshards of gradients without a Route.
+    Raises RuntimeError where the ranks' gradients of a parameter differ in layout or dtype, or come from different
+    numbers of passes, or where a rank lacks a gradient that a rank with the same shard has in the target layout.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
@@ -203,10 +208,9 @@ def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
 
 
 def _add_zero_shard(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Gives zeros for this rank's shard of a gradient, whose other shards are complete on other ranks.
+    """Adds zeros as this rank's shard, where other ranks have other shards in the target layout.
 
-    Raises RuntimeError where a rank with the same shard has a gradient: in the target layout, the gradient is no
-    partial sum.
+    Raises RuntimeError if a rank with the same shard has a gradient: that gradient is complete, not an addend.
     """
     shape, target = leaf.home.shape, leaf.target
     mine = target.local_slices(shape, this_rank())
