@@ -156,10 +156,10 @@ def sliced(grad: DTensor, layout: Layout | None) -> DTensor:
 
 @lru_cache(maxsize=65536)
 def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
-    """The gradient's layout after sharding it like the output, on axes where only the output is sharded.
+    """The layout of an output's gradient after sharding it like the output.
 
-    Such an axis replicates the gradient. None if there is no such axis, if slicing is not enough, or if the meshes
-    differ.
+    Changes the axes where the gradient is replicated and the output is sharded. None if there is no such axis, if
+    slicing is not enough, or if the meshes differ.
     For a sharded output torch's own ops may give a replicated gradient, for example the gradient of a mean.
     """
     if grad == output or grad.mesh != output.mesh:
