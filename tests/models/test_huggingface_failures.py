@@ -100,7 +100,7 @@ def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tmp_path):
     with (
         patch.object(huggingface, "read_slices", side_effect=AssertionError),
         pytest.raises(
-            ValueError, match=r"q_proj has 4 heads of 8, .* over 'tp' of size 8 .*; sizes that work: 1, 2, 4"
+            ValueError, match=r"q_proj has 4 heads of 8 features, .* over 'tp' of size 8 .*; sizes that work: 1, 2, 4"
         ),
     ):
         from_pretrained(tmp_path / "model", ProcessMesh.grid(tp=8))

@@ -64,7 +64,7 @@ def plain_input() -> None:
     model = parallelize(Crossed(), ProcessMesh.grid(tp=2), CROSSED)
     torch.testing.assert_close(whole(model(*inputs)), expected)
     output = model(*(part.requires_grad_() for part in inputs))
-    with pytest.raises(LayoutError, match=r"give it a layout with distribute\(\)"):
+    with pytest.raises(LayoutError, match=r"make the tensor a DTensor with distribute\(\)"):
         output.backward(distribute(torch.ones(3, 8), Layout(ProcessMesh.grid(tp=2))))
 
 
