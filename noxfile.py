@@ -1,4 +1,4 @@
-"""The commands of this repository: `./run NAME` runs a session, `./run` lists them."""
+"""The commands of this repository. `./run NAME` runs a session; `./run` lists all sessions."""
 
 import hashlib
 import json
@@ -15,28 +15,28 @@ import nox
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("mesh", "reshard", "kernels", "models")  # in the order of their dependencies
-PICTURE_TOOLS = ("altair", "vl-convert-python")  # the benchmarks run without them, and draw nothing
+PICTURE_TOOLS = ("vl-convert-python",)  # optional: without this tool benchmarks run, but draw no pictures
 PYTEST = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark")
-# pip would compile all of what it installs, which takes longer than the rest; Python compiles what is imported, if it may.
+# pip would compile all installed modules, which takes longer than the rest of the installation. Python compiles each
+# module at its first import, unless forbidden to write bytecode.
 LAZILY = () if sys.dont_write_bytecode else ("--no-compile",)
-TIME_LIMIT = (
-    "--timeout=900"  # seconds of a test; it ends one that hangs, and none that many programs beside it slow down
-)
-# A file at a time for each worker, in the order of tests/conftest.py: pytest-xdist would begin with those of the most tests.
+TIME_LIMIT = "--timeout=900"  # seconds for a test: ends a hanging test, but no test slowed down by other programs
+# Each worker takes a file at a time, in the order of tests/conftest.py. pytest-xdist's own order would start with the
+# files of the most tests.
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
-DATA_TOOLS = ("tokenizers", "pyarrow")  # of the extra weft-models[data]
+DATA_TOOLS = ("tokenizers", "pyarrow")  # the packages of the extra weft-models[data]
 MODEL_TOOLS = ("transformers", "accelerate", "peft", "tensorboard")
-TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
+TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "beautifulsoup4", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
-DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # beside torch: the reference is read from the imported packages
-# Chromium itself is the machine's.
+DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # installed with torch, as Sphinx imports the packages for the reference
+# Chromium must be installed on the machine.
 BROWSER_TOOLS = (*DASHBOARD_TOOLS, *DOCS_TOOLS, *PYTEST, "playwright", "axe-playwright-python")
 
-# What `test_with` takes for a version, and what torch's wheels pin themselves.
+# VERSION: the arguments which `test_with` takes for versions. OF_TORCH: the packages which torch's wheels pin.
 VERSION = re.compile(r"[A-Za-z][\w.-]*[=<>!~]=?\d")
 OF_TORCH = re.compile("nvidia-|cuda-|setuptools")
 
-# Imports every module of the package it is given, and prints what else was loaded.
+# A program: imports every module of the given package, and prints the other packages loaded by these imports.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 before = set(sys.modules)
@@ -47,28 +47,28 @@ loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(loaded - set(sys.stdlib_module_names) - {"weft"}))
 """
 
-nox.options.default_venv_backend = "none"  # torch is installed once, for all sessions that need it: see `_environment`
+nox.options.default_venv_backend = "none"  # sessions share environments, so torch is installed once: see `_environment`
 
-# What is not needed, uv, is not missed; and that a session was interrupted is said by `run`.
+# Messages of nox to leave out: uv is not needed, and the script `run` reports interruptions.
 UNSAID = ("uv binary not found", "Interrupted...", "interrupted.")
 nox.logger.logger.addFilter(lambda record: not any(part in record.getMessage() for part in UNSAID))
 
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """The tests, of many cases a sample: minutes. Arguments go to pytest; without any, on several workers."""
+    """Runs the tests, with a sample of the cases: minutes. Arguments go to pytest; without any, on several workers."""
     _pytest(session, *(session.posargs or WORKERS))
 
 
 @nox.session
 def test_exhaustive(session: nox.Session) -> None:
-    """The cases that `test` leaves out; arguments go to pytest. Both together are all tests."""
+    """Runs the test cases left out by `test`; arguments go to pytest. Both sessions together run all tests."""
     _pytest(session, "-m", "exhaustive and not gpu", *(session.posargs or WORKERS))
 
 
 @nox.session
 def test_with(session: nox.Session) -> None:
-    """The tests with other versions than constraints.txt picks, as torch==2.11.0; arguments that are no versions go to pytest."""
+    """Runs the tests with the given versions of packages, e.g. torch==2.11.0; further arguments go to pytest."""
     versions = [each for each in session.posargs if VERSION.match(each)]
     if not versions:
         session.error("with which versions? As in: ./run test_with torch==2.11.0 triton==3.6.0")
@@ -84,7 +84,7 @@ def test_with(session: nox.Session) -> None:
 
 @nox.session
 def test_gpu(session: nox.Session) -> None:
-    """The tests that need a GPU; they fail where there is none."""
+    """Runs the tests for a GPU; fails on a machine without a GPU."""
     found = (
         "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'no GPU: torch.cuda.is_available() is False')"
     )
@@ -94,45 +94,45 @@ def test_gpu(session: nox.Session) -> None:
 
 @nox.session
 def measure_gpu(session: nox.Session) -> None:
-    """All that a GPU decides: its tests, the tables of products, the benchmarks. --dry-run says what it runs."""
+    """On a GPU: runs the tests, measures the tables of products, runs the benchmarks. --dry-run lists the steps."""
     session.run(_weft(session), "-m", "benchmarks.measure_gpu", *session.posargs)
 
 
 @nox.session
 def test_first_hour(session: nox.Session) -> None:
-    """Clones this repository and types what its README shows, its table of results too: an hour."""
+    """Clones this repository and runs every command of the README, also those of the table of results: an hour."""
     _pytest(session, "-m", "first_hour", "--timeout=7200", *session.posargs)
 
 
 @nox.session
 def test_faults(session: nox.Session) -> None:
-    """Kills ranks of runs, 100 times or WEFT_KILLS, damages files, 10,000 or WEFT_FUZZ, and more at length; arguments go to pytest."""
+    """Kills ranks (WEFT_KILLS or 100 times), damages files (WEFT_FUZZ or 10,000), and more. Arguments go to pytest."""
     _pytest(session, "-m", "faults", "--timeout=14400", "--capture=no", *session.posargs)
 
 
 @nox.session
 def test_browser(session: nox.Session) -> None:
-    """The tests of the results' page and of the documentation in Chromium; they fail without one. CHROMIUM names its program."""
+    """Tests the results page and the documentation in Chromium, which must be installed. CHROMIUM names the program."""
     python = _environment(session, "browser", list(BROWSER_TOOLS))
-    only = ("--confcutdir=tests/browser", "-m", "browser")  # the other conftest.py needs torch
+    only = ("--confcutdir=tests/browser", "-m", "browser")  # without tests/conftest.py, which needs torch
     session.run(python, "-m", "pytest", TIME_LIMIT, *only, "tests/browser", *(session.posargs or WORKERS))
 
 
 @nox.session
 def benchmark(session: nox.Session) -> None:
-    """The benchmarks; arguments go to pytest."""
+    """Runs the benchmarks; arguments go to pytest."""
     _pytest(session, "benchmarks", "--capture=no", "--timeout=1200", *session.posargs)
 
 
 @nox.session
 def benchmark_compare(session: nox.Session) -> None:
-    """Compares a run of the benchmarks with those before it; arguments go to benchmarks/compare.py."""
+    """Compares a run of the benchmarks with earlier runs; arguments go to benchmarks/compare.py."""
     session.run(sys.executable, "-m", "benchmarks.compare", *session.posargs)  # the standard library is enough
 
 
 @nox.session
 def benchmark_keep(session: nox.Session) -> None:
-    """Adds a run of the benchmarks to benchmarks/results; arguments: the file that --benchmark-json wrote."""
+    """Adds a benchmark run to benchmarks/results. Argument: the file written by `benchmark --benchmark-json`."""
     session.run(sys.executable, "-m", "benchmarks.history", "add", *session.posargs)
 
 
@@ -144,14 +144,14 @@ def benchmark_report(session: nox.Session) -> None:
 
 @nox.session
 def dashboard(session: nox.Session) -> None:
-    """The page of the benchmarks' results in dashboard/index.html; arguments go to benchmarks/dashboard."""
+    """Builds the results page of the benchmarks, dashboard/index.html; arguments go to benchmarks/dashboard."""
     python = _environment(session, "dashboard", list(DASHBOARD_TOOLS))
     session.run(python, "-m", "benchmarks.dashboard", *session.posargs)
 
 
 @nox.session
 def train(session: nox.Session) -> None:
-    """Trains a model; arguments go to `weft train`, paths count from where you stand."""
+    """Trains a model; arguments go to `weft train`, with paths relative to the current folder."""
     _give_way(session, "train")
 
 
@@ -163,31 +163,31 @@ def data(session: nox.Session) -> None:
 
 @nox.session
 def generate(session: nox.Session) -> None:
-    """Lets a trained model go on with a text; arguments go to `weft generate`."""
+    """Generates text with a trained model; arguments go to `weft generate`."""
     _give_way(session, "generate")
 
 
 @nox.session
 def convert(session: nox.Session) -> None:
-    """Makes a checkpoint into a folder for transformers, or back; arguments go to `weft convert`."""
+    """Converts a checkpoint to a folder for transformers, or back; arguments go to `weft convert`."""
     _give_way(session, "convert")
 
 
 @nox.session
 def explain(session: nox.Session) -> None:
-    """Says what training would do on any mesh; arguments go to `weft explain`."""
+    """Shows what training would do on any mesh, without training; arguments go to `weft explain`."""
     _give_way(session, "explain")
 
 
 @nox.session
 def layout(session: nox.Session) -> None:
-    """Draws a layout, or plans a change of one; arguments go to `weft layout`."""
+    """Draws a layout, or plans a layout change; arguments go to `weft layout`."""
     _give_way(session, "layout")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff: rules and format. `-- --fix` repairs."""
+    """Checks rules and format with ruff; `./run lint --fix` repairs."""
     python = _environment(session, "lint", ["ruff"])
     session.run(python, "-m", "ruff", "check", *session.posargs)
     session.run(python, "-m", "ruff", "format", *(() if "--fix" in session.posargs else ("--check",)))
@@ -195,7 +195,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Mypy, strict."""
+    """Checks types with mypy, in strict mode."""
     session.run(_weft(session), "-m", "mypy", *session.posargs)
 
 
@@ -204,17 +204,17 @@ def docs(session: nox.Session) -> None:
     """Builds the documentation in docs/_build/html; a warning is an error. Arguments go to sphinx-build."""
     python, pages = _weft(session), ROOT / "docs"
     built = pages / "_build" / "html"
-    strict = ("-E", "-W", "--keep-going", "-q")  # all pages anew: a change of conf.py is not seen otherwise
+    strict = ("-E", "-W", "--keep-going", "-q")  # -E rebuilds all pages: Sphinx does not notice changes of conf.py
     session.run(python, "-m", "sphinx", *strict, *session.posargs, str(pages), str(built))
     session.log(f"The first page is {built / 'index.html'}")
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Builds the four wheels, and imports each where nothing but its declared dependencies is installed.
+    """Builds the four wheels, and imports each wheel in an environment with only the declared dependencies.
 
-    One bare environment grows by a wheel at a time, in the order of the dependencies: when a package is imported,
-    those that depend on it, and what they alone need, are not there yet.
+    The wheels are installed into a single bare environment, in the order of their dependencies, and each is imported
+    right after its installation. Later packages and their dependencies are not installed yet.
     """
     python = _environment(session, "wheels", ["hatchling"])
     dist, bare = ROOT / ".nox" / "dist", ROOT / ".nox" / "bare"
@@ -239,13 +239,13 @@ def wheels(session: nox.Session) -> None:
 
 
 def _packages(session: nox.Session, name: str = "weft") -> str:
-    """The python that has the four packages (editable) and what they need: torch, first of all."""
+    """The python of the environment .nox/<name> with the four packages (editable) and their dependencies."""
     editable = [argument for package in PACKAGES for argument in ("-e", f"./packages/{package}")]
     return _environment(session, name, ["torch", "hatchling", "editables"], editable)
 
 
 def _weft(session: nox.Session, name: str = "weft") -> str:
-    """The python of `_packages`, with the tools for tests and documentation: torch is there once, for all."""
+    """The python of `_packages`, after adding the tools for tests and documentation to the environment."""
     python = _packages(session, name)
     home = ROOT / ".nox" / name
     stamp, wanted = home / "tools", _digest((home / "installed").read_text(), *TEST_TOOLS, *DOCS_TOOLS)
@@ -257,7 +257,10 @@ def _weft(session: nox.Session, name: str = "weft") -> str:
 
 
 def _environment(session: nox.Session, name: str, requirements: list[str], editable: list[str] | None = None) -> str:
-    """The python of the environment .nox/<name>, which holds `requirements`; pip runs only where something changed."""
+    """The python of the environment .nox/<name> with `requirements` installed. pip runs only after a change.
+
+    editable: further arguments of `pip install`, for packages installed from this repository.
+    """
     home = ROOT / ".nox" / name
     python, stamp, constraints = home / "bin" / "python", home / "installed", _constraints(name)
     files = [constraints, *sorted(ROOT.glob("packages/*/pyproject.toml"))] if editable else [constraints]
@@ -265,7 +268,7 @@ def _environment(session: nox.Session, name: str, requirements: list[str], edita
     wanted = _digest(sys.version, str(ROOT), *requirements, *(editable or []), *texts)
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return str(python)
-    if not python.exists() or not stamp.exists():  # new, or interrupted half-way
+    if not python.exists() or not stamp.exists():  # new, or an interrupted installation
         session.run(sys.executable, "-m", "venv", "--clear", str(home))
     stamp.unlink(missing_ok=True)
     if "torch" in requirements:
@@ -278,7 +281,7 @@ def _environment(session: nox.Session, name: str, requirements: list[str], edita
 
 
 def _install(python: str, constraints: Path) -> tuple[str, ...]:
-    """The command that installs what is put after it."""
+    """The beginning of a `pip install` command, to which requirements are appended."""
     quiet = () if sys.stdout.isatty() else ("-q",)
     return (
         *(python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *LAZILY),
@@ -287,13 +290,13 @@ def _install(python: str, constraints: Path) -> tuple[str, ...]:
 
 
 def _constraints(name: str) -> Path:
-    """What pip keeps to in .nox/<name>: constraints.txt, or what `test_with` has made of it."""
+    """The constraints of pip in .nox/<name>: constraints.txt, or .nox/<name>.txt if `test_with` wrote this file."""
     own = ROOT / ".nox" / f"{name}.txt"
     return own if own.exists() else CONSTRAINTS
 
 
 def _name(requirement: str) -> str:
-    """Of `torch==2.13.0` torch."""
+    """The package of a requirement: torch for `torch==2.13.0`."""
     return re.split("[=<>!~; ]", requirement, maxsplit=1)[0].lower()
 
 
@@ -302,16 +305,17 @@ def _digest(*parts: str) -> str:
 
 
 def _say_size(session: nox.Session, pip: tuple[str, ...], constraints: Path) -> None:
-    """Asks pip which torch it would take, and says what it weighs with all the rest."""
-    report = (
-        ROOT / ".nox" / "torch.json"
-    )  # not on stdout, where pip says what conflicts with what, unless it is told to be quiet
+    """Asks pip which torch would be installed, and prints the size of the download.
+
+    pip's report goes to a file: on stdout, pip also prints conflicts of versions, unless told to be quiet.
+    """
+    report = ROOT / ".nox" / "torch.json"
     options = ["install", "--dry-run", "--ignore-installed", "--report", str(report), "torch", "-c", str(constraints)]
     answer = subprocess.run((*pip, *options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if answer.returncode:
         session.error(f"pip cannot install torch:\n{answer.stdout}")
     names = [package["metadata"]["name"] for package in json.loads(report.read_text())["install"]]
-    # The sizes are those of all wheels that constraints.txt picks for `_packages` on x86-64, Python 3.11.
+    # Sizes of all wheels which constraints.txt selects for `_packages`, on x86-64 with Python 3.11.
     if any(name.startswith("nvidia-") for name in names):
         session.log("Installing torch with CUDA: about 2.8 GB to download, unless pip has it cached.")
         if not shutil.which("nvidia-smi"):
@@ -321,22 +325,23 @@ def _say_size(session: nox.Session, pip: tuple[str, ...], constraints: Path) -> 
 
 
 def _pytest(session: nox.Session, *arguments: str, python: str | None = None) -> None:
-    # What is compiled is kept, whatever the user's shell says: else each of a thousand processes compiles Weft again, and each
-    # worker the tests, of which pytest rewrites every assertion.
+    # Bytecode is written even if the user's shell forbids it. Without bytecode, each of a thousand processes would
+    # compile Weft again, and each worker would compile the tests, in which pytest rewrites every assertion.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": None}
     session.run(python or _weft(session), "-m", "pytest", TIME_LIMIT, *arguments, env=environment)
 
 
 def _give_way(session: nox.Session, command: str) -> None:
-    """`weft` takes the place of nox, where the user stands: what is sent to the one reaches the other, and its end is theirs.
+    """Replaces the nox process by `weft COMMAND`, run in the user's current folder.
 
-    It is the last session of a call: `run` sees to that.
+    So signals reach `weft`, and the exit status is the status of `weft`. No session can follow; the script `run` makes
+    this session the last session of a call.
     """
     python = _packages(session)
     session.log(" ".join(["weft", command, *session.posargs]))
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(session.invoked_from)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `weft` is there to answer it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `weft` handles SIGINT
     arguments = (python, "-m", "weft.models.cli", command, *session.posargs)
     os.execve(python, arguments, {**os.environ, "WEFT_PROGRAM": "./run"})

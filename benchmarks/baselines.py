@@ -1,4 +1,4 @@
-"""The same Llama on torch's own tensor parallelism: what Weft's training step is measured against."""
+"""A Llama on torch's own tensor parallelism, with the same weights: the baseline of Weft's training step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.models import Llama
 from weft.models.llama.config import LlamaConfig
 from weft.models.rope import rotary_tables
 
-# As torchtitan lays a Llama out without sequence parallelism. A block's input becomes a DTensor once, at attention and
-# at mlp, so that the backward reduces one gradient there and not one for each of the three or two projections.
+# torchtitan's plan for a Llama without sequence parallelism. The input of attention and of the MLP becomes a DTensor
+# once, before the projections. So backward reduces a single gradient there, instead of a gradient for each projection.
 PLAN = {
     "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     "layers.*.self_attn": PrepareModuleInput(
@@ -38,7 +38,7 @@ PLAN = {
 
 
 class TorchLlama(nn.Module):
-    """Llama of plain torch modules, with the weights of one of ours; between them, local tensors."""
+    """A Llama of plain torch modules, with a Weft Llama's weights. Activations between modules are local tensors."""
 
     def __init__(self, source: Llama) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TorchLlama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]"""
-        cos, sin = rotary_tables(self.config.rotary, tokens.shape[1], tokens.device)  # kept from step to step
+        cos, sin = rotary_tables(self.config.rotary, tokens.shape[1], tokens.device)  # cached between steps
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -115,12 +115,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def parallelize_by_torch(model: TorchLlama, mesh: DeviceMesh) -> nn.Module:
-    """torch's tensor parallelism over the axis "tp"; data parallelism is `average_gradients`."""
+    """Lays a TorchLlama out by torch's tensor parallelism over the axis "tp".
+
+    `average_gradients` adds data parallelism.
+    """
     return parallelize_module(model, mesh["tp"], PLAN)
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """One flat all-reduce of all gradients over the data axis, as DistributedDataParallel's one bucket would be."""
+    """Averages all gradients by a single all-reduce over the data axis, as DistributedDataParallel with one bucket."""
     gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     local = [gradient for gradient in gradients if gradient is not None]
     flat = torch.cat([gradient.reshape(-1) for gradient in local])

@@ -1,9 +1,14 @@
-"""Compares a run with the median of the five before it on its device: `./run benchmark_compare [NEW] [--only-measured]`.
+"""Compares a run with earlier runs on the same device: `./run benchmark_compare [NEW] [--only-measured]`.
 
-Kernels' times are compared on one GPU model, those of a host on one CPU model with as many cores, and where the
-machine was not recorded, with none.
-A ratio is the time before over the time now, 1.10 is a tenth faster; its noise goes from the 20th percentile before over the
-80th now to the 80th before over the 20th now. What may not be is in budgets.toml; where something is, the exit status is 1.
+A time is judged by its baselines: other implementations, timed in turn with Weft in the same run. The baseline's time
+over Weft's is the case's ratio. The ratio's spread runs from the baseline's 20th percentile over Weft's 80th to the
+baseline's 80th over Weft's 20th. A case has changed if, for each baseline, the spread now and the median spread of the
+last five runs do not overlap. A slower machine slows Weft and baselines alike, and changes no ratio. A time without a
+baseline is shown and never judged. Counted figures are exact: every difference is a change.
+
+Times of kernels are compared on the same GPU model, times of a host on the same CPU model with the same number of
+cores. A run without a recorded machine is compared with no run. budgets.toml has the limits; the exit status is 1 if a
+limit is exceeded.
 """
 
 from __future__ import annotations
@@ -24,12 +29,13 @@ from benchmarks.record import Case, HistoryError, Run, Spread, naming, printable
 BUDGETS = Path(__file__).parent / "budgets.toml"
 RUNS = 5
 EXACT = ("collectives", "peak_bytes")  # beside times: what no clock takes
+UNKNOWN = Spread(0, 1, math.inf)  # the ratio to a baseline that there is not
 ROUNDING = 1e-9  # of quotients and their mean: a run at the edge passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """group, case: the least ratios of times.  counts: "NAME KEY" -> the most of a figure.  retired: "NAME" or "NAME, WAY"."""
+    """group, case: least ratios of times. counts: "NAME KEY" -> a figure's limit. retired: "NAME" or "NAME, WAY"."""
 
     group: float
     case: float
@@ -47,27 +53,48 @@ class Budgets:
             return cls(**least, counts=most, retired=frozenset(taken(raw, "retired", list)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A timed case, before and now."""
+    """A time of Weft's, now and before, by the baseline whose ratio moved the least.
+
+    baseline: that way's name; None where no other way was timed in both runs.  before, now: its time over Weft's.
+    noise: now / before, from the least to the most that the spreads of all baselines' ratios allow.
+    """
 
     case: Case
-    before: Spread
+    seconds: float  # Weft's median before
+    baseline: str | None = None
+    before: Spread = UNKNOWN
+    now: Spread = UNKNOWN
+    noise: tuple[float, float] = (0, math.inf)
 
     @property
     def ratio(self) -> float:
-        return self.before.median / self.case.seconds.median
+        """Below 1 it is slower now: beside its baseline, or by the clock where it has none."""
+        return self.now.median / self.before.median if self.baseline else self.seconds / self.case.seconds.median
 
     @property
-    def noise(self) -> tuple[float, float]:
-        now = self.case.seconds
-        return self.before.p20 / now.p80, self.before.p80 / now.p20
+    def slower(self) -> bool:
+        return self.noise[1] < 1
+
+    @property
+    def faster(self) -> bool:
+        return self.noise[0] > 1
+
+    @property
+    def word(self) -> str:
+        if self.baseline is None:
+            return "not judged"
+        return "slower" if self.slower else "faster" if self.faster else "within the spread"
 
     def __str__(self) -> str:
-        low, high = self.noise
-        told = f"{self.before.median * 1e3:.4g} ms before, {self.case.seconds.median * 1e3:.4g} ms now"
+        times = f"{self.seconds * 1e3:.4g} ms before, {self.case.seconds.median * 1e3:.4g} ms now"
         clock = " of the host" if self.case.kind == "host_time" else ""
-        return f"{self.case.title}: {self.ratio:.3f} ({low:.3f} to {high:.3f}); {told}{clock}"
+        if self.baseline is None:
+            return f"{self.case.title}: no baseline beside it, not judged; {times}{clock}"
+        moved = f"{printable(self.baseline)} over it {self.before.median:.3f} before, {self.now.median:.3f} now"
+        low, high = self.noise
+        return f"{self.case.title}: {self.ratio:.3f} ({low:.3f} to {high:.3f}); {moved}; {times}{clock}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +114,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The timed cases that were timed before, too; what breaks a budget; what is worth a word.
+    """The times of Weft's that were timed before, too; what breaks a budget; what is worth a word.
 
     counts: figures of Weft's that no clock takes and that are others than in the newest run that has them.
     """
@@ -99,20 +126,58 @@ class Comparison:
 
 
 def changes(new: Run, old: Sequence[Run]) -> list[Change]:
-    """The timed cases of `new`, beside the medians over those of `old` that timed them. Raises HistoryError."""
+    """The times of Weft's in `new`, beside the medians over those of `old` that timed them. Raises HistoryError."""
     if others := {run.device for run in old} - {new.device}:
         told = ", ".join(sorted(map(repr, others)))
         raise HistoryError(f"the run is of {new.device!r}, those before are of {told}; give runs of one device")
-    before: dict[tuple[str, ...], list[Spread]] = {}
-    for kind in TIMES:
-        for run in timed_alike(new, old, kind):
-            for case in (case for case in run.cases if case.timed and case.kind == kind):
-                before.setdefault((*case.key, kind), []).append(case.seconds)
+    now, before = _timed(new), {kind: list(map(_timed, timed_alike(new, old, kind))) for kind in TIMES}
     return [
-        Change(case, _median(before[*case.key, case.kind]))
-        for case in new.cases
-        if case.timed and (*case.key, case.kind) in before
+        _change(case, now[key], [cases[key] for cases in before[case.kind] if case.way in cases.get(key, {})])
+        for key, ways in now.items()
+        for case in ways.values()
+        if case.ours and any(case.way in cases.get(key, {}) for cases in before[case.kind])
     ]
+
+
+def _timed(run: Run) -> dict[tuple[str, str, str], dict[str, Case]]:
+    """The timed cases by group, name and kind, then by way."""
+    found: dict[tuple[str, str, str], dict[str, Case]] = {}
+    for case in (case for case in run.cases if case.timed):
+        found.setdefault((case.group, case.name, case.kind), {})[case.way] = case
+    return found
+
+
+def baselines(case: Case, ways: Mapping[str, Case]) -> dict[str, Spread]:
+    """The time of each way that ran beside a case of Weft's and is none of Weft's, over the case's time."""
+    return {way: each.seconds.over(case.seconds) for way, each in ways.items() if not each.ours}
+
+
+def _change(case: Case, now: Mapping[str, Case], before: Sequence[Mapping[str, Case]]) -> Change:
+    """before: of each earlier run that timed the case, all its ways."""
+    seconds = statistics.median(ways[case.way].seconds.median for ways in before)
+    then = [baselines(ways[case.way], ways) for ways in before]
+    found = [
+        (way, _median([ratios[way] for ratios in then if way in ratios]), ratio)
+        for way, ratio in baselines(case, now).items()
+        if any(way in ratios for ratios in then)
+    ]
+    if not found:
+        return Change(case=case, seconds=seconds)
+    moved = [after.over(earlier) for _, earlier, after in found]
+    way, earlier, after = min(found, key=lambda each: round(abs(math.log(each[2].median / each[1].median)), 9))
+    noise = min(each.p20 for each in moved), max(each.p80 for each in moved)
+    return Change(case=case, seconds=seconds, baseline=way, before=earlier, now=after, noise=noise)
+
+
+def sentence(found: Sequence[Change]) -> str:
+    """How many of the times that have a baseline changed."""
+    judged = [change for change in found if change.baseline]
+    if not judged:
+        return "no time is compared"
+    slower, faster = sum(change.slower for change in judged), sum(change.faster for change in judged)
+    if not slower + faster:
+        return f"nothing changed beyond what the machine does, of {len(judged)} times beside their baselines"
+    return f"beside their baselines {slower or 'none'} of {len(judged)} times slowed down, {faster or 'none'} sped up"
 
 
 def same_clock(one: Run, other: Run, kind: str) -> bool:
@@ -177,7 +242,7 @@ def _of_others(new: Run, old: Sequence[Run]) -> list[str]:
 def _slower(found: Sequence[Change], budgets: Budgets) -> list[str]:
     groups: dict[str, list[Change]] = {}
     for change in found:
-        if change.case.ours and change.case.kind == "time":
+        if change.baseline and change.case.kind == "time":
             groups.setdefault(change.case.group, []).append(change)
     lines = []
     for group, members in groups.items():
@@ -188,13 +253,13 @@ def _slower(found: Sequence[Change], budgets: Budgets) -> list[str]:
         lines += [
             f"{change}: under {budgets.case}, and beyond the noise"
             for change in members
-            if change.ratio < budgets.case * (1 - ROUNDING) and change.noise[1] < 1
+            if change.ratio < budgets.case * (1 - ROUNDING) and change.slower
         ]
     return lines
 
 
 def _mean(members: Sequence[Change]) -> tuple[float, float]:
-    """The geometric mean of the ratios, and the upper end of its noise: that of n cases is the root of their squares over n."""
+    """The geometric mean of the ratios, and the upper end of its noise: the root of the n cases' squares, over n."""
     mean = statistics.geometric_mean(change.ratio for change in members)
     halves = [math.log(high / low) / 2 for low, high in (change.noise for change in members)]
     return mean, mean * math.exp(math.hypot(*halves) / len(members))
@@ -286,7 +351,8 @@ def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS
     for line in unreadable:
         print(f"not read: {line}", file=sys.stderr)
     print(
-        f"{new.device}, commit {new.commit[:10]}, {new.time}, beside {len(old)} earlier runs; before / now (p20 to p80)"
+        f"{new.device}, commit {new.commit[:10]}, {new.time}, beside {len(old)} earlier runs; now / before, of "
+        "the baseline's time over Weft's (the least and the most by p20 to p80)"
     )
     print(f"on {new.where}")
     if not old:
@@ -297,7 +363,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = history.RESULTS
         print(f"note: {note}")
     for failure in comparison.failures:
         print(f"FAILED: {failure}")
-    print(f"{len(comparison.changes)} timed cases compared, {len(comparison.failures)} failures")
+    print(f"{sentence(comparison.changes)}; {len(comparison.failures)} failures")
     return 1 if comparison.failures else 0
 
 

@@ -1,4 +1,4 @@
-"""What the kernels cost once compiled, whether or not there is a GPU, and whether or not they are interpreted here."""
+"""Costs of the compiled kernels. Works without a GPU, and in a process which interprets kernels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from tests.support.limits import PATIENCE
 
 ROOT = Path(__file__).parents[1]
-Report = Mapping[str, Any]  # one of `weft.kernels.launching.aot --json`
+Report = Mapping[str, Any]  # an element of the list printed by `weft.kernels.launching.aot --json`
 
 
 def compiled(*target: str) -> list[Report]:
-    """The reports of all variants, for all targets or for those named: "sm_90", …"""
+    """The reports of all kernel variants, for the named targets ("sm_90", …), or for all targets."""
     return reported("weft.kernels.launching.aot", "--json", *(word for each in target for word in ("--target", each)))
 
 
 def reported(module: str, *arguments: str) -> list[Report]:
-    """What `python -m module` prints, as a process of its own, in which kernels are not interpreted."""
+    """The reports printed by `python -m module`, run in a separate process which does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)

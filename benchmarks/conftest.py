@@ -1,4 +1,7 @@
-"""Benchmarks run on the tests' worker processes; what they find goes into pytest-benchmark's JSON, and into a table at the end."""
+"""Fixtures of the benchmarks. Results are written to pytest-benchmark's JSON, and printed as a table at the end.
+
+Benchmarks run on the tests' worker processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["Tell", "Time", "pool"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MACHINE = machine.told()  # as the run begins, before it is a load itself
+MACHINE = machine.told()  # taken before the benchmarks themselves load the machine
 TOLD = pytest.StashKey[list[dict[str, Any]]]()
 COPY_AND_MATMUL = "torch: a copy, and a matmul"
 CEILINGS = pytest.StashKey[Mapping[str, float]]()
@@ -27,14 +30,14 @@ TIME = pytest.StashKey["Time"]()
 
 
 class Time:
-    """What there is of it: without an end, or up to one. over: whether something was left out for want of it."""
+    """The time limit of a run (None: no limit). over: whether a case was left out because the time was over."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else clock.monotonic() + seconds
         self.over = False
 
     def while_it_lasts(self, cases: Iterable[T]) -> Iterator[T]:
-        """The first of them: none is begun after the end."""
+        """Yields cases until the time is over."""
         for case in cases:
             if self._end is not None and clock.monotonic() >= self._end:
                 self.over = True
@@ -43,9 +46,10 @@ class Time:
 
 
 class Tell:
-    """tell(case, way, kind, **figures): one way to compute one thing, figures in SI units; see `benchmarks.history`.
+    """`tell(case, way, kind, **figures)` records the figures of one way to compute a case; see `benchmarks.history`.
 
-    kind: "count" of what no clock measured, "host_time" of a CPU, "time" of kernels on a GPU.
+    kind: "count" for counted figures, "host_time" for times of a CPU, "time" for times of kernels on a GPU.
+    figures: in SI units.
     """
 
     def __init__(self, request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> None:
@@ -59,7 +63,7 @@ class Tell:
         self._told.append({**named, "stats": {}, "extra_info": extra})
 
     def measuring(self, measure: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `measure` returns: it takes its own times, of several ways in turn, so it is run once."""
+        """Calls `measure` once and returns the result. `measure` itself times several ways in turn."""
         found: T = self._benchmark.pedantic(measure, args, kwargs, rounds=1, iterations=1)
         return found
 
@@ -75,7 +79,7 @@ def time(request: pytest.FixtureRequest) -> Time:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--within", type=float, metavar="SECONDS", help="leave out what would begin later")
+    parser.addoption("--within", type=float, metavar="SECONDS", help="start no test or case after this time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,20 +93,20 @@ def _begins_in_time(time: Time) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run that left something out for want of time, and is right otherwise, says so."""
+    """Exits with UNFINISHED if the run passed, but left cases out because the time was over."""
     if session.exitstatus == pytest.ExitCode.OK and session.config.stash[TIME].over:
         session.exitstatus = UNFINISHED
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    """What was told stands for the tests that told it: pytest-benchmark has seen how long they took."""
+    """Replaces pytest-benchmark's entries of tests which called `tell`, as they have only the tests' durations."""
     told = config.stash.get(TOLD, [])
     tests = {each["fullname"] for each in told}
     output_json["benchmarks"] = [each for each in output_json["benchmarks"] if each["fullname"] not in tests] + told
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Of which device the run is, on what machine, with which versions, and what the device can do."""
+    """Adds the device, the machine, the versions, and the measured ceilings of a GPU."""
     gpu = torch.cuda.is_available()
     machine_info["device"] = torch.cuda.get_device_name() if gpu else "cpu"
     machine_info["machine"] = MACHINE
@@ -111,7 +115,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: Any, group_by: str) -> list[Any]:
-    """No table of how long the tests took: `pytest_terminal_summary` has what they found."""
+    """Prints no table of the tests' durations. `pytest_terminal_summary` prints the results."""
     return []
 
 
@@ -125,7 +129,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _ceilings(config: pytest.Config) -> Mapping[str, float]:
-    """Measured once; where that fails, it is told as a case, and there are none."""
+    """The GPU's ceilings, measured once a run.
+
+    A failed measurement is recorded as a failed case, and the result is empty.
+    """
     if CEILINGS not in config.stash:
         failed = Failures()
         config.stash[CEILINGS] = {}

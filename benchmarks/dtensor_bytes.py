@@ -1,10 +1,11 @@
-"""Bytes that one rank receives in `DTensor.redistribute`, counted on meshes larger than the machine.
+"""Counts the bytes which a rank receives in `DTensor.redistribute`, on meshes larger than the machine.
 
-A process of its own takes torch's fake process group of 64 ranks, meta tensors, and rank 0 of each mesh: nothing is sent,
-and the collectives that DTensor issues are seen by a dispatch mode. Shapes are even, so what rank 0 receives all do.
+A separate process uses torch's fake process group of 64 ranks and meta tensors, and acts as rank 0 of each mesh.
+Nothing is sent: a dispatch mode sees the collectives of DTensor. Shapes divide evenly, so all ranks receive as many
+bytes as rank 0.
 
-On a mesh of CPUs, DTensor replaces its all-to-all by an all-gather and a slice; on other devices, and with meta
-tensors, it issues the all-to-all. Both are counted; the plans are the same.
+On a mesh of CPUs, DTensor replaces an all-to-all by an all-gather and a slice. On other devices, and with meta tensors,
+DTensor issues the all-to-all. Both counts are taken; the plans are the same.
 """
 
 from __future__ import annotations
@@ -33,18 +34,15 @@ RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """received: bytes per pair; on_cpu: the same where its all-to-all is an all-gather and a slice.
-
-    planning: the time that the planning of each pair took, on the host.
-    """
+    """The bytes received in DTensor's layout changes of a case, for each pair of layouts."""
 
     received: tuple[int, ...]
-    on_cpu: tuple[int, ...]
-    planning: Timed
+    on_cpu: tuple[int, ...]  # if each all-to-all is an all-gather and a slice
+    planning: Timed  # host time of DTensor's planning
 
 
 def counted(work: Sequence[tuple[Case, list[Pair]]], *, min_cost: bool = False) -> list[Counted]:
-    """`DTensor.redistribute` for each pair; min_cost: with the search that torch keeps behind a private switch."""
+    """Counts `DTensor.redistribute` for each pair. min_cost: use the min-cost search, a private switch of torch."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_count_all, list(work), min_cost).result()
 
@@ -55,7 +53,7 @@ def placements(layout: Placements) -> list[Placement]:
 
 
 class _Received(TorchDispatchMode):
-    """Adds up what arrives from other ranks, as ring or direct collectives deliver it."""
+    """Adds up the bytes received from other ranks by ring or direct collectives, within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +61,7 @@ class _Received(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor unwraps it first, so that what it starts is seen too
+            return NotImplemented  # DTensor then unwraps the tensors, and its collectives reach this mode
         result = func(*args, **(kwargs or {}))
         namespace, name = func.name().partition(".")[0].split("::")
         if namespace not in ("_c10d_functional", "_dtensor") or name in ("wait_tensor", "_wrap_tensor_autograd"):
@@ -72,23 +70,24 @@ class _Received(TorchDispatchMode):
         if name == "all_gather_into_tensor":  # (input, ranks, group)
             self.bytes += (args[1] - 1) * local
             self.bytes_on_cpu += (args[1] - 1) * local
-        elif name == "shard_dim_alltoall":  # (input, gather_dim, shard_dim, group): of p parts of the input, one stays
+        elif name == "shard_dim_alltoall":  # (input, gather_dim, shard_dim, group): one of p parts stays
             ranks = dist.distributed_c10d._resolve_process_group(args[3]).size()
             self.bytes += (ranks - 1) * local // ranks
             self.bytes_on_cpu += (ranks - 1) * local
         else:
-            raise AssertionError(f"{name} is issued where there is nothing to reduce; count it, too")
+            raise AssertionError(f"DTensor issued {name}, which is not counted; add its bytes to _Received")
         return result
 
 
 def _count_all(work: list[tuple[Case, list[Pair]]], min_cost: bool) -> list[Counted]:
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises to flatten axes, once a mesh
+    # Silences an advice to flatten axes, given for each mesh
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     with _fake_world(), _planner(min_cost) as seconds:
         return [_count(case, pairs, seconds) for case, pairs in work]
 
 
 def _count(case: Case, pairs: list[Pair], seconds: list[float]) -> Counted:
-    """seconds: where the planner notes its times."""
+    """Counts the pairs of a case. seconds: the list to which `_planner` appends the planning times."""
     received, on_cpu = [], []
     ranks = torch.arange(torch.Size(case.mesh).numel()).view(case.mesh)
     mesh = DeviceMesh("meta", ranks, mesh_dim_names=tuple("abcd"[: len(case.mesh)]))
@@ -118,9 +117,10 @@ def _fake_world() -> Iterator[None]:
 
 @contextmanager
 def _planner(min_cost: bool) -> Iterator[list[float]]:
-    """Has DTensor plan with or without the private switch; gives the list to which each planning's seconds are added.
+    """Times DTensor's planning within the context, with or without the min-cost search. Yields the list of seconds.
 
-    The search prices links by the devices of a host; with all ranks on one host all links are alike, as in our figures.
+    The search prices links by the number of devices on a host. Here all ranks are on one host, so all links are equal,
+    as in Weft's figures.
     """
     from torch.distributed.device_mesh import _mesh_resources
     from torch.distributed.tensor import _redistribute

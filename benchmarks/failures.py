@@ -1,4 +1,4 @@
-"""What another package's way raises is told and ends no run; what Weft's own ways raise ends it."""
+"""Records errors of other packages' ways, so that the run continues. Errors of Weft's ways end the run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from benchmarks.record import ours, printable
 
 
 class Failures(dict[str, str]):
-    """Why each way failed, in one line."""
+    """The reason of each failed way, in one line."""
 
     @contextmanager
     def of(self, way: str) -> Iterator[None]:
-        """What fails inside is kept as a failure of the way, and the memory that it held is freed; Weft's is raised."""
+        """Records an error raised inside as the failure of `way`, and frees the failed call's memory.
+
+        Errors of Weft's ways are raised.
+        """
         try:
             yield
-        except Exception as error:  # whatever a package that is not ours does on this machine
+        except Exception as error:  # packages may raise any error on this machine
             if ours(way):
                 raise
             self[way] = printable(f"{type(error).__name__}: {error}".splitlines()[0])
-            traceback.clear_frames(error.__traceback__)  # which hold the tensors of a call that ran out of memory
+            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of a call which ran out of memory
             gc.collect()
-            with suppress(RuntimeError):  # of a GPU that no longer answers: each way tells that itself
+            with suppress(RuntimeError):  # if the GPU no longer answers, each further way fails, too
                 torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Checks ways to a loss, times them, weighs them, and makes a table of it."""
+"""Checks and times ways to compute a loss, measures their memory, and prints a table."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Row = dict[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """What no way does without, at the rate of a call that does nothing else: 100% of the roofline.
+    """The roofline: the least work of a way, at the measured rate of a call which does only such work.
 
-    told: it in words.  call: the name of that call.  unit: "bytes" or "flop".  done: by the call.  needed: by a way.
+    A way at this rate has 100% of the roofline.
     """
 
-    told: str
-    call: str
-    unit: str
-    done: int
-    needed: int
+    told: str  # the least work, in words
+    call: str  # the name of the call
+    unit: str  # "bytes" or "flop"
+    done: int  # the work of the call, in units
+    needed: int  # the least work of a way, in units
 
     def of(self, row: Row, rows: Mapping[str, Row]) -> Row:
-        """The figures of a way; the share of the roofline where the call was timed, and by the same timer."""
+        """The figures of a way: rate, and the share of the roofline if the call was timed by the same timer."""
         seconds, call = float(row["seconds_median"]), rows.get(self.call)
         figures: Row = {self.unit: self.needed, f"{self.unit}_per_second": self.needed / seconds}
         if call is None or call["timer"] != row["timer"]:
@@ -43,31 +43,34 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """rows: the figures of each way.  absent: ways whose package is not installed.  failed: why, of each."""
+    """The results of a case: the figures of each way to compute the case."""
 
     case: str
-    rows: Mapping[str, Row]
-    absent: Sequence[str]
-    failed: Mapping[str, str]
+    rows: Mapping[str, Row]  # by way
+    absent: Sequence[str]  # ways whose package is not installed
+    failed: Mapping[str, str]  # the reason of each failed way
     measures: Sequence[Measure]
 
     def roofline(self, way: str) -> float:
-        """Raises AssertionError where no share of it could be made."""
+        """The way's share of the roofline.
+
+        Raises AssertionError if the way and the roofline's call had different timers.
+        """
         row = self.rows[way]
         assert "roofline" in row, (
-            f"{way} was timed by {row['timer']}, and what it is measured by was not: see the table"
+            f"{way} was timed by {row['timer']}, and the call of the roofline was not: see the table"
         )
         return float(row["roofline"])
 
     def __str__(self) -> str:
-        """A table."""
+        """The results as a table."""
         head = f"{'':42}{'ms':>9}{'p20 to p80':>18}{'timer':>8}{'of roofline':>15}{'GB above inputs and gradients':>31}"
         lines = [f"{self.case}: forward and backward", head, *map(self._line, self.rows)]
         lines += [f"{name:42}not installed" for name in self.absent]
         lines += [f"{name:42}failed: {error}" for name, error in self.failed.items()]
         if len({row["timer"] for row in self.rows.values()}) > 1:
             lines.append(
-                "by events the time may include waits for the host, by graph it does not: their ratio says little"
+                "times by events may include waits for the host, times by graph do not: do not compare the two"
             )
         return "\n".join([*lines, *map(str, self.measures)])
 
@@ -92,12 +95,13 @@ class Found:
 def measured(
     ways: Ways, truth: Truth, calls: Mapping[str, Way], measure: Measure, clock: Clock, *, rounds: int, sets: int
 ) -> dict[str, Row]:
-    """The figures of each way that is right, and of the calls that they are measured by; a way that fails is among `ways.failed`.
+    """Checks and times all ways and the roofline's calls. Failed ways are added to `ways.failed`.
 
-    Of each: seconds and the timer; on a GPU the bytes that it held above inputs and gradients. Of the ways also their errors,
-    their share of the roofline, and on a GPU what Weft's kernels cost.
-    sets: of operands, that ways take in turn.
-    Raises Inaccurate, or whatever else a way of Weft's raises.
+    calls: the calls of the roofline. sets: the number of sets of operands, which ways take in turn.
+    Returns a row for each way and call: the seconds and the timer; on a GPU also the peak bytes above inputs and
+    gradients.
+    A way's row also has the errors, the share of the roofline, and on a GPU the compiled cost of Weft's kernels.
+    Raises Inaccurate and all other errors of Weft's ways.
     """
     errs: dict[str, dict[str, float]] = {}
     for name, way in ways.made.items():
@@ -117,9 +121,9 @@ def measured(
 
 
 def held(way: Way) -> Row:
-    """Bytes at the most above what was there before and the gradients that are returned; those of the gradients.
+    """The peak bytes of a call on a GPU, above earlier tensors and returned gradients; and the bytes of the gradients.
 
-    As tensors ask for them: what the allocator rounds them up to depends on what it kept from earlier calls.
+    Counts requested bytes. Allocated bytes are rounded up, by an amount which depends on earlier calls.
     """
     torch.cuda.synchronize()
     before = _requested("current")

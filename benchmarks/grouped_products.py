@@ -1,4 +1,4 @@
-"""The ways to products of groups of rows that are timed in turn: the kernels, and torch's GEMM of one group after the other."""
+"""Ways to compute products of groups of rows: Weft's kernels, and a torch GEMM for each group in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.kernels.matmul.configurations import Configuration
 
 from benchmarks.products import BF16, KERNEL, TORCH, Format, Truth, Way, chosen, sampled
 
-# Groups, columns of an expert's output and of its input: up or gate, and down.
+# The number of experts, and the columns of an expert's output and input. up stands for gate, too.
 EXPERTS = {
     "Mixtral 8x7B up": (8, 14336, 4096),
     "Mixtral 8x7B down": (8, 4096, 14336),
@@ -23,20 +23,20 @@ EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """a [M, K], b [G, K, N] and grad [M, N], and where the groups end, on the device and on the host; they are equally long."""
+    """Operands of a grouped product, in G groups of equally many rows."""
 
-    a: Tensor
-    b: Tensor
-    grad: Tensor
-    offsets: Tensor
-    ends: tuple[int, ...]
+    a: Tensor  # [M, K]
+    b: Tensor  # [G, K, N]
+    grad: Tensor  # [M, N]
+    offsets: Tensor  # the end of each group
+    ends: tuple[int, ...]  # the same, on the host
     out: torch.dtype
 
     @classmethod
     def of(
         cls, groups: int, M: int, N: int, K: int, device: str, format: Format = BF16, transposed: str = ""
     ) -> Groups:
-        """M: in all. transposed: "b" where b's columns are contiguous."""
+        """Draws operands with M rows in all. transposed: "b" makes the columns of b contiguous."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -52,7 +52,7 @@ class Groups:
 
 
 def of_rows(given: Groups, configuration: Configuration | None = None) -> dict[str, Way]:
-    """a[rows] @ b[g] of each group. configuration: of the kernel alone."""
+    """Ways to compute a[rows] @ b[g] for each group. configuration: of the kernel."""
     a, b = given.a, given.b
     out = torch.empty(len(a), b.shape[-1], dtype=given.out, device=a.device)
 
@@ -71,7 +71,7 @@ def of_rows(given: Groups, configuration: Configuration | None = None) -> dict[s
 
 
 def of_weights(given: Groups, configuration: Configuration | None = None) -> dict[str, Way]:
-    """a[rows].T @ grad[rows] of each group, one below the other."""
+    """Ways to compute a[rows].T @ grad[rows] for each group, stacked along the rows. configuration: of the kernel."""
     a, grad = given.a, given.grad
     out = torch.empty(given.b.shape, dtype=given.out, device=a.device)
 
@@ -90,7 +90,7 @@ def of_weights(given: Groups, configuration: Configuration | None = None) -> dic
 
 
 def truth_of_rows(given: Groups) -> Truth:
-    """Rows of each group, which end in its last."""
+    """The product in float64, at some rows of each group, including the group's last row."""
     of_groups = [rows.start + sampled(rows.stop - rows.start) for rows in given.rows() if rows.stop > rows.start]
     full = [b for b, rows in zip(given.b, given.rows(), strict=True) if rows.stop > rows.start]
     values = [chosen(given.a, rows).double() @ b.double() for rows, b in zip(of_groups, full, strict=True)]
@@ -98,7 +98,7 @@ def truth_of_rows(given: Groups) -> Truth:
 
 
 def truth_of_weights(given: Groups) -> Truth:
-    """Rows of each group's matrix."""
+    """The gradients in float64, at some rows of each group's matrix."""
     K = given.a.shape[1]
     rows = sampled(K)
     values = [given.a[of, rows].double().mT @ given.grad[of].double() for of in given.rows()]

@@ -2,16 +2,18 @@
 
     python -m benchmarks.history add FILE [--device NAME] [--commit ID]
 
-takes FILE, which `./run benchmark --benchmark-json FILE` wrote, writes results/<device>/<UTC time>_<short commit>.json, a
-`record.Run`, and renews index.json beside it: the list of runs, oldest first. Of each benchmark in pytest-benchmark's JSON are taken
+reads FILE, written by `./run benchmark --benchmark-json FILE`. The command writes a `record.Run` as
+results/<device>/<UTC time>_<short commit>.json, and renews index.json in the same folder: the list of runs, oldest
+first. The record has from each benchmark in pytest-benchmark's JSON
 
     name    extra_info["case"], or the test's name without "test_" and without the id of the way
     group   its group, or the name of its file without "test_"
     way, kind, status    extra_info's, or "Weft", "host_time" and "measured"
 
-and each further word and number of extra_info under its own key. A host_time that brings no seconds_median has
-pytest-benchmark's own. Device, machine, versions and ceilings are machine_info's; a benchmark named "ceilings" adds to them: in its
-extra_info "device", "commit" and "dirty" mean the run, any other word is a version, any other number a ceiling.
+and each further word and number of extra_info under its own key. A host_time without seconds_median gets
+pytest-benchmark's median. Device, machine, versions and ceilings come from machine_info, and from the extra_info of a
+benchmark named "ceilings": there "device", "commit" and "dirty" describe the run, other words are versions, and other
+numbers are ceilings.
 """
 
 from __future__ import annotations

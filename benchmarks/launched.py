@@ -1,4 +1,4 @@
-"""What the kernels that a call launches cost, as triton compiled them in this process for the sizes that they were given."""
+"""The cost of the kernels which a call launches, as compiled by Triton in this process for the call's sizes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-COST = ("registers", "spill_bytes", "shared_bytes")  # of a thread, of a thread, of a program
+COST = ("registers", "spill_bytes", "shared_bytes")  # per thread, per thread, per program
 
 
 def cost(way: Callable[[], object]) -> dict[str, float | str]:
-    """The most of each of COST among Weft's kernels that a call of the way launches, and how they are launched.
+    """The largest figures of COST among Weft's kernels launched by a call of the way, and the kernels' "configuration".
 
-    It is read from where triton 3.6 and 3.7 keep what they compiled, which is no public place: without the figures, and with
-    the reason in "configuration", where that is another.
+    The figures are read from private caches of Triton 3.6 and 3.7. If these are different in the installed Triton, the
+    figures are absent and "configuration" has the reason.
     """
     try:
         kernels = _launched(way)
@@ -27,7 +27,7 @@ def cost(way: Callable[[], object]) -> dict[str, float | str]:
 
 
 def functions() -> Iterator[Any]:
-    """Weft's triton functions, of the packages that are imported."""
+    """Yields the Triton functions of Weft's imported modules."""
     import triton
 
     for name, module in list(sys.modules.items()):
@@ -36,7 +36,11 @@ def functions() -> Iterator[Any]:
 
 
 def _launched(way: Callable[[], object]) -> list[tuple[str, Any]]:
-    """The names and the compiled forms: for this call triton starts without any, and finds them again on its disk."""
+    """The names and compiled kernels of a call.
+
+    Triton's caches in memory are empty during the call, so that only launched kernels are in the caches afterwards.
+    Triton then loads the kernels from its cache on disk.
+    """
     kept = [(function, function.device_caches) for function in functions()]
     try:
         for function, _ in kept:
@@ -59,7 +63,7 @@ def _figures(kernel: Any) -> dict[str, int]:
 
 
 def _configuration(kernel: Any) -> str:
-    """Its blocks and its warps."""
+    """The kernel's block sizes and number of warps, as text."""
     names = kernel.src.fn.arg_names
     constants = {names[place[0]]: value for place, value in kernel.src.constants.items()}
     blocks = [f"{name} {value}" for name, value in constants.items() if name.startswith("BLOCK")]

@@ -1,4 +1,4 @@
-"""The ways to compute a layer and its gradients that are timed against Weft's: torch's own ops, those compiled, Liger's."""
+"""Ways to compute a layer and its gradients: Weft's op, torch's eager ops, the same ops compiled, and Liger's op."""
 
 from __future__ import annotations
 
@@ -16,32 +16,29 @@ from benchmarks.losses import Made, Ways
 
 WIDE = ("x", "y", "table")
 HEAD = 128
-NEVER = 1e-12  # a chance at which numbers are drawn and no element is dropped, so that all ways give the same
-Layer = Callable[..., Any]  # of a set of operands: an output, or a tuple of them
+NEVER = 1e-12  # a dropout probability: random numbers are drawn, but no element is dropped, so all ways agree
+Layer = Callable[..., Any]  # maps a set of operands to an output, or to a tuple of outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A layer. weft, eager: of the operands, which are named in `takes`, as `operands` makes them.
-
-    liger: module and name of Liger's function, and what it takes after the operands; None where it has none of the same meaning.
-    passes: over [N, H] that no way does without, in forward and in backward.
-    """
+    """A layer to benchmark, and the functions which compute the layer."""
 
     weft: Layer
     eager: Layer
-    takes: str
-    passes: tuple[int, int]
+    takes: str  # the names of the operands, which `operands` makes
+    passes: tuple[int, int]  # the fewest reads and writes of an [N, H] tensor, in forward and in backward
+    # The module and name of Liger's function, and the arguments after the operands; None if Liger has no such function.
     liger: tuple[str, str, tuple[Any, ...]] | None = None
 
     @property
     def wide(self) -> int:
-        """How many operands are [N, H]."""
+        """The number of operands of shape [N, H]."""
         return sum(name in WIDE for name in self.takes.split())
 
 
 def drops(p: float) -> Case:
-    """Dropout with residual add, of this chance."""
+    """Dropout with probability p, and a residual addition."""
     return Case(
         weft=lambda x, y: kernels.dropout(x, p, 0, residual=y), eager=lambda x, y: y + F.dropout(x, p),
         takes="x y", passes=(3, 2),
@@ -53,7 +50,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As transformers has it."""
+    """rope, as in transformers."""
     heads = x.unflatten(-1, (-1, 2 * cos.shape[-1]))  # [N, heads, D]
     first, second = heads.chunk(2, -1)
     cos, sin = (torch.cat((each, each), -1).unsqueeze(-2).to(x.dtype) for each in (cos, sin))
@@ -61,7 +58,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As transformers has it for GPT-J."""
+    """Interleaved rope, as in transformers' GPT-J."""
     heads = x.unflatten(-1, (-1, 2 * cos.shape[-1]))  # [N, heads, D]
     cos, sin = (each.repeat_interleave(2, -1).unsqueeze(-2).to(x.dtype) for each in (cos, sin))
     turned = torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2)
@@ -93,7 +90,8 @@ CASES = {
         liger=("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", (1e-6, 0.0, "llama", False)),
     ),
     "layer_norm": Case(
-        weft=kernels.layer_norm, eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b), takes="x weight bias", passes=(2, 3),
+        weft=kernels.layer_norm, eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+        takes="x weight bias", passes=(2, 3),
         liger=("layer_norm", "LigerLayerNormFunction", (1e-5,)),
     ),
     "add_layer_norm": Case(
@@ -130,7 +128,10 @@ CASES = {
 def operands(
     case: Case, N: int, H: int, device: str, seed: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, ...]:
-    """Of bf16's values, at random; each has a gradient, but for N tokens of a table with N rows, and angles, in float32, of heads."""
+    """Draws a case's operands: random numbers which bf16 can represent, all with gradients.
+
+    The exceptions have no gradient: N tokens for a table of N rows, and cosines and sines in float32.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     D = min(HEAD, H)
     rates = torch.logspace(0, -4, D // 2, device=device)
@@ -153,7 +154,7 @@ def leaves(given: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def upstream_of(outputs: tuple[Tensor, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Gradients of the outputs, the same for all ways, of bf16's values."""
+    """Upstream gradients, the same for all ways: random numbers which bf16 can represent."""
     generator = torch.Generator(outputs[0].device).manual_seed(7)
     shapes = [each.shape for each in outputs]
     return [torch.randn(shape, device=outputs[0].device, generator=generator).bfloat16().to(dtype) for shape in shapes]
@@ -164,8 +165,8 @@ def as_tuple(found: Any) -> tuple[Tensor, ...]:
 
 
 def ways_of(case: Case, sets: list[tuple[Tensor, ...]], backward: bool) -> Ways:
-    """Forward alone, or with backward. A call takes the next set of operands."""
-    # After eight sizes torch calls a function that it should compile as it stands, and warns of that alone.
+    """The ways to compute a case, forward alone or with backward. Each call takes the next set of operands."""
+    # torch compiles a function for eight sizes; further sizes would run uncompiled, with only a warning.
     torch.compiler.reset()
     ways = Ways()
     like = as_tuple(case.eager(*sets[0]))
@@ -182,20 +183,20 @@ def ways_of(case: Case, sets: list[tuple[Tensor, ...]], backward: bool) -> Ways:
         if liger is None:
             ways.absent.append("Liger")
         else:
-            # Its rope writes over what it is given, and over the gradient.
+            # Liger's rope overwrites the operands and the upstream gradient.
             add("Liger", lambda: liger, [tuple(map(_copied, given)) for given in sets])
     return ways
 
 
 def liger_layer(case: Case) -> Layer | None:
-    """Liger's layer of the same operands; None where it is not installed."""
+    """Liger's layer for the same operands; None if Liger is not installed or has no such layer."""
     if case.liger is None or not importlib.util.find_spec("liger_kernel"):
         return None
     module, name, more = case.liger
     function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """It turns queries and keys in one call: x, and beside it one head, which nobody reads."""
+        """Liger's rope, which rotates queries and keys in one call: here queries x, and a single unused key head."""
         queries = x.unflatten(-1, (-1, 2 * cos.shape[-1]))[None].transpose(1, 2)  # [1, heads, N, D]
         key = torch.empty_like(queries[:, :1])
         turned: Tensor = function.apply(queries, key, cos[None], sin[None])[0]
@@ -203,7 +204,7 @@ def liger_layer(case: Case) -> Layer | None:
 
     def layer(*given: Tensor) -> Any:
         found = function.apply(*given, *more)
-        return found[::-1] if module == "fused_add_rms_norm" else found  # it gives the norm first
+        return found[::-1] if module == "fused_add_rms_norm" else found  # Liger returns the norm first
 
     return turn if module == "rope" else layer
 

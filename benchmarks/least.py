@@ -1,6 +1,7 @@
-"""The least that is known to do for a training step's communication, by formula, beside what the model itself records.
+"""The least communication known for a training step, by formula, beside the communication recorded from the model.
 
-A family is one more config, a plan one more row. The formulas know sizes alone: no layout, no module, no plan of a reshard.
+To add a family, add a config to FAMILIES; to add a plan, add a row to ROWS. The formulas use sizes only, and no
+layouts, modules or reshard plans.
 """
 
 from __future__ import annotations
@@ -17,11 +18,8 @@ from weft.models import Communication, GPTConfig, LlamaConfig, QwenConfig, lora,
 from weft.models.families import make_model
 from weft.models.step.communication import Phase
 
-B, T, ITEM = (
-    8,
-    32,
-    4,
-)  # rows, tokens in a row, bytes of a float32, in which parameters, their gradients and the residual stream are
+# Rows, tokens of a row, and bytes of an element of the parameters, gradients and residual stream, which are float32.
+B, T, ITEM = 8, 32, 4
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_layers": 1, "num_heads": 8, "max_seq_len": 64, "intermediate_size": 96
 }  # fmt: skip
@@ -36,29 +34,27 @@ PARTS = ("block, forward", "block, backward", "ends, forward", "ends, backward",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A plan on a mesh. plan: what differs from the model's own. lower: whether layers compute in bfloat16, by autocast.
-
-    adapters: the rank of those that are trained alone, beside the queries' projection and the one that ends the attention.
-    """
+    """A plan on a mesh."""
 
     name: str
     mesh: dict[str, int]
-    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
-    lower: bool = False
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)  # the fields which differ from the model's own plan
+    lower: bool = False  # whether layers compute in bfloat16, by autocast
+    # The rank of adapters beside the query and output projections, or 0. With adapters only the adapters are trained.
     adapters: int = 0
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis; 1 where there is none."""
+        """The number of ranks along an axis; 1 if the mesh has no such axis."""
         return self.mesh.get(axis, 1)
 
     @property
     def item(self) -> int:
-        """Bytes of an activation that products take or give, and of its gradient."""
+        """Bytes of an element of the products' inputs, outputs, and their gradients."""
         return ITEM // 2 if self.lower else ITEM
 
     @property
     def where(self) -> str:
-        """As "dp2 x tp4"."""
+        """The mesh as text: "dp2 x tp4"."""
         return " x ".join(f"{axis}{size}" for axis, size in self.mesh.items())
 
 
@@ -87,7 +83,7 @@ ROWS = [
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Collectives by kind, and the bytes that a rank receives by them."""
+    """The number of collectives by kind, and the bytes which a rank receives in all these collectives."""
 
     kinds: Counter[str]
     nbytes: float
@@ -98,18 +94,21 @@ class Amount:
 
 
 def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
-    """What one decoder block needs in forward or in backward: each is the other's dual, so both need the same.
+    """The least communication of a decoder block, in forward or in backward, which is the dual of forward.
 
-    Where all of it is computed again, backward needs the forward's too, but for the reduction that ends the block: nothing reads
-    that result again. Where products and what was received are kept, it needs none of them.
+    With full recompute, backward also repeats the communication of forward, except the reduction at the block's end,
+    whose result nothing reads again. With selective recompute, products and received tensors are kept, so nothing is
+    repeated.
 
-    tp: Shoeybi et al. 2019, figure 4: an all-reduce where the attention ends and one where the MLP does; under sequence
-    parallelism (Korthikanti et al. 2022, section 4.2.2) a gather and a scatter in place of each, of as many bytes.
-    cp: keys and values gathered together, their gradients scattered together; or (Jacobs et al. 2023, section 3.2) queries, keys
-    and values from tokens to heads in one all-to-all, and the output back in another.
+    tp: an all-reduce at the end of the attention and another at the end of the MLP (Shoeybi et al. 2019, figure 4).
+    Under sequence parallelism an all-gather and a reduce-scatter, of as many bytes in all, replace each all-reduce
+    (Korthikanti et al. 2022, section 4.2.2).
+    cp, all-gather: keys and values are gathered together, and their gradients are scattered together.
+    cp, ulysses: an all-to-all of queries, keys and values from tokens to heads, and another all-to-all of the output
+    back (Jacobs et al. 2023, section 3.2).
     """
     dp, cp, tp = (row.size(axis) for axis in ("dp", "cp", "tp"))
-    tokens = B / dp * T / cp  # of a rank
+    tokens = B / dp * T / cp  # on a rank
     kinds: Counter[str] = Counter()
     stream, nbytes = tokens * config.hidden_size * row.item, 0.0
     if tp > 1:
@@ -133,15 +132,18 @@ def least_of_a_block(config: Any, row: Row, phase: Phase) -> Amount:
 
 
 def least_of_the_ends(config: Any, row: Row, phase: Phase) -> Amount:
-    """What a step needs beside its blocks' communication: the embedding, the head and the loss.
+    """The least communication of a step outside the blocks: in the embedding, the head and the loss.
 
-    tp: the rows that a rank looks up are added up, once, as a block's results are; the head's dual adds up the gradients of what it is
-    given (Shoeybi et al. 2019, section 3). The loss of sharded logits needs 12 bytes a token of every rank, three numbers, and of tokens
-    that are sharded the sum of one number over the n ranks that have others, 2 (n - 1) / n of it, in whole numbers.
-    adapters: backward ends at those of the first block. It needs no gradient of what enters that block, nor of the embedding.
+    tp: the rows which the ranks look up in the embedding are summed once, as at the end of a block. The head's
+    backward sums the gradients of the head's input (Shoeybi et al. 2019, section 3). The loss of sharded logits
+    gathers 12 bytes, three numbers, for each token and rank.
+    Sharded tokens: the loss is summed over the n ranks with different tokens, a single number: 2 (n - 1) / n of its
+    bytes, rounded up.
+    adapters: backward ends at the adapters of the first block. No gradient of this block's input or of the embedding is
+    needed.
     """
     dp, cp, tp = (row.size(axis) for axis in ("dp", "cp", "tp"))
-    tokens = B / dp * T / cp  # of a rank
+    tokens = B / dp * T / cp  # on a rank
     kinds: Counter[str] = Counter()
     nbytes = 0.0
     part, sequence = (tp - 1) / tp * tokens * config.hidden_size, row.plan.get("sequence")
@@ -158,11 +160,12 @@ def least_of_the_ends(config: Any, row: Row, phase: Phase) -> Amount:
 
 
 def least_of_gradients(config: Any, row: Row) -> Amount:
-    """An all-reduce of what is trained over the n ranks whose gradients are addends, 2 (n - 1) / n of a rank's bytes.
+    """The least communication of gradients: an all-reduce over the n ranks which hold addends of the same gradient.
 
-    Patarasuk and Yuan 2009, theorem 1. Of what tp shards, and of what does the same on each of its ranks, these are the ranks that see
-    other tokens. Of what tp leaves whole and applies to shards of tokens or to heads, they are those of tp too. Each of the two in one
-    bucket, as so small a model's gradients travel.
+    An all-reduce receives 2 (n - 1) / n of a rank's bytes (Patarasuk and Yuan 2009, theorem 1).
+    Parameters sharded by tp, or used alike on every rank of tp: the n ranks are the ranks with different tokens.
+    Parameters replicated over tp but applied to shards of tokens or to heads: the n ranks include the ranks of tp.
+    The gradients of so small a model fit in one bucket for each of the two kinds.
     """
     data, tp = row.size("dp") * row.size("cp"), row.size("tp")
     whole = _left_whole(config)
@@ -181,20 +184,22 @@ def least_of_gradients(config: Any, row: Row) -> Amount:
 
 
 def _left_whole(config: Any) -> dict[str, int]:
-    """Elements of the parameters that tp does not shard, by what they are applied to; of tokens, those that sequence parallelism shards.
+    """The number of elements of parameters not sharded by tp, by the activations which the parameters are applied to.
 
-    The bias of a layer whose results are added up has the gradient of all tokens on every rank, as the layer's product needs it whole.
+    "shards of tokens": activations which sequence parallelism shards along the tokens.
+    "all tokens": the biases of row-parallel layers, whose gradients have all tokens on every rank, because the layer's
+    product needs the full upstream gradient.
     """
     H, layers = config.hidden_size, config.num_layers
     norms = (2 * layers + 1) * H
-    if isinstance(config, GPTConfig):  # whose norms have biases
+    if isinstance(config, GPTConfig):  # norms of GPT-2 have biases
         return {"shards of tokens": 2 * norms + config.max_seq_len * H, "all tokens": 2 * layers * H, "heads": 0}
     has_head_norms = isinstance(config, QwenConfig) and config.version == 3
     return {"shards of tokens": norms, "heads": 2 * layers * config.head_dim if has_head_norms else 0}
 
 
 def recorded(config: Any, row: Row) -> Communication:
-    """What rank 0 communicates in a step; see `weft.models.record`."""
+    """The communication of rank 0 in a step, by `weft.models.record`."""
     with torch.device("meta"):
         model = make_model(config)
     if row.adapters:
@@ -205,18 +210,22 @@ def recorded(config: Any, row: Row) -> Communication:
 
 
 def compared(name: str, row: Row) -> dict[str, tuple[Amount, Amount]]:
-    """Recorded and least, of a family under a plan: a block, what is beside the blocks, and the gradients of a model of one block."""
+    """The recorded and the least communication of a family under a plan, for each of PARTS.
+
+    A block's communication is the difference between models of two blocks and of one block. Gradients are those of one
+    block.
+    """
     config = FAMILIES[name]
     one, two = (recorded(dataclasses.replace(config, num_layers=count), row) for count in (1, 2))
     found: dict[str, tuple[Amount, Amount]] = {}
     phases: tuple[Phase, ...] = ("forward", "backward")
     for phase in phases:
         less, more = (each.select(phase=phase) for each in (one, two))
-        second = Amount(more.counts - less.counts, more.nbytes - less.nbytes)  # what a second block adds
+        second = Amount(more.counts - less.counts, more.nbytes - less.nbytes)  # added by a second block
         rest = Amount(less.counts - second.kinds, less.nbytes - second.nbytes)
         found[f"block, {phase}"] = second, least_of_a_block(config, row, phase)
         found[f"ends, {phase}"] = rest, least_of_the_ends(config, row, phase)
     gradients = one.select(phase="gradients")
     found["gradients"] = Amount(gradients.counts, gradients.nbytes), least_of_gradients(config, row)
-    assert found.keys() == set(PARTS), "a part more is one of the table"
+    assert found.keys() == set(PARTS), "PARTS names every compared part"
     return found

@@ -1,6 +1,6 @@
-"""The ways to compute a loss and its gradients that are timed and weighed against Weft's: torch's, Liger's, Apple's.
+"""Ways to compute a loss and the gradients: Weft's, torch's, Liger's and Apple's, to compare times and memory.
 
-A way takes the given sets of operands in turn, call by call.
+Each call of a way takes the next of the given sets of operands.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FLOAT32 = "Weft, float32 gradient"
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """loss: one number; of a shard its statistics, [N, 3].  gradients: of the operands that require them, in their order."""
+    """The result of a call of a way."""
 
-    loss: Tensor
-    gradients: Sequence[Tensor]
+    loss: Tensor  # a scalar; for `of_a_shard` the shard's statistics, [N, 3]
+    gradients: Sequence[Tensor]  # of the operands which require a gradient, in the operands' order
 
 
 Way = Callable[[], Made]
@@ -40,14 +40,17 @@ Way = Callable[[], Made]
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """made: by name.  absent: those whose package is not installed.  failed: why the others are not timed."""
+    """The ways to compute a case, by name."""
 
     made: dict[str, Way] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)
-    failed: Failures = field(default_factory=Failures)
+    absent: list[str] = field(default_factory=list)  # ways whose package is not installed
+    failed: Failures = field(default_factory=Failures)  # the reason of each failed way
 
     def add(self, name: str, operands: Operands, make: Callable[[], Callable[..., Tensor]], package: str = "") -> None:
-        """make: imports what it needs and gives the loss as a function of a set of operands."""
+        """Adds a way.
+
+        make: imports the package and returns the loss, a function of a set of operands. package: required by `make`.
+        """
         with self.failed.of(name):
             if package and not importlib.util.find_spec(package):
                 self.absent.append(name)
@@ -56,12 +59,12 @@ class Ways:
 
 
 def may_be_captured(name: str) -> bool:
-    """Whether a way is known to wait for no device, which a CUDA graph cannot: Liger asks for numbers on the host."""
+    """Whether a CUDA graph can capture the way: the host must not wait for the device, as it does in Liger."""
     return ours(name) or name in (EAGER, AGAIN)
 
 
 def of_logits(operands: Operands) -> Ways:
-    """To the gradient of a mean cross-entropy of logits [N, V]."""
+    """Ways to compute a mean cross-entropy of logits [N, V], and the gradient of the logits."""
     ways = Ways()
     ways.add("Weft", operands, lambda: cross_entropy)
     for name in (EAGER, AGAIN):
@@ -72,7 +75,10 @@ def of_logits(operands: Operands) -> Ways:
 
 
 def of_a_shard(operands: Operands) -> Ways:
-    """The kernels of one of SHARDS shards; the gather left out, as if the others' statistics added nothing."""
+    """Weft's kernels for the first of SHARDS shards, without the gather.
+
+    The other shards' statistics count as adding nothing.
+    """
     classes = operands[0][0].shape[1]
     options, size = Options(), SHARDS * classes + SHARDS - 1  # the last shards may hold a class less
     upstream = torch.ones((), device=operands[0][0].device)
@@ -94,7 +100,7 @@ def of_a_shard(operands: Operands) -> Ways:
 
 
 def of_products(operands: Operands) -> Ways:
-    """To both gradients of a mean linear cross-entropy of x, weight and target."""
+    """Ways to compute a mean linear cross-entropy of x, weight and target, and both gradients."""
     ways = Ways()
     ways.add("Weft", operands, lambda: linear_cross_entropy)
     ways.add(FLOAT32, [_with_float32_gradient(*each) for each in operands], lambda: linear_cross_entropy)
@@ -107,17 +113,20 @@ def of_products(operands: Operands) -> Ways:
         ways.absent.append("torch, chunked")
     ways.add("Liger", operands, _liger_linear, package="liger_kernel")
     ways.add("CCE", operands, _cce, package="cut_cross_entropy")
-    # CCE leaves out the gradients of classes that are unlikely, and at the start of a training all are.
+    # CCE skips the gradients of unlikely classes. At the start of training all classes are unlikely.
     ways.add("CCE, unfiltered", operands, lambda: _cce(filter_eps=None), package="cut_cross_entropy")
     return ways
 
 
 def three_gemms(x: Tensor, weight: Tensor) -> Callable[[], object]:
-    """What no linear cross-entropy does without: the logits, and the products of their gradient with both factors."""
+    """The three GEMMs which every linear cross-entropy needs.
+
+    The GEMMs compute the logits, and the products of the logits' gradient with both factors.
+    """
     x, weight = x.detach(), weight.detach()
     logits = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     torch.mm(x, weight.mT, out=logits)
-    scores = logits / logits.shape[1] ** 0.5  # random data: on zeros a GPU draws less power and runs faster
+    scores = logits / logits.shape[1] ** 0.5  # random data: with zeros, a GPU draws less power and runs faster
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
 
     def way() -> None:
@@ -129,7 +138,7 @@ def three_gemms(x: Tensor, weight: Tensor) -> Callable[[], object]:
 
 
 def copying(sources: Sequence[Tensor]) -> Callable[[], object]:
-    """A copy of each in turn, into memory of its own that is there."""
+    """Copies the sources in turn, one source a call, into memory allocated in advance."""
     turns = itertools.cycle([(source, torch.empty_like(source)) for source in sources])
 
     def way() -> None:
@@ -145,7 +154,7 @@ def _in_turn(call: Callable[..., Made], operands: Operands) -> Way:
 
 
 def _backward_of(loss: Callable[..., Tensor], operands: Operands) -> Way:
-    """Forward and backward, the gradients left to whoever wants them."""
+    """A way which runs forward and backward, and returns the gradients instead of accumulating them in `.grad`."""
 
     def made(*tensors: Tensor) -> Made:
         found = loss(*tensors)
@@ -163,7 +172,7 @@ def _eager_linear(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _with_float32_gradient(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """The weight as a leaf of its own on the same memory: the dtype of a gradient is an attribute of the leaf."""
+    """The operands with a new leaf on the weight's memory, whose `grad_dtype` is float32."""
     leaf = weight.detach().requires_grad_()
     leaf.grad_dtype = torch.float32
     return x, leaf, target
@@ -178,7 +187,7 @@ def _liger() -> Callable[..., Tensor]:
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     def liger(logits: Tensor, target: Tensor) -> Tensor:
-        # It writes the gradient over the logits, which are the others' too.
+        # Liger overwrites the logits with the gradient, and other ways still need the logits.
         loss: Tensor = LigerCrossEntropyFunction.apply(logits.clone(), target, None)[0]
         return loss
 

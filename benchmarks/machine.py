@@ -1,4 +1,4 @@
-"""What machine a run of the benchmarks is of: times of another are not its history."""
+"""Identifies the machine of a benchmark run. Only times of the same machine are comparable."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def told() -> dict[str, str | int | float]:
-    """The model of its CPU; the cores that this process may use; the load of the last minute, in processes that ran or waited."""
+    """The CPU model; the number of cores available to this process; and the mean load over the last minute."""
     return {"cpu": model(), "cores": cores(), "load": round(os.getloadavg()[0], 2)}
 
 
 def model(cpuinfo: Path = CPUINFO) -> str:
-    """As Linux calls it; elsewhere the architecture."""
+    """The CPU's model name on Linux; on other systems the architecture."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(filter(None, named), platform.processor() or platform.machine())

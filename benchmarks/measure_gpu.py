@@ -1,14 +1,16 @@
-"""`python -m benchmarks.measure_gpu`: all that a GPU decides, in one command: the tests there, the tables, the benchmarks, the run kept.
+"""`python -m benchmarks.measure_gpu`: runs the GPU tests, measures the tables of products, runs the benchmarks.
 
-    python -m benchmarks.measure_gpu                  # all pieces, one after the other: 25 minutes on one GPU
-    python -m benchmarks.measure_gpu --seconds 560    # those that fit; call it again until it says that all are done
-    python -m benchmarks.measure_gpu tune-bf16        # this one, whatever was done
-    python -m benchmarks.measure_gpu --dry-run        # what it would run
+    python -m benchmarks.measure_gpu                  # all pieces in order: 25 minutes on one GPU
+    python -m benchmarks.measure_gpu --seconds 560    # the pieces which fit; repeat until "all pieces are done"
+    python -m benchmarks.measure_gpu tune-bf16        # only this piece, even if done already
+    python -m benchmarks.measure_gpu --dry-run        # list the pieces
 
-It needs torch, triton, pytest and the four packages, installed or in PYTHONPATH; the pieces that benchmark need pytest-benchmark too.
-What is done is kept in outputs/measure_gpu, by device, so that the next call goes on; `--anew` forgets it. What was measured when a tuning
-ran out of time stays in the table, and the next call goes on behind it. Afterwards the tables of `weft.kernels` and benchmarks/results
-are changed: commit them.
+Needs torch, triton, pytest and the four packages, installed or in PYTHONPATH. Benchmark pieces also need
+pytest-benchmark.
+The state of each piece is kept in outputs/measure_gpu, by device, and the next call continues with the remaining
+pieces; `--anew` deletes this state. A tuning which runs out of time keeps the measured rows in the table, and
+continues there in the next call. The tables of `weft.kernels` and the folder benchmarks/results are changed: commit
+both.
 """
 
 from __future__ import annotations
@@ -35,29 +37,26 @@ from benchmarks.record import folder_name
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "outputs" / "measure_gpu"
 TABLES = tuple(ROOT / "packages/kernels/src/weft/kernels/matmul" / name for name in ("measured.json", "in_steps.json"))
-UNFINISHED = 75  # the exit status of what goes on when it is called again: EX_TEMPFAIL of sysexits.h
-MARGIN = 30  # seconds to end in: what is asked to stop does so after the product that it is at
+UNFINISHED = 75  # exit status of a command to be called again: EX_TEMPFAIL of sysexits.h
+MARGIN = 30  # seconds to end a piece: it stops after the product being measured
 DONE, OUT_OF_TIME, FAILED = "done", "out of time", "failed"
-WORKERS = min(8, os.cpu_count() or 1)  # that compile kernels side by side, where pytest-xdist is installed
+WORKERS = min(8, os.cpu_count() or 1)  # test processes compiling kernels in parallel, if pytest-xdist is installed
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """seconds: after which it is ended. needs: modules. gpus: at the least. goes_on: a second call does what the first had no time for.
-
-    run: the file of pytest-benchmark's that it writes.
-    """
+    """A command of the measurement: tests, a tuning, or benchmarks."""
 
     name: str
-    command: tuple[str, ...]
-    seconds: int
-    needs: tuple[str, ...] = ()
-    gpus: int = 1
-    goes_on: bool = False
-    run: str | None = None
+    command: tuple[str, ...]  # arguments of python
+    seconds: int  # the time limit, after which the command is killed
+    needs: tuple[str, ...] = ()  # required modules
+    gpus: int = 1  # the fewest GPUs needed
+    goes_on: bool = False  # whether a second call continues where the first ran out of time
+    run: str | None = None  # the file for pytest-benchmark's JSON
 
     def left_out(self, gpus: int) -> str | None:
-        """Why it cannot be run here."""
+        """The reason why the piece cannot run on this machine; None if it can."""
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if absent:
             return f"{', '.join(absent)} not installed"
@@ -91,7 +90,7 @@ def _benchmark(name: str, seconds: int, *arguments: str) -> Piece:
 
 LOSSES = ("tests/kernels/cross_entropy", "tests/kernels/linear_cross_entropy")
 ON_RANKS = ("tests/kernels/matmul/test_overlapped.py", "tests/models/test_context_on_gpus.py")
-# In the order in which they are run: what is right, the tables, and by these the benchmarks.
+# In the order of running: tests, then tuning of the tables, then benchmarks, which use the tables.
 PIECES = (
     _tests("products", 150, "tests/kernels/matmul"),
     _tests("losses", 120, *LOSSES),
@@ -116,7 +115,10 @@ PIECES = (
 
 
 def due(pieces: Iterable[Piece], states: Mapping[str, str], gpus: int) -> list[Piece]:
-    """Those that can be run here and are not done: first those that have had no turn. What cannot go on has one turn."""
+    """The pieces to run: all which can run here and are not done, and pieces never started come first.
+
+    A piece which ran out of time is run again only if it can continue (`goes_on`).
+    """
     had = (DONE, OUT_OF_TIME)
     waiting = [
         each
@@ -127,7 +129,10 @@ def due(pieces: Iterable[Piece], states: Mapping[str, str], gpus: int) -> list[P
 
 
 def run(piece: Piece, kept: Path) -> dict[str, Any]:
-    """What became of it; its output is shown, and kept."""
+    """Runs a piece, shows the output, and writes the output to a log in the folder `kept`.
+
+    Returns the piece's state, exit status and seconds.
+    """
     kept.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     process = subprocess.Popen(
@@ -136,7 +141,7 @@ def run(piece: Piece, kept: Path) -> dict[str, Any]:
     )  # fmt: skip
     end = threading.Timer(piece.seconds, _end, (process.pid,))
     end.start()
-    assert process.stdout is not None, "it is a pipe"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         with (kept / f"{piece.name}.log").open("wb") as log:
             for line in process.stdout:
@@ -152,13 +157,13 @@ def run(piece: Piece, kept: Path) -> dict[str, Any]:
 
 
 def _end(process: int) -> None:
-    """With all that it has started."""
+    """Kills a process and the processes started by it."""
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
 
 
 def merge(kept: Path) -> Path | None:
-    """What the pieces measured, as one run in a file as pytest-benchmark's; None where nothing was measured."""
+    """Merges all pieces' benchmark results into run.json, a file like pytest-benchmark's. None without results."""
     files = [kept / each.run for each in PIECES if each.run is not None]
     runs: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files if file.exists()]
     if not runs:
@@ -171,9 +176,9 @@ def merge(kept: Path) -> Path | None:
 def measure(
     pieces: Sequence[Piece], kept: Path, seconds: float | None = None, out: Path | None = None
 ) -> dict[str, Any]:
-    """Runs the pieces that fit; what became of all is written down as each one ends.
+    """Runs the pieces which fit into the time, and writes states to pieces.json after each piece. Returns the states.
 
-    seconds: that all may take. out: where tables, runs and logs are copied to.
+    seconds: the time for all pieces. out: a folder to copy the tables, results and logs to.
     """
     start, file = time.monotonic(), kept / "pieces.json"
     told: dict[str, Any] = read(file)
@@ -195,7 +200,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def copy_to(out: Path, kept: Path) -> None:
-    """The tables, the run and what became of the pieces: five files at the most."""
+    """Copies the tables, the results, the states of the pieces and the logs to the folder `out`: at most five files."""
     out.mkdir(parents=True, exist_ok=True)
     logs = sorted(kept.glob("*.log"))
     (out / "log.txt").write_text("\n".join(f"== {each.stem}\n{each.read_text(errors='replace')}" for each in logs))
@@ -205,14 +210,17 @@ def copy_to(out: Path, kept: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.measure_gpu", description="All that a GPU decides.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.measure_gpu",
+        description="Measures everything on a GPU: tests, tables of products, benchmarks.",
+    )
     names = [each.name for each in PIECES]
-    parser.add_argument("piece", nargs="*", help=f"of {', '.join(names)}; all that are due without one")
-    parser.add_argument("--seconds", type=float, help="begin no piece that may not fit; the next call goes on")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="copy the tables, the run and the logs there, too")
-    parser.add_argument("--commit", help="what is measured, where there is no repository")
-    parser.add_argument("--anew", action="store_true", help="forget what is done")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run")
+    parser.add_argument("piece", nargs="*", help=f"of {', '.join(names)}; by default all pieces not done yet")
+    parser.add_argument("--seconds", type=float, help="time for all pieces; the next call runs the pieces left")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also copy tables, results and logs to this folder")
+    parser.add_argument("--commit", help="the measured commit, if there is no repository")
+    parser.add_argument("--anew", action="store_true", help="run all pieces again")
+    parser.add_argument("--dry-run", action="store_true", help="list the pieces without running them")
     options = parser.parse_args(arguments)
     if unknown := {*options.piece} - {*names}:
         parser.error(f"no piece is named {', '.join(sorted(unknown))}; give one of {', '.join(names)}")
@@ -220,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     gpus = torch.cuda.device_count()
     if not gpus and not options.dry_run:
-        sys.exit("there is no GPU to measure on: torch.cuda.is_available() is False; --dry-run says what would be run")
+        sys.exit("there is no GPU to measure on: torch.cuda.is_available() is False; --dry-run lists the pieces")
     kept = KEPT / folder_name(torch.cuda.get_device_name() if gpus else "none")
     if options.anew and not options.dry_run:
         shutil.rmtree(kept, ignore_errors=True)
@@ -243,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = merge(kept)
     if run is not None and not any(each.run for each in left):
         print(f"\nthe run is kept in {history.add(run, commit=options.commit)}")
-    print(f"\nto be called again for: {', '.join(each.name for each in left)}" if left else "\nall pieces are done")
+    print(f"\ncall again for: {', '.join(each.name for each in left)}" if left else "\nall pieces are done")
     failed = [name for name, each in told.items() if each["state"] == FAILED]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; see {kept}")

@@ -1,4 +1,4 @@
-"""What a computation holds and multiplies, counted on tensors without data: the same on any machine."""
+"""Counts a computation's memory and GEMM flop on tensors without data, so that results are the same on any machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Held(TorchDispatchMode):
-    """Within it: `peak_bytes`, the most that tensors made inside held at once, and `gemm_flop`."""
+    """Counts, within the context, `peak_bytes` (the peak memory of tensors made inside) and `gemm_flop`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class Held(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Held now."""
+        """Bytes of the tensors alive now."""
         self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
         return sum(size for _, size in self._alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 takes its out_dtype for beta on tensors without data
+        if func is torch.ops.aten.addmm.dtype_out:  # on meta tensors, torch 2.11 mistakes out_dtype for beta
             made = kwargs["out"]
         else:
             made = func(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
-"""The ways to a product, and to one with what follows it, that are timed in turn: Weft's, torch's, Liger's.
+"""Ways to compute a product, with and without an epilogue: Weft's, torch's and Liger's.
 
-100% is what torch's GEMM reaches of the same product in the same run, followed by the same epilogue compiled.
+100% is the speed of torch's GEMM followed by the compiled epilogue, for the same product in the same run.
 """
 
 from __future__ import annotations
@@ -21,58 +21,61 @@ from weft.kernels.matmul.configurations import MEASURED, Configuration, Kind
 from benchmarks.failures import Failures
 from benchmarks.timing import Clock, Timed, in_turn
 
-# Rows of a weight and its columns: query, key and value together, the output's, gate or up, down.
+# Rows and columns of a weight. qkv: queries, keys and values together. o: the output projection. up: gate or up.
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (14336, 4096), "down": (4096, 14336)}
 LLAMA_70B = {"qkv": (10240, 8192), "o": (8192, 8192), "up": (28672, 8192), "down": (8192, 28672)}
 SHAPES = {
     f"Llama {size} {name}": of for size, all_ in (("8B", LLAMA_8B), ("70B", LLAMA_70B)) for name, of in all_.items()
 }
 TOKENS = (1024, 2048, 4096, 8192, 16384)
-TORCH = "torch"  # the GEMM, and the epilogue compiled
-AGAIN = "torch, again"  # the noise
+TORCH = "torch"  # the GEMM and the compiled epilogue
+AGAIN = "torch, again"  # the same way again, to show the noise
 EPILOGUE = "torch, the epilogue compiled"
-AUTOTUNED = "torch.compile, max-autotune"  # which takes long to compile
+AUTOTUNED = "torch.compile, max-autotune"  # takes long to compile
 KERNEL = "Weft, the kernel"
 STEP = 64  # rows of the smallest tiles
 Way = Callable[[], Tensor]
 
 
 class Inaccurate(AssertionError):
-    """A way is farther from float64 than rounding explains."""
+    """The error of a way against float64 is larger than rounding explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Some rows of a product, whole, in float64; and which they are."""
+    """Some full rows of a product in float64."""
 
-    rows: Tensor
+    rows: Tensor  # the indices of the rows
     values: Tensor
 
 
 def sampled(rows: int) -> Tensor:
-    """Rows that are checked: of each STEP one at random, so that every tile has some, and the last."""
+    """Indices of the rows to check: a random row of every STEP rows, so that each tile has some, and the last row."""
     starts = torch.arange(0, rows, STEP)
     within = torch.randint(STEP, starts.shape, generator=torch.Generator().manual_seed(rows))
     return torch.cat([starts + within, starts.new_tensor([rows - 1])]).clamp(max=rows - 1).unique()
 
 
 def chosen(x: Tensor, rows: Tensor) -> Tensor:
-    """These rows; of 8 bits in 16, which hold the same numbers: torch may have no kernel that picks rows of 8."""
+    """The given rows of x.
+
+    8-bit numbers are converted to bf16, without rounding, as torch may lack a kernel to index 8-bit tensors.
+    """
     return (x.bfloat16() if x.dtype.itemsize == 1 else x)[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How factors are multiplied. allowed: error of a way, of the largest element."""
+    """The dtypes of a product."""
 
-    dtype: torch.dtype
-    out: torch.dtype
-    allowed: float
+    dtype: torch.dtype  # of the factors
+    out: torch.dtype  # of the output
+    allowed: float  # the largest error of a way, relative to the largest element
     tf32: bool = False
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Inside, float32 is multiplied so."""
+        """Within the context, float32 is multiplied in tf32 if `tf32`, else in full precision."""
         settings = torch.backends.cuda.matmul
         before = settings.fp32_precision
         settings.fp32_precision = "tf32" if self.tf32 else "ieee"
@@ -85,8 +88,8 @@ class Format:
 FORMATS = {
     "bf16": Format(torch.bfloat16, torch.bfloat16, 2.0**-7),  # an ulp
     "fp16": Format(torch.float16, torch.float16, 2.0**-10),
-    "fp32": Format(torch.float32, torch.float32, 2.0**-14),  # sums of up to 2**15, each rounded to 24 bits
-    "tf32": Format(torch.float32, torch.float32, 2.0**-9, tf32=True),  # factors are cut to 11 bits
+    "fp32": Format(torch.float32, torch.float32, 2.0**-14),  # sums of up to 2**15 terms, rounded to 24 bits
+    "tf32": Format(torch.float32, torch.float32, 2.0**-9, tf32=True),  # tf32 cuts factors to 11 bits
     "fp8": Format(torch.float8_e4m3fn, torch.bfloat16, 2.0**-7),
 }
 BF16 = FORMATS["bf16"]
@@ -94,17 +97,17 @@ BF16 = FORMATS["bf16"]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """a [M, K], b and up [K, N] and a bias [N]; scales of a's rows and b's columns for 8 bits. Outputs are about randn."""
+    """The operands of a product. Outputs are approximately standard normal."""
 
-    a: Tensor
-    b: Tensor
-    up: Tensor
-    bias: Tensor
-    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    a: Tensor  # [M, K]
+    b: Tensor  # [K, N]
+    up: Tensor  # [K, N]
+    bias: Tensor  # [N]
+    scales: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)  # of a's rows and b's columns, for 8-bit factors
 
     @classmethod
     def of(cls, M: int, N: int, K: int, device: str, format: Format = BF16, transposed: str = "b") -> Factors:
-        """transposed: as of `Class`."""
+        """Draws operands. transposed: the transposed factors, as in `Class`."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -114,14 +117,14 @@ class Factors:
             drawn = normal(cols, rows).mT if name in transposed else normal(rows, cols)
             return (drawn * scale).to(format.dtype)
 
-        eight = format.dtype.itemsize == 1  # small numbers would have few bits
+        eight = format.dtype.itemsize == 1  # 8-bit factors are scaled outside, as small 8-bit numbers have few bits
         of_b = 1.0 if eight else K**-0.5
         scales = (normal(M).abs(), torch.full((N,), K**-0.5, device=device)) if eight else (None, None)
         factors = factor("a", M, K), factor("b", K, N, of_b), factor("b", K, N, of_b)
         return cls(*factors, normal(N).to(format.out), scales)
 
     def wide(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """a, of which these rows, b, up and the bias in float64, with the scales."""
+        """The given rows of a, and b, up and the bias, in float64 with the scales applied."""
         a, b, up, bias = (each.double() for each in (chosen(self.a, rows), self.b, self.up, self.bias))
         of_a, of_b = self.scales
         return (
@@ -132,16 +135,19 @@ class Factors:
         )
 
     def with_one_scale(self) -> Factors:
-        """Of each factor of 8 bits one, of all its elements."""
+        """The same operands with a single scale for each factor."""
         one, other = (None if each is None else each.mean() for each in self.scales)
-        assert one is not None and other is not None, "of 8 bits"
+        assert one is not None and other is not None, "8-bit factors have scales"
         return replace(self, scales=(one, other))
 
 
 def by_kernel(
     given: Factors, bias: Tensor | None, activation: str | None, configuration: Configuration | None
 ) -> Tensor:
-    """By the Triton kernel, whatever is measured; without a configuration by that which the table or the rule has."""
+    """The product by the Triton kernel, even where another way was measured to be faster.
+
+    configuration: None for the table's or the rule's configuration.
+    """
     from weft.kernels.matmul import launch
 
     a, b = given.a, given.b
@@ -151,7 +157,7 @@ def by_kernel(
 
 
 def plain(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """a @ b. configuration: of the kernel alone."""
+    """Ways to compute a @ b. configuration: of the kernel."""
     a, b = given.a, given.b
     tuned = torch.compile(torch.mm, mode="max-autotune-no-cudagraphs", dynamic=False)
     return {
@@ -164,14 +170,17 @@ def plain(given: Factors, configuration: Configuration | None = None) -> dict[st
 
 
 def with_gelu(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """gelu(a @ b + bias). Of 8 bits torch's is the torch path of the op: that is what runs in the kernel's place."""
+    """Ways to compute gelu(a @ b + bias). configuration: of the kernel.
+
+    For 8-bit factors TORCH is the op's torch path, which runs where the kernel does not.
+    """
     a, b, bias, (of_a, of_b) = given.a, given.b, given.bias, given.scales
     ways: dict[str, Way] = {
         "Weft": lambda: matmul(a, b, bias=bias, activation="gelu", a_scale=of_a, b_scale=of_b),
         KERNEL: lambda: by_kernel(given, bias, "gelu", configuration),
     }
     if of_a is not None:
-        assert of_b is not None, "both have scales, or none has"
+        assert of_b is not None, "both factors have scales, or neither has"
         scales = of_a, of_b
         with_epilogue = torch.compile(_scaled_gelu, dynamic=False)
         return ways | {
@@ -187,7 +196,7 @@ def with_gelu(given: Factors, configuration: Configuration | None = None) -> dic
 
 
 def gated_by_kernel(given: Factors, configuration: Configuration | None) -> Tensor:
-    """As `by_kernel`, of two products and their gate."""
+    """silu(a @ b) * (a @ up) by the Triton kernel; see `by_kernel`."""
     from weft.kernels.matmul import launch
 
     out = given.bias.new_empty(len(given.a), given.b.shape[1])
@@ -196,7 +205,7 @@ def gated_by_kernel(given: Factors, configuration: Configuration | None) -> Tens
 
 
 def gated(given: Factors, configuration: Configuration | None = None) -> dict[str, Way]:
-    """silu(a @ b) * (a @ up)."""
+    """Ways to compute silu(a @ b) * (a @ up). configuration: of the kernel."""
     a, b, up = given.a, given.b, given.up
     compiled = torch.compile(_swiglu, dynamic=False)
     ways: dict[str, Way] = {
@@ -225,11 +234,11 @@ def _swiglu(a: Tensor, b: Tensor, up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class What:
-    """What is multiplied and what follows it. of: as the table names it; truth: of a, b, up and the bias."""
+    """A kind of product: the ways to compute it, and the true value."""
 
-    of: Kind
+    of: Kind  # the kind's name in the table of measurements
     ways: Callable[..., dict[str, Way]]
-    truth: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    truth: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from a, b, up and the bias
     format: Format = BF16
 
     def factors(
@@ -258,13 +267,13 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of a product of these sizes, what each way took that is right; why the others failed. tuned: whether the table has it."""
+    """The times of all ways to compute a product."""
 
     kind: str
     sizes: tuple[int, int, int]
-    timed: Mapping[str, Timed]
-    failed: Mapping[str, str]
-    tuned: bool
+    timed: Mapping[str, Timed]  # by way, of the accurate ways
+    failed: Mapping[str, str]  # the reason of each failed way
+    tuned: bool  # whether the table of measurements has this class of products
 
     @property
     def flop(self) -> int:
@@ -276,7 +285,7 @@ class Compared:
         return f"{self.kind}, {' x '.join(map(str, self.sizes))} {dtype}"
 
     def of_torch(self, way: str) -> float:
-        """torch's time over this way's: of the GEMM with the epilogue compiled, where there are two."""
+        """torch's time divided by this way's time. torch's way is EPILOGUE if present, else TORCH."""
         return self.timed[EPILOGUE if EPILOGUE in self.timed else TORCH].median / self.timed[way].median
 
     def __str__(self) -> str:
@@ -292,13 +301,14 @@ class Compared:
 def compared(
     kind: str, M: int, N: int, K: int, device: str, clock: Clock, rounds: int = 20, autotuned: bool = False
 ) -> Compared:
-    """Each way checked against float64, then timed, in turn. Raises Inaccurate, or whatever a way of Weft's raises.
+    """Checks each way against float64, and times the accurate ways in turn.
 
-    autotuned: with torch's, compiled so that it tries many.
+    autotuned: include AUTOTUNED, in which torch.compile tries many GEMMs.
+    Raises Inaccurate and all other errors of Weft's ways.
     """
     from weft.kernels.matmul.launch import class_of
 
-    # Each size is compiled anew: after eight torch calls a function as it stands, and warns of that alone.
+    # torch compiles a function for eight sizes; further sizes would run uncompiled, with only a warning.
     torch.compiler.reset()
     what, failed = KINDS[kind], Failures()
     given = what.factors(M, N, K, device)
@@ -314,7 +324,7 @@ def compared(
 
 
 def check(name: str, found: Tensor, truth: Truth, allowed: float = BF16.allowed) -> None:
-    """Raises Inaccurate."""
+    """Raises Inaccurate if an error exceeds `allowed` times the largest element."""
     error, largest = float((found[truth.rows].double() - truth.values).abs().max()), float(truth.values.abs().max())
     if not error <= allowed * largest:
-        raise Inaccurate(f"{name} errs by {error:.3g}, of {largest:.3g} at the most")
+        raise Inaccurate(f"{name} errs by {error:.3g}; the largest element is {largest:.3g}")

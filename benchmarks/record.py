@@ -36,11 +36,19 @@ def ours(way: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds: the median, and the 20th and the 80th percentile."""
+    """A time in seconds, or a ratio of two times: the median, and the 20th and the 80th percentile."""
 
     p20: float
     median: float
     p80: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self.p20, self.p80
+
+    def over(self, other: Spread) -> Spread:
+        """The ratio of this time to another: from the one's 20th percentile over the other's 80th to the reverse."""
+        return Spread(self.p20 / other.p80, self.median / other.median, self.p80 / other.p20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +137,7 @@ class Run:
     """The cases that were measured together: one device, one commit, one time (UTC).
 
     versions: of python, torch, triton, weft, ….  ceilings: what the device can do at the most, in SI units.
-    machine: "cpu", its model; "cores" that the run may use; "load", of the minute before it. Empty where it was not recorded.
+    machine: "cpu", the model; "cores" available to the run; "load" of the minute before the run. Empty if not recorded.
     Raises ValueError for cases of other devices, for one case twice, and for a kernel's time on a CPU.
     """
 
@@ -163,7 +171,7 @@ class Run:
                 raise ValueError(f"{case.title} is a kernel's time, of a CPU; a CPU's is of kind 'host_time'")
 
     def clock(self, kind: str) -> tuple[Figure, ...] | None:
-        """What its times of that kind are of: times are compared where that is the same. None where it was not recorded."""
+        """The GPU or CPU behind times of this kind: only equal ones are compared. None if the run did not record it."""
         if kind == "time":
             return (self.device,)
         return (self.machine["cpu"], self.machine["cores"]) if {"cpu", "cores"} <= self.machine.keys() else None

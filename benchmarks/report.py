@@ -1,7 +1,7 @@
 """A run in Markdown, for the summary of a CI job: `python -m benchmarks.report FILE [--against FILE]`.
 
-FILE is a run of the history, or what pytest-benchmark wrote. Each figure of a way stands with its ratio to Weft's: 1.30 beside a
-time is a way that takes 1.30 times as long as Weft.
+FILE is a run of the history, or a file of pytest-benchmark. Each baseline's figure has its ratio to Weft's figure:
+1.30 beside a time means 1.30 times as long as Weft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import history
-from benchmarks.compare import changes
+from benchmarks.compare import changes, sentence
 from benchmarks.figures import TIMES, by_baseline, figures, ordered, other_timer, quantity, ratios
 from benchmarks.record import STATUSES, Case, HistoryError, Run, printable
 
@@ -84,14 +84,14 @@ def _cell(case: Case | None, weft: Case | None, label: str, over: dict[tuple[tup
 
 
 def _changed(run: Run, against: Run) -> list[str]:
-    """Times beyond the noise, numbers that were counted, and cases that came, went or changed their status."""
+    """Times that changed beside their baselines, counted numbers, cases that came, went or changed their status."""
     rows = []
-    for change in changes(run, [against]):
-        low, high = change.noise
-        if low > 1 or high < 1:
-            label, ratio = TIMES[change.case.kind], f"{change.ratio:.2f} ({low:.2f} to {high:.2f})"
-            before, now = (quantity(label, each.median) for each in (change.before, change.case.seconds))
-            rows.append([*_named(change.case), label, before, now, ratio])
+    compared = changes(run, [against])
+    for change in (each for each in compared if each.slower or each.faster):
+        before, now = (f"{ratio.median:.2f}×" for ratio in (change.before, change.now))
+        moved = f"{change.ratio:.2f} ({change.noise[0]:.2f} to {change.noise[1]:.2f})"
+        label = f"{TIMES[change.case.kind]}: {escaped(change.baseline or '')} over it"
+        rows.append([*_named(change.case), label, before, now, moved])
     old, new = ({case.key: case for case in each.cases} for each in (against, run))
     for key in sorted(old.keys() | new.keys()):
         statuses = [cases[key].status if key in cases else "not there" for cases in (old, new)]
@@ -105,10 +105,10 @@ def _changed(run: Run, against: Run) -> list[str]:
                 quotient = f"{was[label] / becomes[label]:.2f}" if label in was and becomes.get(label) else ""
                 rows.append([*_named(new[key]), escaped(label), *told, quotient])
     head = f"## Changed since commit {escaped(against.commit[:10])}, {against.time}"
-    if not rows:
-        return [head, "", "Nothing, beyond the noise of times."]
-    table = _table(["group", "case", "way", "figure", "before", "now", "before / now (noise)"], sorted(rows))
-    return [head, "", *table]
+    verdict = sentence(compared)
+    lines = [head, "", f"{verdict[0].upper()}{verdict[1:]}.{'' if rows else ' Of all else nothing changed.'}"]
+    table = _table(["group", "case", "way", "figure", "before", "now", "below 1 is worse (spread)"], sorted(rows))
+    return [*lines, *(["", *table] if rows else [])]
 
 
 def _named(case: Case) -> list[str]:

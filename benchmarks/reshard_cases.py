@@ -1,4 +1,4 @@
-"""Layout changes to measure, and the bytes that each needs at least, worked out from slices of the tensor alone."""
+"""Layout changes to measure, and the fewest bytes of each, computed from slices of the global tensor only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Intervals = tuple[tuple[int, int], ...]  # per dim, start and stop
 
 ITEMSIZE = 4  # fp32
 MESHES = ((2, 2), (2, 2, 2), (2, 2, 2, 2), (4, 4, 4))
-SHAPES = ((8192, 8192), (512, 512, 256))  # 256 MiB each; every cut of it on these meshes is even
+SHAPES = ((8192, 8192), (512, 512, 256))  # 256 MiB each; divide evenly on all these meshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ CASES = tuple(Case(mesh, shape) for shape in SHAPES for mesh in MESHES)
 
 
 def lower_bound_bytes(case: Case, src: Placements, dst: Placements) -> int:
-    """Bytes that some rank must receive: the most, over the ranks, that one needs in `dst` and does not hold in `src`."""
+    """The fewest bytes which the busiest rank must receive.
+
+    A rank must receive all bytes needed in `dst` and not held in `src`; the result is the maximum over all ranks.
+    """
     missing = 0
     for coordinate in itertools.product(*(range(size) for size in case.mesh)):
         held, need = slices(case, src, coordinate), slices(case, dst, coordinate)
@@ -48,7 +51,7 @@ def lower_bound_bytes(case: Case, src: Placements, dst: Placements) -> int:
 
 
 def slices(case: Case, layout: Placements, coordinate: tuple[int, ...]) -> Intervals:
-    """The part of the tensor at one coordinate of the mesh: nested `torch.chunk`s, the major axis first."""
+    """The shard at a coordinate of the mesh, by nested `torch.chunk`s, the major axis first."""
     parts = [(0, size) for size in case.shape]
     for ranks, word, index in zip(case.mesh, layout, coordinate, strict=True):
         if word.startswith("S"):

@@ -23,16 +23,17 @@ from benchmarks.baselines import PLAN, TorchLlama
 
 
 class Stage(nn.Module):
-    """One of `count` stages of a TorchLlama, cut by hand as even as it goes: pipelining wants a module for each.
+    """One of `count` pipeline stages of a TorchLlama, with equally many layers each.
 
-    The first takes tokens [B, T], the others what the one before gave [B, T, H]; the last gives logits.
+    `torch.distributed.pipelining` needs a module for each stage. The first stage takes tokens [B, T], a later stage
+    takes activations [B, T, H] of the stage before, and the last stage returns logits.
     """
 
     def __init__(self, whole: TorchLlama, index: int, count: int) -> None:
         super().__init__()
         self.rotary = whole.config.rotary
         size = len(whole.layers) // count
-        assert size * count == len(whole.layers), "the stages are of one size"
+        assert size * count == len(whole.layers), "all stages have equally many layers"
         if index == 0:
             self.embed_tokens = whole.embed_tokens
         self.layers = nn.ModuleList(whole.layers[index * size : (index + 1) * size])
@@ -42,7 +43,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if "embed_tokens" in self._modules:
             x = self.embed_tokens(x)
-        cos, sin = rotary_tables(self.rotary, x.shape[1], x.device)  # kept from step to step
+        cos, sin = rotary_tables(self.rotary, x.shape[1], x.device)  # cached between steps
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.lm_head(self.norm(x)) if "lm_head" in self._modules else x
@@ -57,13 +58,14 @@ def torch_step(
     reshard_after_forward: bool | None,
     microbatches: int,
 ) -> tuple[Callable[[], float], nn.Module]:
-    """A training step that returns the mean loss, on every rank, and the module of this rank's stage.
+    """Returns a training step, and the module of this rank's stage. The step returns the mean loss on every rank.
 
-    mesh: with axes of "pp", "dp" and "tp", the last two in that order. tokens, targets: [B, T], the whole batch.
-    reshard_after_forward: as of `fully_shard`; None for DistributedDataParallel, beside no "tp".
+    mesh: has an axis "dp", and may have "pp" and "tp"; "tp" comes after "dp".
+    tokens, targets: [B, T], the whole batch.
+    reshard_after_forward: the option of `fully_shard`; None for DistributedDataParallel, without an axis "tp".
     """
     axes = mesh.mesh_dim_names
-    assert axes is not None, "it was made with names"
+    assert axes is not None, "the mesh has named axes"
     count, index = (mesh["pp"].size(), mesh["pp"].get_local_rank()) if "pp" in axes else (1, 0)
     stage: nn.Module = Stage(TorchLlama(source), index, count)
     if "tp" in axes:
@@ -81,7 +83,8 @@ def torch_step(
     tokens, targets = tokens.chunk(ranks)[part], targets.chunk(ranks)[part]
     schedule = None
     if "pp" in axes:
-        from torch.distributed.pipelining import (  # it imports Dynamo, which collecting must not
+        # Imported here, as it imports Dynamo, which collecting tests must not
+        from torch.distributed.pipelining import (
             PipelineStage,
             Schedule1F1B,
         )
@@ -111,7 +114,7 @@ def torch_step(
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused, whose step takes tensors of one mesh alone: a group of parameters for each."""
+    """A fused AdamW, with a parameter group for each mesh: a fused step takes only tensors of a single mesh."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

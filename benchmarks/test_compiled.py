@@ -1,6 +1,6 @@
-"""What Weft's kernels cost once compiled: registers, spills, shared memory, and how wide their loops load and store.
+"""The cost of Weft's compiled kernels: registers, spills, shared memory, and the widths of loads and stores in loops.
 
-Compiled for GPUs that need not be here; nothing runs.
+Kernels are compiled for a GPU which need not be present. No kernel runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What cross-entropy moves, counted: bytes of device memory a logit, collectives, bytes gathered; and what it errs.
+"""Counts the memory traffic of cross-entropy: bytes of device memory a logit, and bytes gathered a token.
 
-Counted in Triton's interpreter on a CPU, exactly, on the kernels that a GPU runs; no time is measured here. Where Liger is
-installed its kernel is counted on the same logits.
+Triton's interpreter counts exactly, on a CPU, in the same kernels as on a GPU. No time is measured. If Liger is
+installed, Liger's kernel is counted on the same logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ print(json.dumps(here.counted()))
 
 
 def counted() -> dict[str, dict[str, float]]:
-    """Of each case: bytes a logit, forward and backward, whole and as one shard of the vocabulary; and the errors."""
+    """Bytes a logit in forward and backward, and bytes gathered a token, for each case.
+
+    Each case is counted with all classes on one rank, and for a single shard of the vocabulary.
+    """
     import torch
     from weft.kernels.cross_entropy import function
     from weft.kernels.cross_entropy.options import Options
@@ -71,7 +74,7 @@ def counted() -> dict[str, dict[str, float]]:
 
 
 def _scalar(logits: Any, target: Any, numbers: tuple[float, ...]) -> dict[str, float]:
-    """Of the last of some steps at which these numbers arrive."""
+    """Bytes a logit of the last of several steps. numbers: the upstream gradients of the steps."""
     import torch
     from weft.kernels import cross_entropy
     from weft.kernels.launching.traffic import counted_traffic

@@ -1,11 +1,13 @@
-"""The losses on a GPU: time against a copy's and three GEMMs', and against torch's, Liger's and Apple's own; peak memory.
+"""Times the losses on a GPU beside torch's, Liger's and Apple's losses, and measures peak memory.
 
-The same numbers first: each way's loss and gradients against float64. Without a GPU nothing is timed here; `of_logits` and
-`of_products` with the host's clock and small sizes are how the tests see that it works.
+Before timing, each way's loss and gradients are checked against float64. Without a GPU this file times nothing. The
+tests run `of_logits` and `of_products` at small sizes, with the host's clock.
 
-The roofline, 100%, is what no way does without, at the rate that this GPU reaches: of whole logits to read them once and to
-write their gradient once, as a copy of them does; of a shard to read them twice, since the gradient waits for the others'
-statistics, and to write once (what the L2 holds is read once); of linear cross-entropy three GEMMs.
+The roofline, 100%, is the least work of a way at a rate measured on this GPU. The least work is
+- for all logits: to read the logits once and write the gradient once, at the rate of a copy;
+- for one shard: to read the logits twice, since the gradient waits for the other shards' statistics, and write the
+  gradient once; logits which fit in the L2 are read once;
+- for linear cross-entropy: three GEMMs.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from benchmarks.conftest import Tell
 from benchmarks.found import Found, Measure, measured
 from benchmarks.timing import L2_BYTES, Clock, Device, sets_for
 
-LOGITS = (  # tokens, classes; the budgets are of the first
+LOGITS = (  # tokens, classes; only the first sizes have budgets
     (8192, 131072),
     (4096, 128256),
-    (16384, 50257),  # rows that begin at odd addresses
+    (16384, 50257),  # rows which are not aligned to 16 bytes
     (8192, 32000),
     (256, 32000),
 )
-GOAL = 1.1e9  # bytes above inputs and gradients: the logits of 4096 tokens of 128256 classes, and little beside them
+GOAL = 1.1e9  # bytes above inputs and gradients: a little more than the logits of 4096 tokens and 128256 classes
 
 
 def of_logits(N: int, V: int, device: str, clock: Clock, rounds: int = 20) -> Found:
-    """Whole logits, and one shard of them."""
+    """The results of cross-entropy with all classes, and of one shard of the classes."""
     operands = [_logits(N, V, device, seed) for seed in range(_sets(2 * N * V, device))]
     nbytes, ways = operands[0][0].nbytes, losses.of_logits(operands)
     copy = Measure(
@@ -59,7 +61,7 @@ def of_logits(N: int, V: int, device: str, clock: Clock, rounds: int = 20) -> Fo
 
 
 def of_products(N: int, V: int, H: int, device: str, clock: Clock, rounds: int = 10) -> Found:
-    """Linear cross-entropy."""
+    """The results of linear cross-entropy."""
     x, weight, target = _factors(N, V, H, device)
     ways, flop = losses.of_products([(x, weight, target)]), 6 * N * H * V
     measure = Measure(told="three GEMMs", call="three GEMMs", unit="flop", done=flop, needed=flop)
@@ -75,19 +77,19 @@ def _sets(nbytes: int, device: str) -> int:
 
 
 def _logits(N: int, V: int, device: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and target [N], at random."""
+    """Random logits [N, V] and targets [N]."""
     generator = torch.Generator(device).manual_seed(seed)
     logits = torch.randn(N, V, device=device, generator=generator).bfloat16().requires_grad_()
     return logits, torch.randint(V, (N,), device=device, generator=generator)
 
 
 def _shard(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of SHARDS shards, in memory of its own; the target is of all classes."""
+    """A copy of the first of SHARDS shards of the logits, and the targets among all classes."""
     return logits.detach()[:, : logits.shape[1] // losses.SHARDS].clone(memory_format=torch.contiguous_format), target
 
 
 def _factors(N: int, V: int, H: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, H], weight [V, H] and target [N], so that the logits are about randn."""
+    """x [N, H], weight [V, H] and targets [N], with approximately standard normal logits."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(N, H, device=device, generator=generator).bfloat16().requires_grad_()
     weight = (torch.randn(V, H, device=device, generator=generator) / H**0.5).bfloat16().requires_grad_()
@@ -96,7 +98,7 @@ def _factors(N: int, V: int, H: int, device: str) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.fixture(scope="module")
 def clock() -> Device:
-    """One for all, since after a capture that failed there are no others in this process."""
+    """One clock for all tests: after a failed capture of a CUDA graph, the clock captures no further graphs."""
     return Device()
 
 

@@ -1,6 +1,7 @@
-"""What an op on DTensors costs the host beyond the same op on local tensors: Weft's layout rules beside DTensor's dispatch.
+"""Times an op on DTensors on the host: Weft's layout rules beside DTensor's dispatch, and the op on local tensors.
 
-One process, a mesh of one axis of one rank by gloo on a CPU, operands so small that the op itself takes next to nothing.
+Runs on a single gloo process on a CPU, a mesh of one rank, with operands so small that the op itself takes almost no
+time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROUNDS, CALLS = 200, 20
 
 
 def measure() -> dict[str, Timed]:
-    """A linear layer, forward and backward, of each way."""
+    """Times a linear layer, forward and backward, in each way."""
     torch.set_num_threads(1)
     mesh = ProcessMesh.grid(tp=1)
     x, weight = torch.ones(4, 8), torch.ones(16, 8)

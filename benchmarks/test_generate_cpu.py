@@ -1,4 +1,4 @@
-"""Tokens drawn on one CPU thread beside transformers' with the same weights, in turn: the host's time alone."""
+"""Times `generate` beside transformers, with the same weights, in turn on one CPU thread."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from benchmarks.timing import Host, in_turn
 def test_generate_beside_transformers(
     config: LlamaConfig, batch: int, length: int, rounds: int, tmp_path: Path, tell: Tell
 ) -> None:
-    """96 tokens after prompts of 16, the likeliest each."""
+    """Generates 96 tokens after prompts of 16 tokens, always the most likely token."""
     model, theirs = both(config, tmp_path)
-    theirs.generation_config.eos_token_id = None  # there is no token that ends a text
+    theirs.generation_config.eos_token_id = None  # no token ends a text
     prompts = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(prompts)
 

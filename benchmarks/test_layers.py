@@ -1,6 +1,7 @@
-"""What norms, gates, rope, embedding and dropout move, counted: bytes of device memory an element of their input, beside Liger's where installed.
+"""Counts the memory traffic of norms, gates, rope, embedding and dropout: bytes of device memory an input element.
 
-Counted in Triton's interpreter on a CPU, exactly, on the kernels that a GPU runs; no time is measured here.
+Triton's interpreter counts exactly, on a CPU, in the same kernels as on a GPU. No time is measured. Liger's layers are
+counted, too, if Liger is installed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ print(json.dumps(here.counted()))
 
 
 def counted() -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Of each layer: bytes an element of [N, H] in bf16, forward and backward; Weft's, and Liger's where installed. And why a way of
-    Liger's is not counted: some of its kernels run on a GPU alone.
+    """Bytes an element of a bf16 input [N, H], in forward and backward, for each layer and way; and the failed ways.
+
+    Some of Liger's kernels run only on a GPU. The second dict has the reasons.
     """
     import torch
     from weft.kernels.launching.traffic import counted_traffic
@@ -65,7 +67,7 @@ def test_layers_traffic(tell: Tell) -> None:
         print(f"{name:32}{row['forward']:9.2f}{row['backward']:10.2f}{both:8.2f}{row['least']:8.2f}")
         way, _, case = name.partition(", ")
         tell(case, way, "count", bytes_an_element=both)
-        if way == "Weft":  # weights and their gradients by the program: of these few rows they are more than of many
+        if way == "Weft":  # each program reads the weights, which counts for more with so few rows
             assert row["least"] <= both <= 1.1 * row["least"] + 0.4
     for name, why in failed.items():
         print(f"{name:32}not counted: {why}")

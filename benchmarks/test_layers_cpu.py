@@ -1,7 +1,7 @@
-"""What layers and products cost on a CPU beside torch's own ops, forward and backward, one thread, all in turn.
+"""Times layers and products on a CPU beside torch's own ops, forward and backward, in turn on one thread.
 
-CPU time is compared, which other programs on the machine change least. torch's ops are timed twice: what they take beside themselves
-is what such a time cannot tell.
+CPU times are compared, which other programs on the machine change least. torch's ops are timed twice: the ratio of the
+two times is the noise.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PRODUCTS = {
     "matmul": Case(weft=kernels.matmul, eager=torch.matmul, takes="x square", passes=(2, 3)),
 }
 CASES: Mapping[str, Case] = {**layers.CASES, **PRODUCTS}
-# What is timed in the place of what is compared: torch's own dropout is faster where it drops nothing, as no model has it.
+# Layers timed with other arguments than checked: torch's dropout would be faster with a probability of almost 0.
 TIMED = {"dropout, residual": layers.drops(0.1)}
-SECONDS = 0.7  # of each way, in not too few rounds nor too many
+SECONDS = 0.7  # of each way, with the number of rounds between the two ROUNDS
 ROUNDS = 20, 300
 
 
 def way(layer: Callable[..., Any], given: tuple[Tensor, ...], upstream: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """To the outputs of a layer and the gradients of what it is given."""
+    """A way to compute the outputs of a layer and the gradients of its operands."""
     wanted = layers.leaves(given)
 
     def step() -> list[Tensor]:
@@ -44,7 +44,7 @@ def way(layer: Callable[..., Any], given: tuple[Tensor, ...], upstream: list[Ten
 
 
 def rounds_for(step: Callable[[], object]) -> int:
-    """How many of the step make about SECONDS."""
+    """The number of rounds which take about SECONDS."""
     took = min(Processor()(step)() for _ in range(3))
     return max(ROUNDS[0], min(ROUNDS[1], round(SECONDS / took)))
 
@@ -57,7 +57,7 @@ def test_a_layer_on_a_cpu(name: str, N: int, H: int, tell: Tell) -> None:
     torch.set_num_threads(1)
     torch.empty(
         30 << 20, dtype=torch.uint8
-    )  # freed at once: from here on glibc keeps what is freed, and pages are not fresh
+    )  # freed at once; afterwards glibc keeps freed memory of this size, so later allocations get no fresh pages
     try:
         given = layers.operands(case, N, H, "cpu", 0, torch.float32)
         upstream = layers.upstream_of(layers.as_tuple(case.eager(*given)), torch.float32)

@@ -1,9 +1,11 @@
-"""Norms, gates, rope, embedding and dropout on a GPU: time of forward, and of both, against a copy's in the same run, and against torch's and Liger's.
+"""Times norms, gates, rope, embedding and dropout on a GPU, beside torch's and Liger's.
 
-The same numbers first: each way's output and gradients against float64. Without a GPU nothing is timed here; `of_layer` with the
-host's clock and small sizes is how the tests see that it works.
+Forward is timed alone, and with backward.
 
-The roofline, 100%, is to read and to write what no way does without, at the rate of a copy.
+Before timing, each way's output and gradients are checked against float64. Without a GPU this file times nothing. The
+tests run `of_layer` at small sizes, with the host's clock.
+
+The roofline, 100%, is the fewest reads and writes of the layer, at the rate of a copy in the same run.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from benchmarks.found import Found, Measure, measured
 from benchmarks.losses import copying
 from benchmarks.timing import Clock, Device, sets_for
 
-SIZES = ((8192, 4096), (4096, 8192), (16384, 1024), (2048, 16384))  # tokens, H; the goal is of the first
+SIZES = ((8192, 4096), (4096, 8192), (16384, 1024), (2048, 16384))  # tokens, H; GOAL is for the first sizes
 GOAL = 0.90
 
 
 def of_layer(name: str, N: int, H: int, device: str, clock: Clock, *, backward: bool, rounds: int = 20) -> Found:
-    """One layer, forward alone or with its backward."""
+    """The results of a layer. backward: time forward and backward, not only forward."""
     case = layers.CASES[name]
     count = sets_for(2 * N * H * case.wide) if device == "cuda" else 2
     sets = [layers.operands(case, N, H, device, seed) for seed in range(count)]
-    nbytes = 2 * N * H  # of a pass
+    nbytes = 2 * N * H  # bytes of a pass
     passes = sum(case.passes) if backward else case.passes[0]
     ways = layers.ways_of(case, sets, backward)
     what = "forward and backward" if backward else "forward"
@@ -62,7 +64,7 @@ def _truth(case: layers.Case, given: tuple[torch.Tensor, ...], backward: bool) -
 
 @pytest.fixture(scope="module")
 def clock() -> Device:
-    """One for all, since after a capture that failed there are no others in this process."""
+    """One clock for all tests: after a failed capture of a CUDA graph, the clock captures no further graphs."""
     return Device()
 
 
@@ -72,7 +74,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: th
 @needs_gpu
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("name", layers.CASES)
-@pytest.mark.parametrize(("N", "H"), SIZES)  # those of the goal first, of all layers, should time run out
+@pytest.mark.parametrize(("N", "H"), SIZES)  # the sizes of GOAL first, for all layers, as the time may run out
 def test_layer_speed(name: str, N: int, H: int, backward: bool, tell: Tell, clock: Device) -> None:
     found = tell.measuring(of_layer, name, N, H, "cuda", clock, backward=backward)
     print(f"\n{found}")

@@ -1,4 +1,4 @@
-"""What a step communicates beside the least that is known, for every family and plan: recorded on shapes, and counted."""
+"""Compares a step's recorded communication with the least known, for every family and plan, on shapes without data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import math
 from benchmarks.conftest import Tell
 from benchmarks.least import FAMILIES, PARTS, ROWS, Amount, compared
 
-Found = dict[tuple[str, str, str, str], tuple[Amount, Amount]]  # by mesh, plan, part of the step and family
+Found = dict[tuple[str, str, str, str], tuple[Amount, Amount]]  # keyed by mesh, plan, part of the step and family
 
 
 def test_least_communication(tell: Tell) -> None:
-    """A block each way, the embedding with the head and the loss ("ends") each way, and the gradients of a model of one block."""
+    """Compares a block and the "ends" (embedding, head, loss), in forward and backward; and a block's gradients."""
     found = tell.measuring(every_row)
     print(
-        f"\n{'mesh':17}{'plan':33}{'part':17}{'family':24}{'recorded: collectives, bytes a rank receives':58}least known"
+        f"\n{'mesh':17}{'plan':33}{'part':17}{'family':24}{'recorded: collectives, bytes a rank receives':58}"
+        "least known"
     )
     for (where, plan, part, recorded, least), families in alike(found).items():
         whose = "all" if len(families) == len(FAMILIES) else ", ".join(families)
@@ -42,7 +43,10 @@ def every_row() -> Found:
 
 
 def alike(found: Found) -> dict[tuple[str, str, str, str, str], list[str]]:
-    """A line each, and the families that it is of; without parts that communicate nothing, and need not."""
+    """The lines of the table, and the families with the numbers of each line.
+
+    Parts without communication, recorded or needed, are left out.
+    """
     families: dict[tuple[str, str, str, str, str], list[str]] = {}
     for (where, plan, part, family), (recorded, least) in found.items():
         if recorded.kinds or least.kinds:
@@ -52,7 +56,7 @@ def alike(found: Found) -> dict[tuple[str, str, str, str, str], list[str]]:
 
 
 def over(recorded: float, least: float) -> float:
-    """1 where there is nothing, and need not be."""
+    """recorded / least; 1 if both are 0."""
     if not least:
         return math.inf if recorded else 1.0
     return recorded / least

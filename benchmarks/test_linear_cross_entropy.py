@@ -1,7 +1,7 @@
-"""What linear cross-entropy holds and multiplies at the size of a large language model's head, beside torch's own.
+"""Counts the memory and GEMM flop of linear cross-entropy for the head of a large language model, beside eager torch.
 
-Counted on tensors without data, in forward and backward: the most that was held above inputs and gradients, and the flop of
-the GEMMs over those of three. Weft's kernels are stood for by what they allocate. No time is measured here.
+Forward and backward run on tensors without data. Counted are the peak bytes above inputs and gradients, and the flop
+of the GEMMs divided by the flop of three GEMMs. Weft's kernels are replaced by their allocations. No time is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.record import ours
 
 HIDDEN, CLASSES = 4096, 128256
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-GOAL = 1.1e9  # bytes: the logits of 4096 tokens, and little beside them
+GOAL = 1.1e9  # bytes: a little more than the logits of 4096 tokens
 
 
 def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def summed(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Into a gradient of float32, as training sums microbatches."""
+    """Linear cross-entropy with a float32 weight gradient, as for training with microbatches."""
     weight.grad_dtype = torch.float32  # the sum of the chunks is then the gradient
     loss: Tensor = linear_cross_entropy(x, weight, target)
     return loss
@@ -51,7 +51,7 @@ WAYS: dict[str, Loss] = {
 
 
 class Allocations:
-    """What the kernels allocate."""
+    """Replaces the kernels: allocates their outputs and computes nothing."""
 
     @staticmethod
     def statistics(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
@@ -80,7 +80,7 @@ def accumulate(*given: Any) -> None:
 
 
 def counted(loss: Loss, tokens: int) -> tuple[int, float]:
-    """Bytes above inputs and gradients at the most, and GEMM flop over 6 N H V."""
+    """The peak bytes above inputs and gradients, and the GEMM flop divided by 6 N H V."""
     x, weight = on_meta(tokens, HIDDEN).requires_grad_(), on_meta(CLASSES, HIDDEN).requires_grad_()
     with (
         patch.object(chunks, "passes_on", lambda logits: Allocations),
@@ -90,7 +90,7 @@ def counted(loss: Loss, tokens: int) -> tuple[int, float]:
         Held() as held,
     ):
         loss(x, weight, on_meta(tokens, dtype=torch.int64)).backward()
-    assert x.grad is not None and weight.grad is not None, "both were asked for"
+    assert x.grad is not None and weight.grad is not None, "both operands require gradients"
     return held.peak_bytes - x.grad.nbytes - weight.grad.nbytes, held.gemm_flop / (6 * tokens * HIDDEN * CLASSES)
 
 

@@ -1,4 +1,4 @@
-"""A Llama's forward and backward on one CPU thread beside transformers' with the same weights, in turn: the host's time alone."""
+"""Times a Llama's forward and backward beside transformers, with the same weights, in turn on one CPU thread."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LARGE = LlamaConfig(
 
 
 def both(config: LlamaConfig, folder: Path) -> tuple[Llama, Any]:
-    """A Llama of ours and transformers' with the same weights; without transformers the test is skipped."""
+    """Weft's Llama and transformers' Llama, with the same weights. Without transformers the test is skipped."""
     transformers = pytest.importorskip("transformers")
-    from weft.models import save_pretrained  # needs safetensors, which a bare machine may not have
+    from weft.models import save_pretrained  # imported here, as safetensors may be absent
 
     model = Llama(config)
     initialize(model, seed=0)

@@ -1,6 +1,7 @@
-"""The loss of llama-tiny at every step of a short training, on one process and on meshes of four: one curve.
+"""Compares the loss of llama-tiny at every step of a short training, on one process and on meshes of four processes.
 
-`weft.models.train.train` itself, by gloo on a CPU, which rounds sums in another order on every mesh. No time is measured.
+The runs use `weft.models.train.loop.train` with gloo on a CPU. Sums round in a different order on every mesh. No time
+is measured.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from benchmarks.conftest import Tell
 from tests.support.pool import Pool
 
 STEPS = 60
-TEXT = Path(__file__).parents[1] / "LICENSE"  # which no commit changes: how fast rounding grows depends on the text
-FIRST = 1e-6  # the relative difference that step 1 may have
-ALL = 1e-4  # and any step: rounding grows as the weights part
-DATA = DataConfig(batch_size=8, sequence_length=64)  # its own, so that the curves of other commits can be compared
+TEXT = Path(__file__).parents[1] / "LICENSE"  # no commit changes this text, on which the growth of rounding depends
+FIRST = 1e-6  # the largest relative difference allowed at step 1
+ALL = 1e-4  # the largest at any step: differences grow during training
+# Independent of the recipe, so that curves of several commits are comparable
+DATA = DataConfig(batch_size=8, sequence_length=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ MESHES = (Mesh(1, 1), Mesh(4, 1), Mesh(2, 2), Mesh(1, 4), Mesh(2, 2, sequence_pa
 
 
 def quietly(run: Run) -> None:
-    """On every rank."""
+    """Trains without output. Runs on every rank."""
     from weft.models.train.loop import train
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -52,7 +54,7 @@ def quietly(run: Run) -> None:
 
 
 def trained(pool: Pool, folder: Path) -> dict[Mesh, list[float]]:
-    """The loss of each step, on each mesh."""
+    """The losses of all steps, for each mesh."""
     corpus = Corpus("the licence", (TEXT,), TEXT.stat().st_size)
     losses = {}
     for mesh in MESHES:
@@ -68,7 +70,7 @@ def trained(pool: Pool, folder: Path) -> dict[Mesh, list[float]]:
 
 @pytest.mark.timeout(600)
 def test_loss_curves(pool: Pool, tell: Tell, tmp_path: Path) -> None:
-    for needed in ("rich", "safetensors"):  # by training, which shows its steps and saves its weights
+    for needed in ("rich", "safetensors"):  # needed by training, which prints steps and saves weights
         pytest.importorskip(needed)
     losses = tell.measuring(trained, pool, tmp_path)
     alone = losses[MESHES[0]]

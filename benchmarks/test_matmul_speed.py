@@ -1,8 +1,8 @@
-"""Products on a GPU, plain, with gelu, gated and of 8 bits: time against torch's GEMM with the same epilogue compiled, and against others.
+"""Times products on a GPU, plain, with gelu, gated and of 8 bits, beside torch's GEMM with the compiled epilogue.
 
-The budgets are geometric means over tokens and the projections of two Llamas. They are of what the table of measurements chooses, so
-of products that are in it: `./run measure_gpu` fills it and then runs these. Where some are not, the times are told and no budget is
-asked.
+Budgets are for geometric means over numbers of tokens and the projections of two Llamas. Budgets hold for products in
+the table of measurements, which `./run measure_gpu` fills before running these benchmarks. If products are missing
+from the table, times are reported without budgets.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.conftest import Tell, Time
 from benchmarks.products import AGAIN, KERNEL, KINDS, SHAPES, TOKENS, Compared, compared
 from benchmarks.timing import Device
 
-PLAIN, FUSED = 1.00, 1.10  # of torch's speed, at the least
-OF_THE_KERNEL = {512: 0.90, 2048: 0.95}  # by the least K of the products
+PLAIN, FUSED = 1.00, 1.10  # the least speed, relative to torch's
+OF_THE_KERNEL = {512: 0.90, 2048: 0.95}  # keyed by the smallest K of the products
 SIZES = tuple((M, N, K) for M in TOKENS for N, K in SHAPES.values())
 SHORT = tuple((M, N, 512) for M in TOKENS for N in (4096, 8192))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the speed of kernels is not measured")
@@ -42,14 +42,14 @@ def test_short_sums(tell: Tell, time: Time) -> None:
 @needs_gpu
 @pytest.mark.parametrize("kind", ["plain", "gelu"])
 def test_products_beside_those_that_torch_tries_many_for(kind: str, tell: Tell, time: Time) -> None:
-    """It takes long to compile them; no budget is of them."""
+    """Times torch.compile with max-autotune, too, which takes long to compile and has no budget."""
     measured(kind, SIZES, tell, time, autotuned=True)
 
 
 def measured(
     kind: str, sizes: Iterable[tuple[int, int, int]], tell: Tell, time: Time, autotuned: bool = False
 ) -> list[Compared]:
-    """Of each size, as long as there is time."""
+    """Times the product of each size, until the time is over."""
     clock = Device()
     found = tell.measuring(
         lambda: [compared(kind, *each, "cuda", clock, autotuned=autotuned) for each in time.while_it_lasts(sizes)]
@@ -70,7 +70,11 @@ def skip_unless_complete(found: Sequence[Compared], sizes: Sequence[tuple[int, i
 
 
 def check_budgets(kind: str, found: Sequence[Compared]) -> None:
-    """Of products without an epilogue torch's GEMM is chosen where it is faster: such are timed against themselves, which is noise."""
+    """Asserts the budgets of a kind of products.
+
+    For plain products Weft runs torch's GEMM where the GEMM is faster. The GEMM is then compared with itself, so the
+    budget allows for noise.
+    """
     mean = geometric_mean(each.of_torch("Weft") for each in found)
     if kind != "plain":
         assert mean >= FUSED, f"{kind}: {mean:.1%} of torch's speed"

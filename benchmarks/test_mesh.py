@@ -1,4 +1,4 @@
-"""The host time of meshes, layouts and inference, on a CPU: what every op and every step of a program pays."""
+"""Times meshes, layouts and layout inference on the host: costs paid by every op and every step of a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPE = (512, 8192, 8192)
 
 
 def make_and_slice() -> tuple[str, int]:
-    """A new mesh, one stage of it, its digest and hash."""
+    """Makes a mesh, and returns the digest and the hash of one pipeline stage's mesh."""
     stage = ProcessMesh.grid(pp=16, dp=64, cp=8, tp=16).get_mesh_with_dim("pp", 3)
     return stage.digest, hash(stage)
 
@@ -23,7 +23,7 @@ def new_layout() -> Layout:
     return Layout(MESH, {"dp": "S(0)", "cp": "S(1)", "tp": "S(2)"})
 
 
-CASES = {  # what, its budget in microseconds
+CASES = {  # the call, and the budget in microseconds
     "local_slices, cached": (lambda: INPUT.local_slices(SHAPE, 77), 5),
     "infer.einsum, cached": (lambda: infer.einsum("btk,kn->btn", INPUT, WEIGHT), 5),
     "infer.einsum, new": (lambda: infer.einsum.__wrapped__("btk,kn->btn", INPUT, WEIGHT), 1000),

@@ -1,17 +1,19 @@
-"""A training step of Weft beside torch's own stack, as a ratio: DistributedDataParallel for the model of the default recipe, and
-`parallelize_module` + `fully_shard` + `torch.distributed.pipelining` for a smaller one.
+"""Times a training step of Weft beside torch's own stack.
 
-One gloo process on a CPU, two, four, and eight, meshes of dp, tp and pp. Both are checked to compute the same losses, then timed
-step by step in turn: by the clock, and by what all ranks' processors spend, which another load on the machine changes less. They
-say what the host spends, and nothing of a GPU's speed.
+torch's stack is DistributedDataParallel for the model of the default recipe. For a smaller model it is
+`parallelize_module`, `fully_shard` and `torch.distributed.pipelining`. Steps run on one, two, four or eight gloo
+processes on a CPU, on meshes of dp, tp and pp. Both stacks are checked to compute the same losses, then timed step by
+step in turn: in wall-clock time, and in CPU time of all ranks, which other load on the machine changes less. These
+are times of the host, and not a GPU's speed.
 
-Without tp both compute on plain tensors: a step as small as these tells what the host spends around them. On more processes than
-cores each has fewer rows, and what it spends on a step counts for more.
+Without tp both stacks compute on plain tensors, and steps are small, so the times show the host's overhead around the
+ops. With more processes than cores, each process has fewer rows, and the overhead of a step counts for more.
 
-FSDP2 has no level between its two: zero=1 and 2 stand beside it with parameters that stay whole from forward to backward, and
-hold what the table shows. torch's schedules add up the whole gradients of all microbatches and reduce them once: that is zero=1.
-What torch's stack has no form of is left out: tied weights across stages, fewer microbatches than stages, stages that are cut by
-themselves, and sharded parameters of which one is a number or has fewer rows than ranks beside tensor parallelism.
+FSDP2 has two levels of sharding only. Weft's zero=1 and 2 are compared with FSDP2 without resharding after forward;
+the table shows the memory of parameters. torch's schedules sum full gradients over all microbatches and reduce the
+sum once, as zero=1. Cases which torch's stack cannot run are left out: tied weights across stages, fewer microbatches
+than stages, stages cut automatically; and, with tensor parallelism, sharded parameters which are scalars or have
+fewer rows than ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from benchmarks.stages import adamw, torch_step
 from benchmarks.timing import Timed
 from tests.support.pool import Pool
 
-WARMUP, STEPS, STEPS_OF_RECIPE = 2, 9, 41  # a step of the recipe is short, and the two are close
+WARMUP, STEPS, STEPS_OF_RECIPE = 2, 9, 41  # the recipe needs more steps: they are short, and both stacks are close
 BATCH, TOKENS, MICROBATCHES = 16, 32, 4
 MODEL = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=4, num_heads=4, num_kv_heads=4, max_seq_len=64
@@ -60,28 +62,27 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to take a step, seen from one rank.
-
-    seconds, cpu_seconds: of each step after the warmup. collectives, received: of a step, and their bytes. held: bytes of
-    parameters between steps.
-    """
+    """The steps of one stack, measured on one rank."""
 
     losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    cpu_seconds: tuple[float, ...]
-    collectives: int
-    received: int
-    held: int
+    seconds: tuple[float, ...]  # of each step after the warmup
+    cpu_seconds: tuple[float, ...]  # of each step after the warmup
+    collectives: int  # of a step
+    received: int  # bytes of a step
+    held: int  # bytes of parameters between steps
 
 
 def measure(axes: dict[str, int], zero: int, steps: int) -> dict[str, Measured]:
-    """On every rank: steps of each way in turn, and what one of each communicates. zero: 0 for the default recipe's model and batch."""
+    """Runs steps of each stack in turn, and counts the communication of a step. Runs on every rank.
+
+    zero: 0 takes the default recipe's model and batch.
+    """
     data = RECIPE.data
     B, T = (BATCH, TOKENS) if zero else (data.batch_size, data.sequence_length)
     config = MODEL if zero else RECIPE.model
     ids = torch.randint(0, config.vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    # Of an embedding whose output tensor parallelism reshapes; nothing here writes into it.
+    # The view is the embedding's output, reshaped by tensor parallelism; nothing here writes into the view.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     ways = {
@@ -156,7 +157,7 @@ def test_a_step_beside_torchs_stack(axes: dict[str, int], zero: int, pool: Pool,
     model = "a small Llama" if zero else "the default recipe"
     case = f"a step of {model}, {' x '.join(f'{axis}={size}' for axis, size in axes.items())}, zero={zero}"
     check(ranks)
-    # A step lasts until its slowest rank is done, and costs what all of them spend.
+    # A step takes as long as the slowest rank, and costs the CPU time of all ranks.
     seconds = {name: [max(each) for each in zip(*(r[name].seconds for r in ranks), strict=True)] for name in ranks[0]}
     spent = {name: [sum(each) for each in zip(*(r[name].cpu_seconds for r in ranks), strict=True)] for name in ranks[0]}
     print(f"\n{case}: {_ratio(seconds)} of torch's time, {_ratio(spent)} of its processors' time")
@@ -171,17 +172,17 @@ def test_a_step_beside_torchs_stack(axes: dict[str, int], zero: int, pool: Pool,
 
 
 def _ratio(times: dict[str, list[float]]) -> str:
-    """Weft's over torch's, step by step: median (20th percentile - 80th)."""
+    """Weft's time divided by torch's, step by step: the median (20th percentile - 80th percentile)."""
     ratios = [a / b for a, b in zip(times["Weft"], times["torch"], strict=True)]
     low, *_, high = statistics.quantiles(ratios, n=5)
     return f"{statistics.median(ratios):.2f} ({low:.2f} - {high:.2f})"
 
 
 def check(ranks: list[dict[str, Measured]]) -> None:
-    """Both compute the same losses on every rank, which fall. Raises AssertionError."""
+    """Asserts that both stacks compute the same losses on every rank, and that the losses fall."""
     truth = ranks[0]["torch"].losses
     assert truth[-1] < truth[0], "the steps train"
     for rank in ranks:
         for way in rank.values():
             assert way.losses[0] == pytest.approx(truth[0], rel=1e-6)
-            assert way.losses == pytest.approx(truth, rel=1e-4)  # later, rounding has grown
+            assert way.losses == pytest.approx(truth, rel=1e-4)  # rounding differences grow

@@ -1,7 +1,7 @@
-"""What pipelines and sharded optimizers cost beside what the papers and the plan say: counted, without times.
+"""Compares counted costs of pipelines and sharded optimizers with the papers' formulas and with predictions.
 
-Idle slots and microbatches in flight of the schedules that ran, bytes of a step over dp at each level of a sharded optimizer, and
-memory of stages beside what was predicted.
+Counted are the idle slots and microbatches in flight of executed schedules, the bytes of a step over dp at each ZeRO
+level, and the memory of pipeline stages. No time is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-pytest.importorskip("safetensors", reason="what checkpoints are written with")
+pytest.importorskip("safetensors", reason="checkpoints are written with safetensors")
 
 from weft.mesh import ProcessMesh
 from weft.models import Llama, PipelinePlan
@@ -26,17 +26,17 @@ from tests.support.pool import Pool
 
 STAGES, RANKS = 4, 4
 LEVELS = range(4)
-TIMES = {0: 2, 1: 2, 2: 2, 3: 3}  # (n - 1) / n of the parameters' bytes
+TIMES = {0: 2, 1: 2, 2: 2, 3: 3}  # by ZeRO level: how often (n - 1) / n of the parameters' bytes are received
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A schedule on processes. idle: slots of each rank, of `slots`. formula: both as it has them. in_flight: microbatches, by rank."""
+    """A schedule executed on processes."""
 
-    idle: list[int]
-    slots: int
-    formula: tuple[int, int]
-    in_flight: list[int]
+    idle: list[int]  # idle slots of each rank
+    slots: int  # slots in all
+    formula: tuple[int, int]  # idle and slots by the formula
+    in_flight: list[int]  # the most microbatches in flight on each rank
 
 
 def schedules(pool: Pool) -> dict[Name, Ran]:
@@ -90,7 +90,7 @@ Held = dict[tuple[int, int], tuple[dict[str, int], Memory]]
 
 
 def memory_of_stages(pool: Pool) -> Held:
-    """By level, and by the first rank of each stage: measured, and predicted."""
+    """Measured and predicted bytes, by ZeRO level and by the first rank of each stage."""
     axes = {"pp": 2, "dp": 2}
     mesh = ProcessMesh.grid(**axes)
     firsts = tuple(stage_mesh_of(mesh, stage).ranks[0] for stage in range(axes["pp"]))
@@ -118,4 +118,4 @@ def test_memory_of_stages_beside_what_is_predicted(pool: Pool, tell: Tell) -> No
         assert held["stays"] == pytest.approx(stays, rel=0.05)
         assert held["activations"] == pytest.approx(said.activations, rel=0.05)
     of_first = [said.nbytes for (_, rank), (_, said) in found.items() if rank == 0]
-    assert of_first == sorted(of_first, reverse=True), "no level holds more than the one before"
+    assert of_first == sorted(of_first, reverse=True), "no level needs more memory than the level before"

@@ -1,8 +1,9 @@
-"""Bytes received by the busiest rank in a layout change, over the fewest possible: Weft, and DTensor's two planners.
+"""Counts the bytes received by the busiest rank in a layout change, relative to the fewest possible: Weft and DTensor.
 
-Nothing runs: Weft's plans say what they receive, and DTensor's collectives are counted in a fake world of 64 ranks, its
-all-to-all as one, which is fewer bytes than what it issues on CPUs. Pairs that need nothing are left out of the ratios.
-The times are those of the host's CPU, spent on planning a pair that was not planned before.
+No data moves. Weft's plans state the received bytes. DTensor's collectives are counted in a fake world of 64 ranks,
+for both of DTensor's planners. DTensor's all-to-all is counted as an all-to-all, although DTensor issues more bytes on
+CPUs. Pairs which need no bytes are left out of the ratios. The times are host times for planning a pair for the first
+time.
 """
 
 from __future__ import annotations
@@ -26,38 +27,32 @@ from benchmarks.dtensor_bytes import Counted, counted, placements
 from benchmarks.reshard_cases import CASES, Case, Pair, lower_bound_bytes
 from benchmarks.timing import Timed
 
-MATRIX_PAIRS, OTHER_PAIRS = 6561, 729  # of a case at most: every pair of layouts of the matrix
-SEARCHED_PAIRS = 100  # where DTensor searches, which takes it tens of milliseconds a pair on four axes
+MATRIX_PAIRS, OTHER_PAIRS = 6561, 729  # the most pairs of a case; for matrices all pairs
+SEARCHED_PAIRS = 100  # for DTensor's search, which takes tens of milliseconds a pair on four axes
 WEFT, DEFAULT, SEARCH = "Weft", "DTensor", "DTensor, min-cost"
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One engine on one case. above, mean, max and ratios are over the pairs that need bytes.
-
-    mean_of_all: the mean where pairs that need nothing, and get nothing, count as 1.
-    mean_on_cpu: the mean with all-to-all as an all-gather and a slice, as DTensor does it on CPUs.
-    unneeded: pairs that need nothing, yet something is received.
-    ratios: bytes received over the bound, and in how many pairs.
-    """
+    """The results of one engine on one case. Ratios are bytes received over the bound, for pairs which need bytes."""
 
     engine: str
     mesh: str
     shape: tuple[int, ...]
     pairs: int
-    above: float
+    above: float  # the share of pairs above the bound
     mean: float
     max: float
-    mean_of_all: float
-    mean_on_cpu: float
-    unneeded: int
+    mean_of_all: float  # the mean if pairs which need and receive nothing count as 1
+    mean_on_cpu: float  # the mean with each all-to-all as an all-gather and a slice, as DTensor does on CPUs
+    unneeded: int  # the number of pairs which need nothing, but receive something
     planning: Timed
-    ratios: dict[str, int]
+    ratios: dict[str, int]  # the number of pairs with each ratio
 
 
 def measured() -> list[Summary]:
-    """Of every engine on every case."""
+    """The results of every engine on every case."""
     work = [(case, case.pairs(MATRIX_PAIRS if len(case.shape) == 2 else OTHER_PAIRS)) for case in CASES]
     searched = [(case, pairs[:SEARCHED_PAIRS]) for case, pairs in work if len(case.shape) == 2]
     bounds = {case: [lower_bound_bytes(case, *pair) for pair in pairs] for case, pairs in work}
@@ -79,7 +74,7 @@ def test_reshard_bytes(tell: Tell) -> None:
         tell(f"planning, {case}", row.engine, "host_time", **row.planning.figures)
     rows = [asdict(summary) for summary in summaries]
     for row in rows:
-        del row["planning"]  # so that the file is the same wherever it is made
+        del row["planning"]  # times would make the file differ between machines
     _keep(rows)
     worse = [row for row in summaries if row.engine == WEFT and (row.max > 1 or row.unneeded)]
     assert not worse, "Weft receives more than the bound on " + ", ".join(f"{row.mesh} {row.shape}" for row in worse)
@@ -93,13 +88,13 @@ def _weft(case: Case, pairs: Sequence[Pair], bounds: Sequence[int]) -> Counted:
         start = time.perf_counter()
         made = plan(*layouts, case.shape, torch.float32)
         seconds.append(time.perf_counter() - start)
-        assert made.lower_bound_bytes == bound, f"{made}: Weft's own bound is another than that of the slices"
+        assert made.lower_bound_bytes == bound, f"{made}: Weft's bound differs from the bound computed from slices"
         received.append(made.max_received_bytes)
     return Counted(tuple(received), tuple(received), Timed(tuple(seconds)))
 
 
 def _summary(engine: str, case: Case, bounds: Sequence[int], counts: Counted) -> Summary:
-    """bounds: of the pairs in `counts`, or of more."""
+    """The summary of a case. bounds: for the pairs in `counts`, in the same order; may have more."""
     bounds = bounds[: len(counts.received)]
     ratios = [received / bound for received, bound in zip(counts.received, bounds, strict=True) if bound]
     on_cpu = [received / bound for received, bound in zip(counts.on_cpu, bounds, strict=True) if bound]
@@ -145,7 +140,7 @@ def _place(mesh: str) -> int:
 
 
 def _keep(rows: Sequence[dict[str, object]]) -> None:
-    """In the file that the picture is drawn of, a row a line; where they are what it holds, the picture stays, too."""
+    """Writes the rows to the results file, and draws the picture. An unchanged file and its picture are left alone."""
     file, text = RESULTS / "reshard_bytes.json", "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
     if not file.exists() or file.read_text() != text:
         file.write_text(text)

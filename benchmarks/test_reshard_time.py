@@ -1,8 +1,8 @@
-"""The time of a layout change: `weft.reshard.reshard` over `DTensor.redistribute`, as a ratio.
+"""Times layout changes: `weft.reshard.reshard` relative to `DTensor.redistribute`.
 
-Four gloo processes on a CPU, a mesh of 2x2, a tensor of 64 MB. Both are checked against slices of the whole tensor, then
-timed in turn, so that whatever else the machine does falls on both. These are CPU times over gloo, where DTensor does its
-all-to-all as an all-gather and a slice: they say nothing of a GPU's links.
+Runs on four gloo processes on a CPU, a mesh of 2x2, with a tensor of 64 MB. The results of both are checked against
+slices of the global tensor. Then both are timed in turn, so that other load on the machine slows both alike. On gloo
+DTensor replaces an all-to-all by an all-gather and a slice. The times are not those of a GPU's links.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.pool import Pool
 
 CASE = Case((2, 2), (4096, 4096))
 RANKS = 4
-ROUNDS = 6  # a multiple of the three ways: each follows each equally often
+ROUNDS = 6  # a multiple of the number of ways, 3, so that each way follows each other way equally often
 PARTIAL: tuple[Pair, ...] = (
     (("P", "R"), ("R", "R")),
     (("R", "P"), ("R", "S1")),
@@ -39,23 +39,23 @@ PARTIAL: tuple[Pair, ...] = (
     (("P", "P"), ("S0", "S0")),
     (("P", "P"), ("S0", "S1")),
 )
-Seconds = dict[str, list[float]]  # by way, of each round
+Seconds = dict[str, list[float]]  # for each way, the seconds of each round
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One pair. dtensor: seconds of DTensor.  weft, again: Weft's time, and DTensor's second, over DTensor's first."""
+    """The times of a pair of layouts."""
 
     src: str
     dst: str
-    moves: bool
-    dtensor: Spread
-    weft: Spread
-    again: Spread
+    moves: bool  # whether the change moves data between ranks
+    dtensor: Spread  # DTensor's seconds
+    weft: Spread  # Weft's time over DTensor's
+    again: Spread  # DTensor's time, measured again, over DTensor's
 
 
 def measure(pairs: Sequence[Pair]) -> list[Seconds]:
-    """On every rank, for every pair: seconds of Weft, of DTensor, and of DTensor once more as the noise floor."""
+    """Times every pair: Weft, DTensor, and DTensor again as the noise floor. Runs on every rank."""
     return [_timed(pair) for pair in pairs]
 
 
@@ -69,7 +69,7 @@ def _timed(pair: Pair) -> Seconds:
         "dtensor": lambda: tensor.redistribute(mesh, dst),
     }
     for name, way in ways.items():
-        assert torch.equal(way().to_local(), expected), f"{name}, {pair}: not what slices of the whole tensor hold"
+        assert torch.equal(way().to_local(), expected), f"{name}, {pair}: differs from slices of the global tensor"
     ways["again"] = ways["dtensor"]
     names = list(ways)
     seconds: Seconds = {name: [] for name in names}
@@ -84,9 +84,9 @@ def _timed(pair: Pair) -> Seconds:
 
 
 def _part(layout: Placements, *, addend: bool = False) -> torch.Tensor:
-    """This rank's part of a tensor of small integers, whose sums are exact in fp32.
+    """This rank's shard of a tensor of small integers, whose sums are exact in fp32.
 
-    addend: once or twice that along an axis of "P", which sums to three times.
+    addend: return an addend on axes of "P": once or twice the shard, so that both ranks' addends sum to three times it.
     """
     coordinate = divmod(dist.get_rank(), CASE.mesh[1])
     rows, columns = (torch.arange(*bounds, dtype=torch.float32) for bounds in slices(CASE, layout, coordinate))
@@ -120,7 +120,7 @@ def test_reshard_time(pool: Pool, tell: Tell) -> None:
 
 
 def _ratio(pair: Pair, ranks: Sequence[Seconds]) -> Ratio:
-    """A layout change lasts until its slowest rank is done."""
+    """The times of a pair from the seconds of all ranks. A layout change takes as long as the slowest rank."""
     seconds = {way: [max(each) for each in zip(*(rank[way] for rank in ranks), strict=True)] for way in ranks[0]}
     first = seconds["dtensor"]
     weft, again = (_spread([a / b for a, b in zip(seconds[way], first, strict=True)]) for way in ("weft", "again"))

@@ -1,7 +1,7 @@
-"""Sharded optimizers beside torch's FSDP2: a step's time as a ratio, and the memory that a rank holds.
+"""Compares Weft's sharded optimizers with torch's FSDP2: the time of a step, and the memory of a rank.
 
-Four gloo processes on a CPU, dp=4, the model of llama-tiny, each way's every block a unit. All are checked to compute the same
-losses, then timed step by step in turn. These are CPU times: they say what the host spends, and nothing of a GPU's speed.
+Runs llama-tiny on four gloo processes on a CPU, dp=4. In both, each block is gathered on its own. All ways are checked
+to compute the same losses, then timed step by step in turn. These are times of the host, and not a GPU's speed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ WARMUP, STEPS = 2, 10
 BATCH, TOKENS = 8, 128
 RANKS = 4
 MODEL = recipe("llama-tiny").model
-# Each beside that of FSDP2 which keeps parameters whole for as long, or nearly: "kept" is from forward to backward, zero=2 from step to step.
+# For each way the FSDP2 way to compare with: it keeps full parameters equally long, or nearly. "kept" keeps full
+# parameters from forward to backward; zero=2 keeps them from step to step.
 BESIDE = {"Weft zero=2": "FSDP2 kept", "Weft kept": "FSDP2 kept", "Weft zero=3": "FSDP2", "FSDP2 again": "FSDP2"}
 Phase = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to take a step, seen from one rank. held: bytes of its tensors, by phase."""
+    """The steps of one way, measured on one rank."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     collectives: int
-    held: dict[str, int]
+    held: dict[str, int]  # bytes of the way's tensors, by phase of a step
 
 
 def measure() -> dict[str, Measured]:
-    """On every rank: steps of each way in turn, and once more what each holds, alone."""
+    """Measures the memory of each way alone, and then times steps of all ways in turn. Runs on every rank."""
     makers = {
         "Weft zero=2": lambda: _weft(2),
         "Weft kept": lambda: _weft(3, regather=False),
@@ -64,7 +65,7 @@ def measure() -> dict[str, Measured]:
     losses: dict[str, list[float]] = {name: [] for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(WARMUP + STEPS):
-        first = number % len(names)  # each follows each equally often
+        first = number % len(names)  # each way follows each other way equally often
         for name in names[first:] + names[:first]:
             dist.barrier()
             start = time.perf_counter()
@@ -81,7 +82,7 @@ def measure() -> dict[str, Measured]:
 
 
 def _held(make: Callable[[], Callable[[Phase], float]]) -> dict[str, int]:
-    """Bytes of the tensors of numbers that a way has made, in its second step."""
+    """Bytes of the floating-point tensors made by a way, in each phase of the second step."""
     gc.collect()
     before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
     held: dict[str, int] = {}
@@ -158,7 +159,7 @@ def test_sharded_optimizers_beside_fsdp2(pool: Pool, tell: Tell) -> None:
     for way in ranks[0].values():
         assert way.losses[:WARMUP] == pytest.approx(first[:WARMUP], rel=1e-5)
     assert first[-1] < first[0], "the steps train"
-    # A step lasts until its slowest rank is done.
+    # A step takes as long as the slowest rank.
     seconds = {
         name: [max(each) for each in zip(*(rank[name].seconds for rank in ranks), strict=True)] for name in ranks[0]
     }

@@ -1,8 +1,9 @@
-"""A training step on one GPU beside the same Llama in plain PyTorch under DistributedDataParallel: time, tokens a second, memory.
+"""Times a training step on one GPU beside the same Llama in plain PyTorch under DistributedDataParallel.
 
-The same losses first. All compute in bfloat16 by autocast, with float32 parameters and torch's fused AdamW; each way is timed
-compiled, too: Weft's by the block, torch's whole. On one GPU Weft's parameters are plain tensors. Without a GPU nothing is timed
-here; `of_steps` with the host's clock and a small model is how the tests see that it works.
+Reports time, tokens a second and memory. Losses are checked to be equal first. All ways compute in bfloat16 by
+autocast, with float32 parameters and torch's fused AdamW. Each way is also timed compiled: Weft's by the block,
+torch's as a whole. On one GPU Weft's parameters are plain tensors. Without a GPU this file times nothing. The tests
+run `of_steps` with a small model and the host's clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.found import Row, held
 from benchmarks.stages import adamw
 from benchmarks.timing import Clock, Device, in_turn
 
-# 0.5 billion parameters, in layers as wide as those of models of one to two billion.
+# 0.5 billion parameters, in layers as wide as in models of one to two billion parameters.
 MODEL = LlamaConfig(
     vocab_size=32000,
     hidden_size=2048,
@@ -36,17 +37,17 @@ MODEL = LlamaConfig(
     max_seq_len=2048,
 )
 BATCH, TOKENS = 4, 2048
-GOAL = 1.0  # of DistributedDataParallel's tokens a second
-Step = Callable[[], Tensor]  # gives the loss, which nobody waits for
+GOAL = 1.0  # tokens a second, relative to DistributedDataParallel
+Step = Callable[[], Tensor]  # returns the loss, without waiting for the device
 
 
 def of_steps(
     config: LlamaConfig, batch: int, length: int, device: str, clock: Clock, rounds: int = 10
 ) -> tuple[dict[str, Row], Failures]:
-    """The figures of a step of each way, timed in turn in this process' world of one rank; torch's ways that failed.
+    """Times a step of each way in turn, in a world of one rank. Returns the figures, and the failed ways of torch.
 
-    step_bytes: on a GPU, what a step holds at the most above what there is between steps.
-    Raises AssertionError where first losses are not the same, and whatever a way of Weft's raises.
+    step_bytes, on a GPU: the peak memory of a step above the memory between steps.
+    Raises AssertionError if the first losses differ, and all errors of Weft's ways.
     """
     ids = torch.randint(0, config.vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     tokens, targets = (each.contiguous().to(device) for each in (ids[:, :-1], ids[:, 1:]))
@@ -62,7 +63,7 @@ def of_steps(
             first[name] = step().item()
             ways[name] = step
     for name, loss in first.items():
-        assert loss == pytest.approx(first["Weft"], rel=1e-2), name  # as bfloat16 rounds
+        assert loss == pytest.approx(first["Weft"], rel=1e-2), name  # bfloat16 rounds
     timed = in_turn(ways, clock, rounds=rounds, warmup=2, replayed=(), guard=failed.of)
     rows: dict[str, Row] = {}
     for name, each in timed.items():
@@ -108,7 +109,7 @@ def torch_step(config: LlamaConfig, tokens: Tensor, targets: Tensor, compiled: b
 
 
 def _model(config: LlamaConfig) -> Llama:
-    """On the device of the context: half a billion numbers are drawn there."""
+    """The initialized model, on the device of the context: drawing half a billion numbers on a CPU takes long."""
     model = Llama(config)
     initialize(model, seed=0)
     return model
@@ -116,7 +117,7 @@ def _model(config: LlamaConfig) -> Llama:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """Of one rank, on the GPU."""
+    """A process group of one rank, on the GPU."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""A training step of Weft's Llama against the same on torch's tensor parallelism, as a ratio.
+"""Times a training step of Weft's Llama relative to the same Llama on torch's tensor parallelism.
 
-Four gloo processes on a CPU, dp=2 x tp=2, the model of llama-tiny. Both are checked to compute the same losses, then
-timed step by step in turn, so that whatever else the machine does falls on both. These are CPU times: they say what the
-host spends, and nothing of a GPU's speed.
+Runs llama-tiny on four gloo processes on a CPU, dp=2 x tp=2. Both are checked to compute the same losses, then timed
+step by step in turn, so that other load on the machine slows both alike. These are times of the host, and not a GPU's
+speed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from tests.support.pool import Pool
 WARMUP, STEPS = 5, 40
 BATCH, TOKENS = 8, 128
 RANKS = 4
-MODEL = recipe("llama-tiny").model  # 257 tokens: its vocabulary is sharded unevenly, in both
+MODEL = recipe("llama-tiny").model  # the vocabulary of 257 is sharded unevenly, in both
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to take a step, seen from one rank. seconds: of each step after the warmup, in order."""
+    """The steps of one way, measured on one rank."""
 
     losses: tuple[float, ...]
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # of each step after the warmup, in order
     collectives: Counter[str]
 
 
 def measure() -> dict[str, Measured]:
-    """On every rank: steps of Weft, of torch, and of torch once more as the noise floor, in turn."""
+    """Times steps of Weft, of torch, and of torch again as the noise floor, in turn. Runs on every rank."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
     ids = torch.randint(0, MODEL.vocab_size, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     tokens, target = ids[:, :-1], ids[:, 1:].contiguous()
@@ -60,7 +60,7 @@ def measure() -> dict[str, Measured]:
     losses: dict[str, list[float]] = {name: [] for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(WARMUP + STEPS):
-        first = number % len(names)  # each follows each equally often
+        first = number % len(names)  # each way follows each other way equally often
         for name in names[first:] + names[:first]:
             dist.barrier()
             start = time.perf_counter()
@@ -92,7 +92,7 @@ def _weft(mesh: ProcessMesh, tokens: torch.Tensor, target: torch.Tensor) -> Call
 
 
 def _torch(mesh: ProcessMesh, tokens: torch.Tensor, target: torch.Tensor) -> Callable[[], float]:
-    """With loss_parallel and a fused AdamW: with gathered logits, or foreach, it was as fast at best."""
+    """torch's step, with loss_parallel and a fused AdamW. Gathered logits or a foreach AdamW were not faster."""
     torch_mesh = device_mesh(mesh, "cpu")
     model = parallelize_by_torch(TorchLlama(_model()), torch_mesh)
     optimizer = _adamw(model)
@@ -121,7 +121,7 @@ def _model() -> Llama:
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The fused step takes no mixture of tensors and DTensors: a group of each."""
+    """A fused AdamW, with a parameter group of tensors and a group of DTensors, as a fused step takes no mixture."""
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) is sharded] for sharded in (True, False)]
     return torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-3, fused=True)
 
@@ -131,10 +131,10 @@ def test_step_time_against_torch(pool: Pool, tell: Tell) -> None:
     ranks = tell.measuring(pool.run, measure, ranks=RANKS, timeout=540)
     weft, torch_ = ranks[0]["weft"], ranks[0]["torch"]
     assert weft.losses[0] == pytest.approx(torch_.losses[0], rel=1e-6)
-    assert weft.losses[:WARMUP] == pytest.approx(torch_.losses[:WARMUP], rel=1e-5)  # later, rounding has grown
+    assert weft.losses[:WARMUP] == pytest.approx(torch_.losses[:WARMUP], rel=1e-5)  # rounding differences grow
     assert weft.losses[-1] < weft.losses[0] - 1, "the steps train"
     assert weft.collectives.total() <= torch_.collectives.total()
-    # A step lasts until its slowest rank is done.
+    # A step takes as long as the slowest rank.
     seconds = {
         name: [max(each) for each in zip(*(rank[name].seconds for rank in ranks), strict=True)] for name in ranks[0]
     }
@@ -152,6 +152,6 @@ def test_step_time_against_torch(pool: Pool, tell: Tell) -> None:
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Median (20th percentile - 80th)."""
+    """The median (20th percentile - 80th percentile)."""
     low, *_, high = statistics.quantiles(values, n=5)
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"

@@ -1,8 +1,7 @@
-"""What runs that go on cost: how long training waits for a save and for its data, how much of a checkpoint a rank reads, how many
-kills it survives.
+"""Measures saved and resumed runs: waits for saves and for data, bytes read from a checkpoint, and survived kills.
 
-`./run benchmark -k "survival or recipe"` shows these beside the speed of the default recipe. WEFT_KILLS says how many ranks are
-killed; `./run test_faults` kills a hundred, and restarts by torchrun too.
+`./run benchmark -k "survival or recipe"` shows these results beside the speed of the default recipe. WEFT_KILLS is the
+number of ranks to kill. `./run test_faults` kills a hundred ranks, and also restarts runs by torchrun.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-pytest.importorskip("safetensors", reason="what checkpoints are written with")
+pytest.importorskip("safetensors", reason="checkpoints are written with safetensors")
 
 from weft.models import save_checkpoint
 from weft.models.checkpoint.states import snapshot
@@ -35,7 +34,7 @@ from tests.models.checkpoints.states import CASES, Case, fill_state, make
 from tests.models.checkpoints.test_saving import bytes_read, save_wide
 from tests.support.pool import Pool
 
-SAVES = 6  # the first of each way, which allocates, is not counted
+SAVES = 6  # of each way; the first save allocates memory, and is not counted
 SIZES = {
     "vocab_size": 8192,
     "hidden_size": 128,
@@ -45,12 +44,12 @@ SIZES = {
 KILLS = int(os.environ.get("WEFT_KILLS", "6"))
 KILLS_A_RUN = 3
 RECIPE = recipe("llama-tiny")
-STEPS = 40  # of the default recipe
-MOST_FOR_DATA = 0.01  # of a step, that it may wait for its rows
+STEPS = 40  # steps of the default recipe
+MOST_FOR_DATA = 0.01  # the largest share of a step spent waiting for data
 
 
 def waited(folder: Path) -> dict[str, list[float]]:
-    """Seconds that training waits for a save, of each of three ways in turn."""
+    """The seconds for which training waits for a save, for three ways in turn."""
     model, optimizer = make(Case(), seed=1, **SIZES)
     fill_state(model, optimizer, 1)
     copy, found = None, {"Weft": [], "Weft, synchronous": [], "torch's async_save": []}
@@ -82,11 +81,11 @@ def test_how_long_training_waits_for_a_save(tmp_path: Path, pool: Pool, tell: Te
 
 @pytest.mark.timeout(900)
 def test_how_long_the_default_recipe_waits_for_its_data(tmp_path: Path, tell: Tell) -> None:
-    """On four processes, of the standard library's source, as the run counts it."""
+    """Trains on four processes, on the source of the standard library. The run itself counts the waits."""
     train = [sys.executable, "-m", "weft.models.cli", "train", "--steps", str(STEPS), "--log-every", "1"]
     tell.measuring(subprocess.run, [*train, "--output", "run"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    data, later = RECIPE.data, metrics[3:]  # the first steps begin with what is done once
+    data, later = RECIPE.data, metrics[3:]  # the first steps include work done only once
     shares = [each["data_share"] for each in later]
     tokens = data.batch_size * data.sequence_length
     waits = Timed(tuple(each["data_share"] * tokens / each["tokens_per_second"] for each in later))
@@ -113,7 +112,7 @@ def test_how_much_of_a_checkpoint_a_rank_reads(dst: str, tmp_path: Path, pool: P
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", WAYS)
 def test_how_many_kills_are_survived(name: str, tmp_path: Path, pool: Pool, tell: Tell) -> None:
-    """By the same call again: every run ends with the bits of one that was never killed."""
+    """Restarts killed runs by the same call. Every run must end with the same bits as a run which was never killed."""
     (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)
     way, draw = replace(WAYS[name], steps=12), random.Random(name)
     work = min(complete(pool, way, tmp_path / "truth"))

@@ -1,4 +1,4 @@
-"""Times ways to compute one thing in turn, so that whatever else happens falls on all of them alike."""
+"""Times several ways to compute the same thing in turn, so that other load on the machine slows all ways alike."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Protocol
 
 import torch
 
-# Written before each call, so that it finds its operands in device memory: five times an H200's L2.
+# The size of the memory overwritten before each call, so that operands come from device memory: five times an H200's
+# L2.
 L2_BYTES = 256 << 20
-# Seconds; where a call takes fewer by events, kernels of 50 µs may be waiting for the host, which needs hundreds of µs for a
-# loss and its gradient. Far from the 1.0 ms of the largest logits that are timed: what is near it is timed now so, now so.
+# Seconds. A shorter call, timed by events, may include waits for the host: the host needs hundreds of µs for a loss
+# and the gradient, and kernels may take 50 µs. Calls near this limit would be timed sometimes by events and sometimes
+# by graph, so the limit is far from the 1.0 ms of the largest timed logits.
 QUICK = 2e-3
 
 Way = Callable[[], object]
@@ -24,12 +26,10 @@ Way = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of a call, of each round, in order.
+    """The times of a way, a time for each round."""
 
-    timer: "graph" where a GPU replayed the calls, "events" where it may have waited for the host between kernels, "host".
-    """
-
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # of a call, in the order of the rounds
+    # "graph": a GPU replayed a graph of calls. "events": the time may include waits for the host. "host": host time.
     timer: str = "host"
 
     @property
@@ -42,26 +42,26 @@ class Timed:
 
     @property
     def figures(self) -> dict[str, float | str]:
-        """Median, 20th and 80th percentile, and the timer."""
+        """The median, the 20th and the 80th percentile, and the timer."""
         fifths = statistics.quantiles(self.seconds, n=5, method="inclusive")
         seconds = {"seconds_median": self.median, "seconds_p20": fifths[0], "seconds_p80": fifths[3]}
         return {**seconds, "timer": self.timer}
 
 
 class Clock(Protocol):
-    """Times a call. timers: its name, and that of a call that it replayed."""
+    """Times a call."""
 
-    timers: tuple[str, str]
+    timers: tuple[str, str]  # the names of the timer for a call, and for a replay
 
     def __call__(self, way: Way) -> Callable[[], float]:
-        """Runs the way; what is returned waits for it and tells the seconds."""
+        """Runs the way. The returned function waits for the end of the call and returns the seconds."""
 
     def replay(self, way: Way, calls: int) -> Way | None:
-        """One call that is `calls` calls of the way, with less around them; None where that cannot be had."""
+        """A function which runs `calls` calls of the way with less overhead; None if that is not possible."""
 
 
 class Device:
-    """The clock of a GPU: CUDA events around a call with a cold L2. The host does not wait between calls."""
+    """The clock of a GPU: CUDA events around a call, with a cold L2 cache. The host does not wait between calls."""
 
     timers = "events", "graph"
 
@@ -83,9 +83,9 @@ class Device:
         return seconds
 
     def replay(self, way: Way, calls: int) -> Way | None:
-        """As a CUDA graph. Each call writes memory of its own: what it makes is kept until all are captured.
+        """Captures the calls as a CUDA graph. Outputs are kept until all calls are captured, so calls share no memory.
 
-        After a capture that failed none is tried again: torch 2.11 leaves its memory to that one.
+        After a failed capture no further capture is tried, because torch 2.11 keeps the memory of the failed capture.
         """
         if not self._captures:
             return None
@@ -93,11 +93,11 @@ class Device:
         try:
             with torch.cuda.graph(graph):
                 made = [way() for _ in range(calls)]
-        except Exception as error:  # it waits for the device, which a graph cannot, or there is no memory
+        except Exception as error:  # the way waits for the device, or memory is short
             self._captures = False
-            torch.cuda.set_stream(stream)  # torch.cuda.graph restores it where the capture ends well
+            torch.cuda.set_stream(stream)  # torch.cuda.graph restores the stream only after a success
             torch.cuda.synchronize()
-            first = error.__context__ or error  # the end of the capture fails, too
+            first = error.__context__ or error  # the end of a failed capture fails, too
             told = f"{type(first).__name__}: {first}".splitlines()[0]
             warnings.warn(
                 f"a CUDA graph could not be captured ({told}): times include waits for the host", stacklevel=2
@@ -108,7 +108,7 @@ class Device:
 
 
 class Host:
-    """The clock of the host: of what a CPU does, and of no kernel's speed."""
+    """The clock of the host, for work of a CPU. It does not measure kernels on a GPU."""
 
     timers = "host", "host"
     now = staticmethod(time.perf_counter)
@@ -128,13 +128,16 @@ class Host:
 
 
 class Processor(Host):
-    """The clock of this process' CPU time, which stands still while other programs have the cores."""
+    """The clock of this process's CPU time, which stops while other programs use the cores."""
 
     now = staticmethod(time.process_time)
 
 
 def sets_for(nbytes: int) -> int:
-    """How many sets of operands of that size are more than the L2 holds: ways that take them in turn find none there."""
+    """The number of sets of operands, each of `nbytes`, which together exceed the L2.
+
+    A way which takes the sets in turn finds no operand in the L2.
+    """
     return math.ceil(L2_BYTES / max(nbytes, 1))
 
 
@@ -148,12 +151,13 @@ def in_turn(
     replayed: Collection[str] | None = None,
     guard: Callable[[str], AbstractContextManager[None]] = lambda way: nullcontext(),
 ) -> dict[str, Timed]:
-    """Each way once a round; the warmup rounds, in which kernels are compiled and memory is found, are not kept.
+    """Times each way once in every round. Warmup rounds, which compile kernels and allocate memory, are not counted.
 
-    calls: in a round, where one of the ways needs less than 2 ms for one; on a GPU they are a CUDA graph, and each should
-        find other operands: see `sets_for`.
-    replayed: the ways that may be that; without it all. One that waits for the device may not, and is called once.
-    guard: what the calls of a way stand in. Where it swallows what a way raises, that way is not among those returned.
+    calls: the calls of a way in a round, if a call of any way takes less than QUICK. On a GPU these calls are a CUDA
+        graph, and each should use different operands: see `sets_for`.
+    replayed: the ways which may be replayed as a graph; None: all. A way which waits for the device may not be
+        replayed, and is called once a round.
+    guard: a context around the calls of a way. If the context swallows an error, the way is left out of the result.
     """
     warm: dict[str, float] = {}
     for name, way in ways.items():
@@ -161,9 +165,9 @@ def in_turn(
             warm[name] = [clock(way)() for _ in range(warmup)][-1]
     several = [name for name in warm if replayed is None or name in replayed]
     replays: dict[str, Way | None] = {}
-    if any(warm[name] < QUICK for name in several):  # all of them, so that they are timed alike
+    if any(warm[name] < QUICK for name in several):  # replay all ways, so that all are timed alike
         replays = {name: clock.replay(ways[name], calls) for name in several}
-        # Once more: a capture empties the allocator's cache, a first replay brings the graph to the device.
+        # Warm up again: a capture empties the allocator's cache, and a first replay copies the graph to the device.
         again: dict[str, float] = {}
         for name in warm:
             with guard(name):
@@ -172,7 +176,7 @@ def in_turn(
     running: dict[str, list[Callable[[], float]]] = {name: [] for name in warm}
     for number, order in enumerate(orders(list(warm), rounds)):
         for name in order:
-            if len(running[name]) == number:  # otherwise it has failed
+            if len(running[name]) == number:  # a way with fewer times has failed
                 with guard(name):
                     running[name].append(clock(replays.get(name) or ways[name]))
     found = {}
@@ -185,9 +189,10 @@ def in_turn(
 
 
 def orders(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """The order of each round, such that each name follows each other about equally often.
+    """Yields the order of the names in each round. In all, each name follows each other name about equally often.
 
-    A zigzag of places, which begins one further in each round, and goes back in every other n of them (Williams 1949).
+    The order is a zigzag over the n names, which starts one name later in each round, and is reversed in every second
+    group of n rounds (Williams 1949).
     """
     zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(len(names))]  # 0, 1, -1, 2, -2, …
     for number in range(rounds):
@@ -196,7 +201,7 @@ def orders(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
 
 
 def ceilings() -> dict[str, float]:
-    """What this GPU can do at the most: bytes read and written a second in a copy, flop a second in a bf16 matmul."""
+    """Measures this GPU's ceilings: bytes read and written per second by a copy, flop per second of a bf16 matmul."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_(generator=_generator())
     target = torch.empty_like(source)
     side = 8192

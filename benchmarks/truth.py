@@ -1,7 +1,7 @@
-"""What the losses and their gradients are in float64, and how far a way may be from it before it is not timed.
+"""The losses and gradients in float64, and the error allowed for a way to be timed.
 
-A loss is of all tokens, a gradient of some: ROWS of them, from the first to the last. Whole logits in float64 would be 17 GB at
-16384 tokens and 128256 classes, so they are made some tokens at a time.
+Losses are checked over all tokens, gradients for ROWS of the tokens, from the first to the last. At 16384 tokens and
+128256 classes, logits in float64 would be 17 GB, so logits are computed for a chunk of tokens at a time.
 """
 
 from __future__ import annotations
@@ -14,39 +14,42 @@ from torch import Tensor
 
 from benchmarks.losses import Made
 
-ROWS = 64  # of a gradient
+ROWS = 64  # the checked rows of a gradient
 CHUNK_BYTES = 1 << 30  # of logits in float64
-# How much of the largest element an error may be. ROUNDED: an ulp of bf16, since what is compared rounded at different places.
-# CHUNKED: the weight's gradient is a sum over chunks of tokens, which some keep in bf16.  SUMMED: of a class that is no token's
-# it is a sum of small products of both signs, and no element of it stands out.  EXACT: of float32, by a GPU's fast exponentials.
+# The allowed errors, relative to the largest element.
+# ROUNDED: a unit in the last place of bf16, since ways round at different places.
+# CHUNKED: for the weight's gradient, a sum over chunks of tokens, which some ways keep in bf16.
+# SUMMED: for the weight's gradient of classes which are no token's target. It is a sum of small products of both
+# signs, without large elements.
+# EXACT: for float32 numbers computed with a GPU's fast exponentials.
 ROUNDED, CHUNKED, SUMMED, EXACT = 2.0**-7, 2.0**-6, 2.0**-5, 2.0**-14
 
 
 class Inaccurate(AssertionError):
-    """A way is farther from float64 than rounding explains."""
+    """The error of a way against float64 is larger than rounding explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of what a way makes.
+    """A checked part of a way's result, with the true value."""
 
-    figure: the name of its error.  told: what it is.  of: takes it from what was made.  allowed: of the largest element.
-    """
-
-    figure: str
-    told: str
-    of: Callable[[Made], Tensor]
+    figure: str  # the name of the error's figure
+    told: str  # a description of the part
+    of: Callable[[Made], Tensor]  # takes the part from the result
     truth: Tensor
-    allowed: float
+    allowed: float  # the allowed error, relative to the largest element
 
     def error(self, way: str, made: Made) -> float:
-        """Over the largest element. Raises Inaccurate."""
+        """The error relative to the largest element.
+
+        Raises Inaccurate for a wrong shape, and for an error above `allowed`.
+        """
         found = self.of(made).double()
         if found.shape != self.truth.shape:
             raise Inaccurate(f"{way}: {self.told} is of shape {tuple(found.shape)}, not {tuple(self.truth.shape)}")
         error, largest = float((found - self.truth).abs().max()), float(self.truth.abs().max())
-        if not error <= self.allowed * largest:  # a NaN is no less
-            raise Inaccurate(f"{way}: {self.told} errs by {error:.3g}, of {largest:.3g} at the most")
+        if not error <= self.allowed * largest:  # true for NaN
+            raise Inaccurate(f"{way}: {self.told} errs by {error:.3g}; the largest element is {largest:.3g}")
         return error / largest if largest else 0.0
 
 
@@ -54,12 +57,12 @@ Truth = Sequence[Part]
 
 
 def errors(way: str, made: Made, truth: Truth) -> dict[str, float]:
-    """By the names of figures. Raises Inaccurate."""
+    """The errors of a way, by figure. Raises Inaccurate."""
     return {part.figure: part.error(way, made) for part in truth}
 
 
 def of_logits(logits: Tensor, target: Tensor) -> Truth:
-    """Of a mean cross-entropy."""
+    """The true loss and gradient of a mean cross-entropy."""
     N, V = logits.shape
     logits, rows = logits.detach(), spread(N, like=target)
     loss = torch.stack([_losses(logits[some].double(), target[some]).sum() for some in _chunks(N, V)]).sum()
@@ -73,7 +76,10 @@ def of_logits(logits: Tensor, target: Tensor) -> Truth:
 
 
 def of_products(x: Tensor, weight: Tensor, target: Tensor) -> Truth:
-    """Of a mean linear cross-entropy: gradients of some tokens, of classes that are a token's and of classes that are not."""
+    """The true loss and gradients of a mean linear cross-entropy.
+
+    The weight's gradient is checked for some classes which are targets of tokens, and for some which are not.
+    """
     (N, H), V = x.shape, len(weight)
     x, wide, rows = x.detach(), weight.detach().double(), spread(N, like=target)
     held = target[rows[::2]].unique()
@@ -100,7 +106,7 @@ def of_products(x: Tensor, weight: Tensor, target: Tensor) -> Truth:
             dweight[: len(held)] / N, CHUNKED,
         ),
         Part(
-            "free_classes_error", "the weight's gradient of classes that are no token's",
+            "free_classes_error", "the weight's gradient of classes without a token",
             lambda made: made.gradients[1][free], dweight[len(held) :] / N, SUMMED,
         ),
     ]  # fmt: skip
@@ -108,7 +114,10 @@ def of_products(x: Tensor, weight: Tensor, target: Tensor) -> Truth:
 
 
 def of_a_shard(logits: Tensor, target: Tensor) -> Truth:
-    """Of the first classes, where the other shards' statistics add nothing: the logit of a target that they hold counts as 0."""
+    """The true statistics and gradient of the first shard of classes, if the other shards' statistics add nothing.
+
+    The logit of a target in another shard counts as 0.
+    """
     N, V = logits.shape
     rows = spread(N, like=target)
     x, classes = logits.detach()[rows].double(), target[rows]
@@ -121,14 +130,14 @@ def of_a_shard(logits: Tensor, target: Tensor) -> Truth:
     dlogits = (x - torch.logaddexp(lse, own)[:, None]).exp()
     dlogits[here, classes[here]] -= 1
     return [
-        Part("lse_error", "logsumexp of the others", lambda made: made.loss[rows, :2].double().sum(1), lse, EXACT),
+        Part("lse_error", "logsumexp without the target", lambda made: made.loss[rows, :2].double().sum(1), lse, EXACT),
         Part("target_logit_error", "the target's logit", lambda made: made.loss[rows, 2], own, EXACT),
         Part("gradient_error", "the gradient", lambda made: made.gradients[0][rows], dlogits / N, ROUNDED),
     ]
 
 
 def spread(N: int, rows: int = ROWS, *, like: Tensor) -> Tensor:
-    """Indices from the first of N to the last, each once."""
+    """At most `rows` indices, evenly spaced from 0 to N - 1, without repetition."""
     return torch.linspace(0, max(0, N - 1), min(N, rows), dtype=torch.float64, device=like.device).long()
 
 
@@ -137,7 +146,7 @@ def _losses(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _dlogits(logits: Tensor, target: Tensor) -> Tensor:
-    """Of the sum of the losses."""
+    """The gradient of the sum of the losses with respect to the logits."""
     dlogits = logits.softmax(1)
     dlogits[torch.arange(len(target), device=target.device), target] -= 1
     return dlogits

@@ -1,8 +1,11 @@
-"""`torchrun --nproc-per-node 8 -m benchmarks.tune_in_steps`: measures which products of sequence parallelism are faster in steps.
+"""Measures which products of sequence parallelism are faster in steps, and writes the table which the models use.
 
-Each product and its gradients, in steps and as a collective and a product, in turn on all ranks; what the slowest of them took goes into
-the table that `weft.kernels` reads, by which models choose. What was measured before stays in it, and what the same version measured on
-these devices is not measured again. On each count of ranks a run of its own.
+    torchrun --nproc-per-node 8 -m benchmarks.tune_in_steps
+
+Each product and the gradients are computed in two ways, in turn on all ranks: in steps, and as a pair of a collective
+and a product. The time of the slowest rank is added to the table of `weft.kernels`. Rows measured earlier stay in the
+table. Rows measured by the same version on the same devices are not measured again. Run this once for each number of
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks.products import LLAMA_8B, LLAMA_70B, TOKENS
 from benchmarks.timing import Clock, Device, in_turn
 
 VOCABULARY = 128256
-# Rows of a weight and its columns, of the layers whose products may travel: those that reduce their output, and the head.
+# Rows and columns of the weights of layers which may run in steps: layers which reduce their output, and the head.
 PRODUCTS: tuple[tuple[Form, int, int], ...] = (
     *(("matmul_reduce_scatter", *sizes[name]) for sizes in (LLAMA_8B, LLAMA_70B) for name in ("o", "down")),
     *(("all_gather_matmul", VOCABULARY, sizes["o"][1]) for sizes in (LLAMA_8B, LLAMA_70B)),
@@ -37,7 +40,10 @@ STEPS, PAIR = "in steps", "a collective and a product"
 def timed(
     form: Form, M: int, N: int, K: int, device: str, dtype: torch.dtype, clock: Clock, where: str, rounds: int = 10
 ) -> Timed:
-    """Of x [1, M, K] and a weight [N, K], over all ranks. Called on each. Raises AssertionError where the two differ."""
+    """Times a product of x [1, M, K] and a weight [N, K] in both ways. Every rank must call this.
+
+    Raises AssertionError if the results of the two ways differ.
+    """
     mesh = ProcessMesh.grid(tp=dist.get_world_size())
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (torch.randn(*shape, device=device, generator=generator).to(dtype) for shape in ((1, M, K), (N, K)))
@@ -70,7 +76,7 @@ def timed(
     ways = {STEPS: both(steps), PAIR: both(pair)}
     for one, other in zip(*(way() for way in ways.values()), strict=True):
         error = (one.to_local() - other.to_local()).abs().max() / other.to_local().abs().max()
-        assert error < 2**-6, f"{form}: in steps it differs by {error:.3g} of the largest"
+        assert error < 2**-6, f"{form}: in steps the result differs by {error:.3g} of the largest"
     found = in_turn(ways, clock, rounds=rounds, replayed=())
     slowest = torch.tensor([found[STEPS].median, found[PAIR].median], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -79,9 +85,9 @@ def timed(
 
 
 def tune(table: Path = TABLE) -> None:
-    """Raises RuntimeError without a GPU."""
+    """Measures all products on this machine's GPUs, and adds the rows to `table`. Raises RuntimeError without a GPU."""
     if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU to measure on; run this where there are several")
+        raise RuntimeError("there is no GPU to measure on; run this on a machine with several GPUs")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     measure(table, "cuda", torch.bfloat16, Device(), f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -97,13 +103,13 @@ def measure(
     tokens: Iterable[int] = TOKENS,
     products: Iterable[tuple[Form, int, int]] = PRODUCTS,
 ) -> None:
-    """Adds what is found to the table, at once. Called on each rank."""
+    """Times the products, and adds each row to the table at once. Every rank must call this."""
     rows, chip = read(table), chip_of(torch.device(device))
     for M, (form, N, K) in itertools.product(tokens, products):
         known = rows.get(Product.of(form, chip, dtype, dist.get_world_size(), M, N, K))
         if (
             known is not None and known.where == where
-        ):  # on all ranks alike: they have read one table, and add the same rows
+        ):  # all ranks agree: all read the same table, and add the same rows
             continue
         row = timed(form, M, N, K, device, dtype, clock, where)
         rows[row.of] = row

@@ -1,13 +1,14 @@
-"""`python -m benchmarks.tune_matmul`: measures how products are cut on this GPU, and writes the table that `weft.kernels` reads.
+"""Measures the fastest tile configuration of each class of products on a GPU, and writes the table of `weft.kernels`.
 
     python -m benchmarks.tune_matmul                              # all dtypes; hours
     python -m benchmarks.tune_matmul --dtype bf16 --dtype fp8
-    python -m benchmarks.tune_matmul --seconds 500                # what it can in that time; the next call goes on, until it exits with 0
+    python -m benchmarks.tune_matmul --seconds 500                # for 500 seconds; call again until it exits with 0
 
-Of each class of products the fastest configuration, beside torch's GEMM followed by the same epilogue compiled, or beside torch's of one
-group after the other; 8 bits beside torch's GEMM of such, where the chip has one. What was measured before, on other chips or of other
-classes, stays in the table; what the same versions measured on this chip is not measured again, without `--again`. The classes are those of the
-layers of `benchmarks.products` and of the experts of `benchmarks.grouped_products`: forward, and of both gradients.
+Each class is also timed with torch: a GEMM followed by the compiled epilogue, or for groups a GEMM for each group in
+turn. 8-bit products are compared with torch's 8-bit GEMM, if the chip has one. Rows measured earlier, on other chips
+or for other classes, stay in the table. Rows measured with the same versions on this chip are measured again only
+with `--again`. The classes are the layers of `benchmarks.products` and the experts of `benchmarks.grouped_products`,
+in forward and for both gradients.
 """
 
 from __future__ import annotations
@@ -57,22 +58,22 @@ CANDIDATES = (
     FLAT,
     BY_POINTERS,
 )
-# float32 as it is, without tensor cores: what has few enough registers.
+# Candidates for full float32, without tensor cores: tiles which fit in the registers.
 SINGLES = (SINGLE, replace(SINGLE, tile_m=32))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A class of products and one of them. truth: rows of all of its tiles. ways: KERNEL's, with a configuration, and TORCH's."""
+    """A class of products, and a product of this class to measure."""
 
     of: Class
     format: Format
-    truth: Callable[[], Truth]
-    ways: Callable[[Configuration | None], Mapping[str, Way]]
+    truth: Callable[[], Truth]  # some rows of every tile
+    ways: Callable[[Configuration | None], Mapping[str, Way]]  # KERNEL with the configuration, and TORCH
 
 
 def of_product(kind: str, transposed: str, sizes: tuple[int, int, int], format: Format, device: str) -> Case:
-    """kind: one of KINDS."""
+    """A case of a single product. kind: a key of KINDS."""
     from weft.kernels.matmul.launch import class_of
 
     what = KINDS[kind]
@@ -105,9 +106,9 @@ def cases(
     layers: Iterable[tuple[int, int]] = tuple(sorted(set(SHAPES.values()))),
     experts: Iterable[tuple[int, int, int]] = tuple(EXPERTS.values()),
 ) -> Iterator[Callable[[], Case]]:
-    """What makes each case, one after the other, for they do not fit in memory together. layers: columns of the output, of the input.
+    """Yields a function for each case, which makes the case: all cases together do not fit in memory.
 
-    8 bits have no gradients, and no product that nothing follows.
+    layers: the columns of a layer's output and input. 8-bit products have no gradients, and always an epilogue.
     """
     eight = format.dtype.itemsize == 1
     for M in tokens:
@@ -129,9 +130,9 @@ def cases(
 
 
 def candidates(of: Class, format: Format) -> list[Configuration]:
-    """Those for 16 bits, with as many bytes of the inner dim, as this kind of kernel takes them.
+    """The configurations to try: CANDIDATES with as many bytes along the inner dim as in 16 bits, fitted to the kernel.
 
-    8 bits are summed twice, for which the widest tiles have too few registers.
+    8-bit products use two sums, for which the widest tiles have too few registers.
     """
     among: tuple[Configuration, ...] = SINGLES
     if format.dtype != torch.float32 or format.tf32:
@@ -146,9 +147,10 @@ def candidates(of: Class, format: Format) -> list[Configuration]:
 
 
 def fastest(case: Case, among: Iterable[Configuration], clock: Clock, where: str, rounds: int = 10) -> Measured | None:
-    """The candidate that took the least time of the product; None where there is none.
+    """The fastest candidate; None if no candidate runs.
 
-    One that the chip cannot run, or that has too few registers there and spills, is none. Raises Inaccurate for one that is wrong.
+    Candidates which the chip cannot run, and candidates which spill registers, are left out. Raises Inaccurate for a
+    candidate with a wrong result.
     """
     named: dict[str, Configuration] = {}
     ways: dict[str, Way] = {TORCH: case.ways(None)[TORCH]}
@@ -174,12 +176,12 @@ def _made(way: Way) -> Tensor | None:
 
     try:
         return way()
-    except OutOfResources:  # of shared memory, on a smaller chip
+    except OutOfResources:  # a smaller chip has too little shared memory
         return None
 
 
 def spills(way: Way) -> bool:
-    """Whether a kernel that it launches keeps registers in memory."""
+    """Whether a kernel launched by the way spills registers to memory."""
     return float(cost(way).get("spill_bytes", 0)) > 0
 
 
@@ -189,9 +191,13 @@ def tune(
     seconds: float | None = None,
     again: bool = False,
 ) -> int:
-    """How many classes are left. seconds: after which no other is begun. Raises RuntimeError without a GPU."""
+    """Measures all classes of the formats. Returns the number of classes left when the time was over.
+
+    seconds: the time after which no further class is begun; None for no limit. again: measure known classes again.
+    Raises RuntimeError without a GPU.
+    """
     if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU to measure on; run this where there is one")
+        raise RuntimeError("there is no GPU to measure on; run this on a machine with a GPU")
     import triton
 
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
@@ -210,12 +216,15 @@ def measure(
     end: float | None = None,
     again: bool = False,
 ) -> int:
-    """Adds what is found of each case to the table, at once; how many were not looked at when the time was over."""
+    """Measures the cases, and adds each row to the table at once.
+
+    Returns the number of cases left when the time was over.
+    """
     rows, seen = read(table), set[Class]()
     for number, make in enumerate(makers):
         if end is not None and time.monotonic() >= end:
             return len(makers) - number
-        with format.chosen():  # a class is of tf32 where float32 is multiplied so
+        with format.chosen():  # the setting decides whether the class is tf32
             case = make()
         known = rows.get(case.of)
         if case.of in seen or (known is not None and known.where == where and not again):
@@ -233,18 +242,18 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune_matmul", description="Measure how products are cut."
+        prog="python -m benchmarks.tune_matmul", description="Measure the fastest tiles of each class of products."
     )
-    parser.add_argument("--dtype", action="append", choices=FORMATS, help="may be repeated; all without it")
-    parser.add_argument("--seconds", type=float, help="after which no other class is begun; the next call goes on")
+    parser.add_argument("--dtype", action="append", choices=FORMATS, help="may be repeated; by default all dtypes")
+    parser.add_argument("--seconds", type=float, help="begin no class after this time; the next call continues")
     parser.add_argument(
-        "--again", action="store_true", help="measure too what these versions have measured on this chip"
+        "--again", action="store_true", help="also measure classes already measured with these versions on this chip"
     )
     options = parser.parse_args()
     names: list[str] = options.dtype or [*FORMATS]
     left = tune(formats=[FORMATS[name] for name in names], seconds=options.seconds, again=options.again)
     if left:
-        print(f"the time is over; {left} products are left: call it again")
+        print(f"the time is over; {left} products are left: run this command again")
         sys.exit(UNFINISHED)
 
 

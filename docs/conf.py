@@ -1,4 +1,4 @@
-"""Sphinx's settings, and how a docstring of this house becomes the markup that Sphinx reads."""
+"""Sphinx's settings, and the conversion of Weft's docstrings to reStructuredText."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ html_title = "Weft"
 html_static_path = ["style"]
 html_css_files = ["blocks.css"]
 html_copy_source = False
-html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # lines of 100 characters fit
+html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # code lines of 100 characters fit
 html_show_sphinx = False
 highlight_language = "text"
-smartquotes = False  # "none" is a value
-myst_heading_anchors = 3  # levels of headings that links may name
+smartquotes = False  # quotes belong to values: "none"
+myst_heading_anchors = 3  # levels of headings which links may target
 
-nitpicky = True  # a page that names what the reference does not have is an error
-nitpick_ignore_regex = [("py:.*", r"(?!weft\.\w+\.\w+$).*")]  # in signatures: names of others, and of inner modules
+nitpicky = True  # a page naming an object missing from the reference is an error
+nitpick_ignore_regex = [("py:.*", r"(?!weft\.\w+\.\w+$).*")]  # names in signatures: other packages', and inner modules'
 
 add_module_names = False
 autodoc_preserve_defaults = True
@@ -34,12 +34,13 @@ autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-# How an item of a docstring begins, at a line's beginning or after a sentence: "gate, up: …", "Layouts: …", "Raises …".
+# The beginning of a docstring's item, at the start of a line or after a sentence: "gate, up: …", "Layouts: …",
+# "Raises …".
 ITEM = r"(?:(?:[a-z_]\w*(?:, [a-z_]\w*)*|[A-Z][a-z]+)(?=: )|Raises(?= )|Returns(?= ))"
 
 
 def markup(docstring: str) -> Iterator[str]:
-    """Lines of reStructuredText: paragraphs, items as a list, and what is indented by four as a program."""
+    """Yields a docstring as lines of reStructuredText. Items become a list, and text indented by four becomes code."""
     for number, paragraph in enumerate(re.split(r"\n{2,}", docstring.strip("\n"))):
         if paragraph.startswith("    "):
             yield from (".. code-block:: python", "", *paragraph.split("\n"), "")
@@ -51,7 +52,7 @@ def markup(docstring: str) -> Iterator[str]:
 
 
 def inline(text: str) -> str:
-    """`code` as a literal, all else as it stands."""
+    """Converts `code` to a literal, and escapes markup in all other text."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([\\*_|])", r"\\\1", part) for part in parts[::2]]
     parts[1::2] = [f"``{part}``\\ " for part in parts[1::2]]
@@ -63,7 +64,10 @@ def setup(app: Any) -> None:
         lines[:] = markup("\n".join(lines))
 
     def show_all_options(app: Any, what: str, name: str, obj: Any, *shown: Any) -> None:
-        """Overloads are for type checkers: the reference has the one signature, with every option and its default."""
+        """Drops a function's overloads: the reference shows the single signature with every option and default.
+
+        Overloads are for type checkers.
+        """
         if what == "function":
             analyzer = ModuleAnalyzer.for_module(obj.__module__)
             analyzer.analyze()

@@ -1,5 +1,4 @@
-"""The page of the benchmarks' results: one HTML file that needs no network. `./run dashboard` writes it.
+"""The page of the benchmarks' results: one HTML file without a script or a network. `./run dashboard` writes it.
 
-Data goes one way: `sources` reads the folder, `headline`, `blocks`, `past` and `shared` say what is shown of it as values,
-`page` writes them down. No statistics are made here that `benchmarks.figures` and `benchmarks.compare` have.
+`sources` reads the folder; `changed`, `tiles`, `figures` and `tables` make values; `charts` draws; `page` writes.
 """

@@ -1,189 +1,196 @@
-"""What changed in the newest run beside those before it: each figure of Weft's, the worst first."""
+"""What changed in the newest run since the runs before, the worst first; the budgets' verdict; ratios over the runs."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from benchmarks.compare import Change, Comparison, timed_alike
-from benchmarks.dashboard.past import Key, Past
+from benchmarks.compare import RUNS, Change, Comparison, baselines, counted, sentence, timed_alike
+from benchmarks.dashboard.charts import Datum, Figure, axis, lines
+from benchmarks.dashboard.figures import groups, is_rival, title_of
 from benchmarks.dashboard.sources import Device
-from benchmarks.dashboard.tables import named, times
-from benchmarks.figures import TIMES, quantity
-from benchmarks.record import printable
+from benchmarks.dashboard.tables import named, several, short, times
+from benchmarks.figures import TIMES, ordered, quantity
+from benchmarks.record import Case, Run, printable
 
-SHOWN = 6  # lines; the rest is folded
 COMPILED = "compiled"  # the group of what the compiler counts, which says little of how fast a kernel is
+CLOCKS = {"time": ("Kernel times", "of this GPU"), "host_time": ("Host times", "on this machine")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A figure that changed. growth: now over before, above 1 is worse.  others: what became of the other ways.
+class Line(NamedTuple):
+    """One changed figure. growth: above 1 is worse.  broken: over its budget.  past: a small chart over the runs."""
 
-    broken: whether it breaks a budget.  place: of its history among the page's; None where it has none.
-    """
-
+    group: str
     growth: float
     broken: bool
     word: str
     name: str
     of: str
-    before: str
-    now: str
-    others: str
-    place: int | None
-
-    @property
-    def worse(self) -> bool:
-        return self.growth > 1
+    moved: str  # from what to what
+    clock: str
+    past: Figure | None
 
     @property
     def shown(self) -> str:
-        return "from 0" if self.growth == math.inf else times(self.growth)
+        if self.growth in (0, math.inf):
+            return "from 0" if self.growth else "to 0"
+        return times(max(self.growth, 1 / self.growth))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
-    """sentence: in one.  beside: with what it was compared, and what not.  lines: worst first; compiled: apart from them."""
+class Changed(NamedTuple):
+    """The headline. beside: which runs were compared.  lines: worst first; compiled: the compiler's counts."""
 
     sentence: str
-    beside: str
-    lines: tuple[Line, ...] = ()
-    compiled: tuple[Line, ...] = ()
-
-    @property
-    def first(self) -> tuple[Line, ...]:
-        return self.lines[:SHOWN]
-
-    @property
-    def rest(self) -> tuple[Line, ...]:
-        return self.lines[SHOWN:]
+    beside: str = ""
+    lines: Sequence[Line] = ()
+    compiled: Sequence[Line] = ()
 
 
-def changed(device: Device, past: Past) -> Changed:
-    where = "On a CPU" if device.is_cpu else f"On {printable(device.name)}"
-    if device.comparison is None:
-        return Changed(sentence=f"{where} nothing is compared: the budgets cannot be read.", beside="")
+class Verdict(NamedTuple):
+    """By the budgets. word: "Passes", "Fails", "Not judged".  told: why.  lines: broken budgets and lost cases."""
+
+    word: str
+    told: str
+    lines: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def changed(device: Device) -> Changed:
+    where, found = "On a CPU" if device.newest.on_cpu else f"On {printable(device.name)}", device.comparison
+    if found is None:
+        return Changed(f"{where} nothing is compared: the budgets cannot be read.")
     if len(device.runs) == 1:
-        return Changed(sentence=f"{where} there is one run, and none before it to compare with.", beside="")
-    places = past.places()
-    times_, counts = list(_times(device.comparison, places)), list(_counts(device.comparison, places))
-    compared = sum(change.case.ours for change in device.comparison.changes)
-    compiled = [line for line, group in counts if group == COMPILED]
-    counted = [line for line, group in counts if group != COMPILED]
-    told = [_told(times_, compared), _told_of_counts(counted)]
-    return Changed(
-        sentence=f"{where}: {', and '.join(filter(None, told))}.",
-        beside=_beside(device),
-        lines=_worst_first([*times_, *counted]),
-        compiled=_worst_first(compiled),
+        return Changed(f"{where} there is one run, and none before it to compare with.")
+    every = [*_times(device, found), *_counts(device, found)]
+    every.sort(key=lambda line: (not line.broken, -round(line.growth, 4), line.name, line.of))
+    shown = [line for line in every if line.group != COMPILED]
+    counts = [line.growth > 1 for line in shown if line.clock == "counted"]
+    told = f"{sum(counts) or 'none'} grew and {len(counts) - sum(counts) or 'none'} fell" if counts else "none changed"
+    said = f"{where}, {sentence(found.changes)}; of the counted figures {told}."
+    return Changed(said, _beside(device, found.changes), shown, [line for line in every if line.group == COMPILED])
+
+
+def verdict(device: Device, budgets: int) -> Verdict:
+    found = device.comparison
+    if found is None:
+        return Verdict("Not judged", "the budgets cannot be read.")
+    if found.failures:
+        first = printable(found.failures[0].partition("\n")[0])
+        told = f"{several(len(found.failures), 'budget')} broken by the newest run, the first by {first}."
+        return Verdict("Fails", told, found.failures, found.notes)
+    kernels = sum(change.baseline is not None and change.case.kind == "time" for change in found.changes)
+    earlier = several(min(len(device.runs) - 1, RUNS), "earlier run")
+    beside = (
+        f"{several(kernels, 'kernel time')} judged beside {earlier}" if kernels else f"nothing of {earlier} is lost"
     )
+    met = budgets - sum(note.startswith("no case has the figure") for note in found.notes)
+    kept = f"{met} of {several(budgets, 'budget')} of counted figures kept" if met else "no figure has a budget"
+    told = f"{kept}; {beside if len(device.runs) > 1 else 'there is no earlier run'}."
+    return Verdict("Passes" if met or found.changes else "Not judged", told, (), found.notes)
 
 
-def _worst_first(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """What breaks a budget before all else."""
-    return tuple(sorted(lines, key=lambda line: (not line.broken, -round(line.growth, 4), line.name, line.of)))
+def _times(device: Device, found: Comparison) -> Iterator[Line]:
+    """A line for each time whose ratio to its baselines changed."""
+    for change in (each for each in found.changes if each.slower or each.faster):
+        case, baseline = change.case, change.baseline or ""
+        of = f"{named(TIMES[case.kind])}, {baseline} ÷ {case.way}"
+        moved = " → ".join(times(each.median) for each in (change.before, change.now))
+        clock = " → ".join(quantity("time", each, 3) for each in (change.seconds, case.seconds.median))
+        broken, points = _broken(found, f"{case.title}: "), _ratios(device, case, [baseline])
+        yield Line(case.group, 1 / change.ratio, broken, change.word, case.name, of, moved, clock, _past(points))
 
 
-def _told(found: Sequence[Line], compared: int) -> str:
-    if not compared:
-        return "no time is compared"
-    slower = sum(line.worse for line in found)
-    if not found:
-        return f"none of {compared} times changed beyond the noise"
-    verb = "is" if slower == 1 else "are"
-    return f"{slower or 'none'} of {compared} times {verb} slower than before, {len(found) - slower or 'none'} faster"
-
-
-def _told_of_counts(found: Sequence[Line]) -> str:
-    if not found:
-        return "no counted figure changed"
-    more = sum(line.worse for line in found)
-    return f"of the counted figures {more or 'none'} grew and {len(found) - more or 'none'} fell"
-
-
-def _times(comparison: Comparison, places: dict[Key, int]) -> Iterator[Line]:
-    """Of Weft's beyond the noise; beside each how the others' times changed, who ran on the same machine."""
-    for change in (change for change in comparison.changes if change.case.ours):
-        case, (low, high) = change.case, change.noise
-        if low <= 1 <= high:
-            continue
-        others = [each for each in comparison.changes if not each.case.ours and _alike(change, each)]
-        growths = [1 / each.ratio for each in others]
-        label = TIMES[case.kind]
-        yield Line(
-            growth=1 / change.ratio,
-            broken=_broken(comparison, f"{case.title}: "),
-            word="slower" if high < 1 else "faster",
-            name=printable(case.name),
-            of=printable(f"{case.way}, {named(label)}"),
-            before=quantity("time", change.before.median),
-            now=quantity("time", case.seconds.median),
-            others=f"others {times(statistics.geometric_mean(growths))}" if growths else "no other way",
-            place=places.get((case.group, case.name, label)),
-        )
-
-
-def _alike(one: Change, other: Change) -> bool:
-    return (one.case.key[:2], one.case.kind) == (other.case.key[:2], other.case.kind)
+def _counts(device: Device, found: Comparison) -> Iterator[Line]:
+    """A line for each counted figure of Weft's that changed in the digits shown."""
+    for each in found.counts:
+        case, label = each.case, each.label
+        numbers = [short(label, value) for value in (each.before, each.now)]
+        if len(set(numbers)) > 1:
+            points = [
+                {"name": case.name, "x": at, "value": value, "tip": f"{_run(run)}: {quantity(label, value)}"}
+                for at, run in enumerate(device.runs.values())
+                for old in run.cases
+                if old.key == case.key and (value := counted(old).get(label)) is not None
+            ]
+            broken, word = _broken(found, f"{case.title}: {label} is "), "more" if each.growth > 1 else "less"
+            of, moved = f"{named(label)}, {case.way}", " → ".join(numbers)
+            yield Line(case.group, each.growth, broken, word, case.name, of, moved, "counted", _past(points))
 
 
 def _broken(comparison: Comparison, start: str) -> bool:
-    """Whether a line of the failures begins so: a group's names each of its cases."""
+    """Whether a failure names this case; the failure of a group has a line for each of its cases."""
     return any(line.strip().startswith(start) for each in comparison.failures for line in each.splitlines())
 
 
-def _counts(comparison: Comparison, places: dict[Key, int]) -> Iterator[tuple[Line, str]]:
-    """What is the same to the digits that are shown is left out."""
-    for each in comparison.counts:
-        before, now = _short(each.label, each.before), _short(each.label, each.now)
-        if before == now:
-            continue
-        yield (
-            Line(
-                growth=each.growth,
-                broken=_broken(comparison, f"{each.case.title}: {each.label} is "),
-                word="more" if each.growth > 1 else "less",
-                name=printable(each.case.name),
-                of=printable(f"{each.case.way}, {named(each.label)}"),
-                before=before,
-                now=now,
-                others="counted",
-                place=places.get((each.case.group, each.case.name, each.label)),
-            ),
-            each.case.group,
-        )
+def _past(points: Sequence[Datum]) -> Figure | None:
+    values = [each[key] for each in points for key in ("low", "value", "high") if key in each]
+    if len(points) < 2:
+        return None
+    scale = {**axis(values, log=min(values) > 0), "axis": None}
+    return lines(points[0]["name"], "over the runs", points, scale, None, height=34)
 
 
-def _short(label: str, value: float) -> str:
-    """With its unit; of what has none, three digits."""
-    told = quantity(label, value)
-    return told if " " in told or isinstance(value, int) else f"{value:.3g}"
+def _run(run: Run) -> str:
+    return f"{run.time[:10]} {run.commit[:7]}"
 
 
-def _beside(device: Device) -> str:
-    """With which runs times are compared, and what is left out."""
+def _ratios(device: Device, case: Case, ways: Sequence[str]) -> list[Datum]:
+    """Points of a case over the runs: a baseline's time over the case's; of `ways`, the first baseline of each run."""
+    found, newest = [], device.newest.clock(case.kind)
+    for at, run in enumerate(device.runs.values(), 1):
+        beside = {
+            each.way: each
+            for each in run.cases
+            if each.timed and (each.key[:2], each.kind) == (case.key[:2], case.kind)
+        }
+        ratios, clock = baselines(beside[case.way], beside) if case.way in beside else {}, run.clock(case.kind)
+        for way in [way for way in ways if way in ratios][:1]:
+            (low, high), value = ratios[way].ends, ratios[way].median
+            tip = f"{case.name}, {way} ÷ {case.way}, {_run(run)}: {times(value)}"
+            point = {"name": f"{case.name}, {case.way}", "x": at, "low": low, "value": value, "high": high, "tip": tip}
+            found.append({**point, "part": str(clock or at), "here": clock == newest})
+    return found
+
+
+def history(device: Device) -> Iterator[Figure]:
+    """A chart for each group of times: a line for each case, its first baseline's time over Weft's."""
+    runs = len(device.runs)
+    values = list(range(runs, 0, -math.ceil(runs / 10)))
+    across = {"axis": {"title": "run", "grid": False, "values": values}, "scale": {"domain": [1, runs], "padding": 6}}
+    for group, kind, cases in groups(device.newest):
+        rivals = [case for case in cases if case.timed and is_rival(case, cases)]
+        points = []
+        for case in (case for case in rivals if case.ours):
+            others = ordered(each.way for each in rivals if each.name == case.name and not each.ours)
+            points += [{**each, "low": None, "high": None} for each in _ratios(device, case, others)]
+        if len({each["x"] for each in points}) > 1:
+            count = several(len({each["name"] for each in points}), "case")
+            scale = axis([0.9, 1.1, *(each["value"] for each in points)], "×")
+            yield lines(
+                title_of(group, kind),
+                f"{count}; the baseline's time over Weft's, more is better",
+                points,
+                scale,
+                across,
+            )
+
+
+def _beside(device: Device, found: Sequence[Change]) -> str:
+    """Which runs times were compared with, and which times were not compared."""
     earlier = list(device.runs.values())[:-1]
-    found = {kind: len(timed_alike(device.newest, earlier, kind)) for kind in ("time", "host_time")}
-    kinds = {case.kind for case in device.newest.cases if case.timed}
-    told = [
-        f"{'Kernel times' if kind == 'time' else 'Times of the host'} beside the median of {_several(found[kind])} "
-        f"{'of this GPU' if kind == 'time' else 'on this machine'}"
-        for kind in ("time", "host_time")
-        if kind in kinds and found[kind]
-    ]
-    if "host_time" in kinds and found["host_time"] < len(earlier[-5:]):
-        why = (
-            "the machine of this run was not recorded"
-            if device.newest.clock("host_time") is None
-            else "other runs are of other machines, or of none that was recorded"
+    own = [case for case in device.newest.cases if case.timed and case.ours]
+    told = []
+    for kind in (kind for kind in CLOCKS if any(case.kind == kind for case in own)):
+        what, where = CLOCKS[kind]
+        runs = len(timed_alike(device.newest, earlier, kind))
+        why = "other runs are of other machines, or of none that was recorded"
+        why = why if device.newest.clock(kind) else "the machine of this run was not recorded"
+        told.append(
+            f"{what} beside the median of {several(runs, 'run')} {where}" if runs else f"{what} are not compared: {why}"
         )
-        told.append(f"Times of the host are not compared: {why}" if not found["host_time"] else f"Not compared: {why}")
-    told.append("Counted figures beside the newest run before that has them")
-    return ". ".join(told) + "."
-
-
-def _several(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
+    if alone := sum(each.baseline is None for each in found):
+        told.append(f"{several(alone, 'time')} without a baseline: shown below, not judged")
+    if found and len(own) > len(found):
+        told.append(f"{several(len(own) - len(found), 'time')} for the first time here")
+    return ". ".join([*told, "Counted figures beside the newest run before that has them"]) + "."

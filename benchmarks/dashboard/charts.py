@@ -1,225 +1,181 @@
-"""Vega-Lite charts without colours of their own: the page gives them those of its theme.
+"""Charts as Vega-Lite specs, drawn into SVG when the page is made. Colours are variables of the page's style sheet.
 
-Names from the results are data, never the name of a field, an expression or a title, so that Vega shows them as text.
-Colour repeats what position, shape or dash says already.
+There are two kinds: `strip` has a row of marks for each way, `lines` a value over steps or runs. A mark's tip becomes
+a <title>, which browsers show under the pointer. Names from the results are data, never a field's name, an expression
+or a title: Vega writes data as text.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import altair as alt
+import vl_convert
+from markupsafe import Markup, escape
+
+from benchmarks.record import ours, printable
 
 Spec = dict[str, Any]
 Datum = dict[str, Any]
-SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
-SECONDS = "format(datum.value, '~s') + 's'"
-ROW = 34  # pixels: a line of text, and the marks under it
-LADDER = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-LETTER = 7.5  # pixels, at most, of what stands in bold
-LEFT, RIGHT = (alt.value(at) for at in (0, "width"))
+WIDTH, ROW = 340, 40  # pixels: a phone's width; a line of text and the marks under it
+LETTER = 8.5  # pixels, at most, of what stands in bold
+SERIES = [f"var(--{name})" for name in ("weft", "two", "three", "four", "five", "six", "seven", "eight")]
+SHAPES = ["circle", "diamond", "square", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left"]
+INK, QUIET, LINE, PAGE = (f"var(--{name})" for name in ("ink", "quiet", "line", "page"))
+CONFIG = {
+    "background": "transparent", "font": "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif",
+    "padding": {"left": 6, "right": 12, "top": 2, "bottom": 2}, "view": {"stroke": None},
+    "axis": {
+        "aria": False, "labelColor": QUIET, "titleColor": QUIET, "labelFontSize": 11, "titleFontSize": 11,
+        "titleFontWeight": 400, "gridColor": LINE, "domainColor": LINE, "tickColor": LINE, "labelPadding": 4,
+    },
+    "legend": {
+        "aria": False, "orient": "top", "direction": "vertical", "title": None, "labelColor": INK, "labelFontSize": 12,
+        "labelLimit": 300, "symbolOpacity": 1,
+    },
+    "style": {
+        "label": {"fontSize": 12, "align": "left", "baseline": "middle", "color": INK, "dy": -14},
+        "value": {"fontSize": 12, "align": "right", "baseline": "middle", "color": INK, "dy": -14, "fontWeight": 600},
+        "mean": {"filled": True, "shape": "diamond", "size": 90, "opacity": 1, "stroke": PAGE, "color": INK},
+        "origin": {"color": QUIET, "thickness": 1.5, "size": 15, "opacity": 1},
+        "case": {"thickness": 2, "size": 12, "opacity": 0.75},
+        "share": {"filled": True, "opacity": 0.6},
+        "point": {"filled": True, "size": 26},
+    },
+}  # fmt: skip
 
 
-def rows(data: Sequence[Datum], x: alt.X, *, origin: float | None = None) -> Spec:
-    """A row for each `label`: the label and `text` in a line, under it a mark at `value` and its noise, `low` to `high`.
+class Row(NamedTuple):
+    """One row of a strip. marks: dicts with value, tip, and perhaps share (the mark's area).  text: on the right."""
 
-    origin: from where a stem goes to the mark.  Data: label, text, value, low, high, ours, tip.
-    """
-    y = _y(data)
-    base = _over([each | {"origin": origin} for each in data])
-    layers = [base.mark_rule(style="noise").encode(x=_at(x, "low"), x2="high:Q", y=y, color=_ours())]
-    if origin is not None:
-        layers.append(base.mark_tick(style="reference", size=14).encode(x=_at(x, "origin"), y=y))
-        layers.append(base.mark_rule(style="stem").encode(x=_at(x, "origin"), x2="value:Q", y=y, color=_ours()))
-    layers.append(base.mark_point(style="mark").encode(x=x, y=y, color=_ours(), shape=_shape(), tooltip=_tip()))
-    return _spec(alt.layer(*layers, *_labels(base, y, data)), _height(data, ROW))
+    label: str
+    marks: Sequence[Datum]
+    text: str
+    mean: float | None = None
+    way: str = ""  # for the colour, where the label is a case
 
 
-def spread(data: Sequence[Datum], x: alt.X) -> Spec:
-    """A row for each `label`, with a tick for each of its cases, and a mark at their mean."""
-    y = _y(data)
-    base = _over(data)
-    cases, means = base.transform_filter("datum.mean == null"), base.transform_filter("datum.mean != null")
-    ticks = cases.mark_tick(style="case", size=12).encode(x=x, y=y, color=_ours(), tooltip=_tip())
-    mean = means.mark_point(style="mean", shape="diamond").encode(x=_at(x, "mean"), y=y, tooltip=_tip())
-    return _spec(alt.layer(ticks, mean, *_labels(means, y, data)), _height(data, ROW))
+class Figure(NamedTuple):
+    """A chart. title: which group.  note: which figure.  told: the chart in words, for screen readers."""
+
+    title: str
+    note: str
+    told: str
+    spec: Spec
 
 
-def shares(data: Sequence[Datum], x: alt.X) -> Spec:
-    """A row for each `label`: a mark for each ratio, its area the share of pairs that have it, and a tick at the mean."""
-    y = _y(data)
-    base = _over(data)
-    marks, means = base.transform_filter("datum.mean == null"), base.transform_filter("datum.mean != null")
-    size = alt.Size("share:Q").scale(domain=[0, 1], range=[10, 200]).legend(None)
-    ratios = marks.mark_point(style="share").encode(x=x, y=y, size=size, color=_ours(), shape=_shape(), tooltip=_tip())
-    mean = means.mark_tick(style="mean", size=16).encode(x=_at(x, "mean"), y=y)
-    return _spec(alt.layer(ratios, mean, *_labels(means, y, data)), _height(data, ROW))
-
-
-def points(data: Sequence[Datum], names: Sequence[str]) -> Spec:
-    """A row for each `label`, a mark at each `value`, its form and colour those of `name`, a track for each name."""
-    some = list(names)
-    base = _over(data)
-    y = _y(data)
-    x = alt.X("value:Q").scale(zero=True, nice=True).axis(alt.Axis(tickCount=6)).title(None)
-    track = alt.YOffset("name:N").scale(domain=[" ", *some])  # the first is the label's
-    colour = alt.Color("name:N").scale(domain=some, range="category").legend(_legend("horizontal"))
-    shape = alt.Shape("name:N").scale(domain=some, range=SHAPES).legend(_legend("horizontal"))
-    marks = base.mark_point(style="mark").encode(x=x, y=y, yOffset=track, color=colour, shape=shape, tooltip=_tip())
-    first = base.transform_aggregate(count="count()", groupby=["label"])
-    labels = first.mark_text(style="label", dy=-6 * len(some)).encode(x=LEFT, y=y, text="label:N")
-    return _spec(alt.layer(marks, labels), _height(data, 13 * (len(some) + 1)))
-
-
-def ratio_axis(values: Sequence[float]) -> alt.X:
-    """Logarithmic, with 1 on it."""
-    low, high = 0.96 * min(0.95, *values), 1.04 * max(1.05, *values)
-    return _x(_steps(low, high) if high > 4 * low else None, format="~g", tickCount=4).scale(
-        type="log", domain=[low, high], nice=False
-    )
-
-
-def bound_axis(most: float) -> alt.X:
-    """Doublings of the bound."""
-    return _x(LADDER, format="~g").scale(type="log", base=2, domain=[0.9, max(2, most * 1.15)], nice=False)
-
-
-def share_axis() -> alt.X:
-    return _x([0, 0.25, 0.5, 0.75, 1], format=".0%").scale(domain=[0, 1.04], nice=False)
-
-
-def amount_axis(most: float, unit: str = "") -> alt.X:
-    """From zero, in SI prefixes; charts with the same `most` have the same scale."""
-    axis = _x(None, labelExpr=f"format(datum.value, '~s') + '{unit}'", tickCount=4)
-    return axis.scale(domain=[0, most or 1], nice=True)
-
-
-def seconds_axis(values: Sequence[float]) -> alt.X:
-    """Logarithmic, where times differ by orders."""
-    low, high = min(values) / 1.5, max(values) * 1.5
-    axis = _x(_steps(low, high), labelExpr=SECONDS)
-    return axis.scale(type="log", domain=[low, high], nice=False)
-
-
-def _x(values: Sequence[float] | None, **axis: Any) -> alt.X:
-    """Each value is told in the row, so that no grid is needed."""
-    ticks: dict[str, Any] = {} if values is None else {"values": list(values)}
-    return alt.X("value:Q").axis(alt.Axis(grid=False, labelOverlap="greedy", **ticks, **axis)).title(None)
-
-
-def _steps(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10 and so on between the two; of many only the powers of ten."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    some = [step * 10.0**power for power in powers for step in ((1, 2, 5) if len(powers) < 5 else (1,))]
-    return [each for each in some if low <= each <= high]
-
-
-def _over(data: Sequence[Datum]) -> alt.Chart:
-    return alt.Chart({"values": list(data)})
-
-
-def _y(data: Sequence[Datum]) -> alt.Y:
-    """Rows in the order of the data, those without a number too."""
-    return alt.Y("label:N").scale(domain=list(dict.fromkeys(each["label"] for each in data))).axis(None)
-
-
-def _labels(base: alt.Chart, y: alt.Y, data: Sequence[Datum]) -> list[alt.Chart]:
-    """A row's label, cut where `text` begins; the tip has it whole."""
-    longest = max((len(each["text"]) for each in data if "text" in each), default=0)
-    limit = alt.ExprRef(f"max(40, width - {longest * LETTER:.0f})")
-    label = base.mark_text(style="label", dy=-14, limit=limit)
-    value = base.mark_text(style="value", dy=-14)
-    return [
-        label.encode(x=LEFT, y=y, text="label:N", tooltip=_tip()),
-        value.encode(x=RIGHT, y=y, text="text:N", tooltip=_tip()),
+def strip(title: str, note: str, rows: Sequence[Row], scale: Spec, origin: float | None = None) -> Figure:
+    """A row for each label, with its text: a mark at each value, a diamond at the mean, a grey tick at the origin."""
+    names = [printable(row.label) for row in rows]
+    summed = [{"label": printable(row.label), "text": row.text, "mean": row.mean, "origin": origin} for row in rows]
+    marks = [
+        {**each, "label": printable(row.label), "ours": ours(row.way or row.label), "tip": printable(each["tip"])}
+        for row in rows
+        for each in row.marks
     ]
+    who: Spec = {"field": "ours", "type": "nominal", "legend": None}
+    form: Spec = {}
+    mark = ("tick", "case")
+    if any("share" in each for each in marks):
+        mark = ("point", "share")
+        area = {"domain": [0, 1], "range": [10, 220]}
+        form["size"] = {"field": "share", "type": "quantitative", "legend": None, "scale": area}
+        form["shape"] = {**who, "scale": {"domain": [True, False], "range": SHAPES[:2]}}
+    colour = {**who, "scale": {"domain": [True, False], "range": SERIES[:2]}}
+    limit = max(80, 0.86 * (WIDTH - LETTER * max((len(row.text) for row in rows), default=0)))  # fonts differ
+    layers = [
+        _layer("tick", "origin", x=_at(scale, "origin"), of="mean"),
+        _layer(*mark, x=_at(scale, "value"), color=colour, of="value", **form),
+        _layer("point", "mean", x=_at(scale, "mean"), of="mean"),
+        _layer("text", "label", x={"value": 0}, text={"field": "label"}, of="text"),
+        _layer("text", "value", x={"value": WIDTH}, text={"field": "text"}, of="text"),
+    ]
+    layers[0]["transform"] = [{"filter": "isValid(datum.origin)"}]
+    layers[3]["mark"]["limit"] = limit
+    for layer in layers:
+        layer["encoding"]["y"] = {"field": "label", "type": "nominal", "scale": {"domain": names}, "axis": None}
+    told = "; ".join(f"{row.label} {row.text}" for row in rows)
+    return _figure(title, note, f"{title}, {note}: {told}.", [*summed, *marks], layers, ROW * len(rows))
 
 
-def _ours() -> alt.Color:
-    return alt.Color("ours:N").scale(domain=[True, False], range="category").legend(None)
+def lines(
+    title: str, note: str, points: Sequence[Datum], y: Spec, x: Spec | None, *, named: bool = False, height: int = 120
+) -> Figure:
+    """A line for each `name`, broken where `part` changes, in a band `low` to `high`; pale where `here` is false.
 
-
-def _shape() -> alt.Shape:
-    return alt.Shape("ours:N").scale(domain=[True, False], range=["circle", "diamond"]).legend(None)
-
-
-def _tip() -> alt.Tooltip:
-    return alt.Tooltip("tip:N", title=" ")
-
-
-def apart(data: Sequence[Datum], least: float, most: float) -> Spec:
-    """By step how far a loss lies from another, relative to it, with a line at 0; charts with the same ends have one scale.
-
-    Data: name, x, value, tip.
+    points: name, x, value, tip; perhaps the others.  x: its axis, or none.  named: in their own colours, with a legend.
     """
-    base = _over(data)
-    x = alt.X("x:Q").axis(alt.Axis(grid=False, tickCount=4)).title("step")
-    y = alt.Y("value:Q").axis(alt.Axis(format="~e", tickCount=3)).scale(domain=[least, most], nice=True).title(None)
-    zero = (
-        alt.Chart({"sequence": {"start": 0, "stop": 1, "as": "zero"}})
-        .mark_rule(style="reference")
-        .encode(y=_of(y, "zero"))
+    usual = {"low": None, "high": None, "part": 0, "here": True}
+    some = [{**usual, **each, "name": printable(each["name"]), "tip": printable(each["tip"])} for each in points]
+    names = list(dict.fromkeys(each["name"] for each in some))
+    scale = {"domain": names, "range": SERIES if named else SERIES[:1]}
+    colour = {"field": "name", "type": "nominal", "scale": scale, "legend": {} if named else None}
+    across = {"field": "x", "type": "quantitative", "axis": None, "scale": {"nice": False, "padding": 6}, **(x or {})}
+    opacity = 1 if len(names) < 9 else 0.4
+    pale = {"condition": {"test": "datum.here", "value": opacity}, "value": opacity / 3}
+    detail = [{"field": "name"}, {"field": "part"}]
+    layers = [
+        _layer("area", "", y=_at(y, "low"), y2={"field": "high"}, detail=detail, opacity={"value": 0.16}, of="low"),
+        _layer("line", "", y=_at(y, "value"), detail=detail, opacity={"value": opacity}, of="x"),
+        _layer("point", "point", y=_at(y, "value"), opacity=pale, of="value"),
+    ]
+    if named:  # told apart by form too
+        layers[-1]["encoding"]["shape"] = {"field": "name", "type": "nominal", "scale": {**scale, "range": SHAPES}}
+    for layer in layers:
+        layer["encoding"] |= {"x": across, "color": colour}
+    values = sorted(each["value"] for each in some)
+    return _figure(title, note, f"{title}, {note}: {values[0]:.3g} to {values[-1]:.3g}.", some, layers, height)
+
+
+def axis(values: Sequence[float], unit: str = "", *, log: bool = True, domain: Sequence[float] = ()) -> Spec:
+    """Over the values, or the domain. unit: "×", "%", "e" for powers of ten, or one that gets SI prefixes."""
+    formats = {"%": {"format": ".0%"}, "e": {"format": "~e"}, "×": {"labelExpr": "format(datum.value, '~g') + '×'"}}
+    labels = formats.get(unit, {"labelExpr": f"format(datum.value, '~s') + '{unit}'"})
+    made: Spec = {"grid": False, "labelOverlap": "greedy", "tickCount": 4, "title": None, **labels}
+    low, high = domain or (min(values), max(values))
+    if not log:
+        return {"scale": {"domain": [low, high], "nice": not domain, "zero": unit == "e"}, "axis": made}
+    low, high = (low, high) if domain else (low / 1.12, high * 1.12)
+    return {
+        "scale": {"type": "log", "domain": [low, high], "nice": False},
+        "axis": {**made, "values": _ticks(low, high)},
+    }
+
+
+def svg(figure: Figure) -> Markup:
+    """The chart as SVG: `told` is its only label for screen readers."""
+    drawn: str = vl_convert.vegalite_to_svg(figure.spec)
+    drawn = re.sub(r'<(\w+) aria-label="([^"]*)"([^>]*?)/>', r"<\1\3><title>\2</title></\1>", drawn)
+    drawn = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", UNSAID.sub("", tag[0])), drawn)
+    return Markup(drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(figure.told)}" ', 1))
+
+
+UNSAID = re.compile(r' (?:role|aria-[a-z]+|class|pointer-events|stroke-miterlimit|xmlns:xlink|font-family)="[^"]*"')
+
+
+def _layer(mark: str, style: str, of: str, **encoding: Any) -> Spec:
+    """Marks for the rows with a field `of`; marks at values have tips."""
+    told = {"description": {"field": "tip", "type": "nominal"}} if of == "value" else {}
+    made: Spec = {"mark": {"type": mark, "style": style, "aria": bool(told)}, "encoding": {**encoding, **told}}
+    return {**made, "transform": [{"filter": f"isValid(datum.{of})"}]}
+
+
+def _at(scale: Mapping[str, Any], field: str) -> Spec:
+    return {**scale, "field": field, "type": "quantitative"}
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Ticks 1, 2, 5, 10 and so on from low to high; more on a short axis, only powers of ten on a long one."""
+    fine = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+    steps = (
+        fine if high < 2 * low else (1, 1.5, 2, 3, 5, 7) if high < 6 * low else (1, 2, 5) if high < 300 * low else (1,)
     )
-    line = base.mark_line(strokeWidth=1.5).encode(x=x, y=y)
-    return _spec(alt.layer(zero, line, base.mark_point(style="hit").encode(x=x, y=y, tooltip=_tip())), 110)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [each for power in powers for step in steps if low <= (each := step * 10.0**power) <= high]
 
 
-def curve(data: Sequence[Datum]) -> Spec:
-    """A loss by step. Data: name, x, value, tip."""
-    base = _over(data)
-    x = alt.X("x:Q").axis(alt.Axis(grid=False)).title("step")
-    y = alt.Y("value:Q").scale(zero=False).axis(alt.Axis(tickCount=5)).title("loss")
-    hit = base.mark_point(style="hit").encode(x=x, y=y, tooltip=_tip())
-    return _spec(alt.layer(base.mark_line().encode(x=x, y=y), hit), 200)
-
-
-def over_runs() -> Spec:
-    """A figure over the runs for each `name`, told apart by shape, `low` to `high` as a band; the page gives the data.
-
-    Data: name, ours, x, value, low, high, machine, here, tip. A line joins runs of one machine; marks of others are pale.
-    """
-    base = _over([])
-    x = alt.X("x:O").sort(None).axis(alt.Axis(labelAngle=0, labelOverlap=True, grid=False)).title(None)
-    y = alt.Y("value:Q").scale(zero=False, nice=False).axis(alt.Axis(tickCount=3)).title(None)
-    colour = alt.Color("name:N").scale(domain=[], range="category").legend(None)
-    shape = alt.Shape("name:N").scale(domain=[], range=SHAPES).legend(None)
-    width = alt.condition("datum.ours", alt.value(2.5), alt.value(1.25))
-    here = alt.condition("datum.here", alt.value(1), alt.value(0.4))
-    layers = (
-        base.mark_area(style="band").encode(x=x, y=_of(y, "low"), y2="high:Q", color=colour, detail="machine:N"),
-        base.mark_line().encode(x=x, y=y, color=colour, detail="machine:N", strokeWidth=width),
-        base.mark_point(style="mark").encode(x=x, y=y, color=colour, shape=shape, opacity=here, tooltip=_tip()),
-    )
-    return _spec(alt.layer(*layers), 120)
-
-
-def _at(x: alt.X, field: str) -> alt.X:
-    """The same axis, of another field."""
-    other = x.copy()
-    other.shorthand = f"{field}:Q"
-    return other
-
-
-def _of(y: alt.Y, field: str) -> alt.Y:
-    """The same axis, of another field."""
-    other = y.copy()
-    other.shorthand = f"{field}:Q"
-    return other
-
-
-def _legend(direction: Literal["horizontal", "vertical"] = "vertical") -> alt.Legend:
-    return alt.Legend(orient="top", direction=direction, title=None, labelLimit=320, symbolSize=90)
-
-
-def _height(data: Sequence[Datum], row: int) -> int:
-    return row * len({each["label"] for each in data})
-
-
-def _spec(chart: alt.LayerChart | alt.FacetChart, height: int) -> Spec:
-    """As the page embeds it: as wide as its place, its colours left to the page."""
-    made: Spec = json.loads(chart.properties(width="container", height=height).to_json(validate=True))
-    made.pop("config")
-    return made
+def _figure(title: str, note: str, told: str, data: Sequence[Datum], layers: list[Spec], height: int) -> Figure:
+    spec = {"config": CONFIG, "data": {"values": list(data)}, "layer": layers, "width": WIDTH, "height": height}
+    return Figure(printable(title), printable(note), printable(told), spec)

@@ -1,4 +1,4 @@
-"""The page: values into one HTML file, in which every word is text and nothing is asked of a network."""
+"""The page: one HTML file. Every word is escaped, there is no script, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -7,47 +7,37 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
-import vl_convert
-from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from benchmarks.dashboard import past, shared
-from benchmarks.dashboard.blocks import Section, sections
-from benchmarks.dashboard.changed import Changed, changed
-from benchmarks.dashboard.headline import Headline, headline
-from benchmarks.dashboard.past import Past
+from benchmarks.dashboard import changed, figures, tables
+from benchmarks.dashboard.charts import Figure, svg
 from benchmarks.dashboard.sources import Device, Results
+from benchmarks.dashboard.tables import Table
+from benchmarks.dashboard.tiles import tiles
 from benchmarks.figures import quantity
-from benchmarks.record import Run, printable
+from benchmarks.record import printable
 
 HERE = Path(__file__).parent
-VEGA_LITE = "6.4"  # what altair writes
+TITLES = {"time": "Kernels", "host_time": "Beside other implementations", "count": "Counted, exactly"}  # by kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A device as the page shows it. id: what its anchors begin with."""
+class Section(NamedTuple):
+    """A section. kind: its anchor, and the key of its lead in the template; told: a lead of its own."""
 
-    id: str
-    name: str
-    run: Run
-    changed: Changed
-    headline: Headline
-    sections: Sequence[Section]
-    past: Past
+    kind: str
+    title: str
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    remarks: Sequence[str] = ()
+    told: str = ""
 
 
 def page(results: Results) -> str:
     """The whole file."""
-    timed = any(device.timed for device in results.devices)
-    devices = [_shown(device, results.budgets, timed) for device in results.devices]
-    reshard, compiled = shared.reshard(results), shared.compiled(results)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -55,85 +45,77 @@ def page(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"printable": printable, "day": _day, "ceiling": _ceiling, "quantity": quantity}
-    specs: list[dict[str, Any]] = []
-
-    def keep(spec: dict[str, Any]) -> int:
-        """The place of a chart among the page's charts."""
-        specs.append(spec)
-        return len(specs) - 1
-
-    scripts = [_inline(_vega()), _inline((HERE / "page.js").read_text())]
-    style = _inline((HERE / "page.css").read_text())
-    body = environment.get_template("page.html").render(
-        devices=devices, reshard=reshard, compiled=compiled, triton=results.triton, problems=results.problems, keep=keep,
-        raw={name: len(text.encode()) for name, text in _raw(results).items()},
-    )  # fmt: skip
-    data = {"charts": specs, "past": {each.id: past.as_data(each.past) for each in devices}, "raw": _raw(results)}
-    return environment.get_template("frame.html").render(
-        policy=_policy(scripts, style),
-        style=style,
-        scripts=scripts,
-        body=Markup(body),
-        data=htmlsafe_json_dumps(data, separators=(",", ":")),
+    environment.filters |= {"printable": printable, "ceiling": _ceiling, "quantity": quantity, "link": _link}
+    style = (HERE / "page.css").read_text()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return environment.get_template("page.html").render(
+        policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        svg=svg,
+        problems=results.problems,
+        devices=[_shown(device, results.budgets) for device in results.devices],
+        shared=_shared(results),
+        raw=_raw(results),
     )
 
 
-def _shown(device: Device, budgets: int, timed: bool) -> Shown:
-    name = "cpu" if device.is_cpu else re.sub("[^a-z0-9]+", "-", device.name.casefold()).strip("-") or "device"
-    found = past.past(device)
-    return Shown(
-        id=f"on-{name}-{hashlib.sha256(device.name.encode()).hexdigest()[:4]}",
-        name="CPU" if device.is_cpu else printable(device.name),
-        run=device.newest,
-        headline=headline(device, budgets, timed=timed),
-        sections=sections(device.newest),
-        changed=changed(device, found),
-        past=found,
-    )
+def _shown(device: Device, budgets: int) -> Mapping[str, Any]:
+    """A device's values for the template. id: the prefix of the device's anchors."""
+    id_ = f"device-{hashlib.sha256(device.name.encode()).hexdigest()[:6]}"
+    runs, verdict, found = list(device.runs.values()), changed.verdict(device, budgets), figures.groups(device.newest)
+    every = [tables.ways_side_by_side(group, figures.title_of(group, kind), cases) for group, kind, cases in found]
+    every += [tables.over_the_runs(runs)] if len(runs) > 1 else []
+    every += [tables.of_changes(device.comparison.changes)] if device.comparison and device.comparison.changes else []
+    remarks = [*verdict.notes, *tables.unmeasured(device.newest.cases)]
+    drawn = {
+        kind: [each for group in found if group[1] == kind for each in figures.of_group(*group)] for kind in TITLES
+    }
+    sections = [Section(kind, TITLES[kind], drawn[kind]) for kind in TITLES]
+    sections.append(Section("history", "Over the runs", [*changed.history(device)]))
+    last = Section("tables", "Every number", (), [*every, tables.of_runs(runs)], remarks)
+    return {
+        "id": id_,
+        "name": "CPU" if device.newest.on_cpu else printable(device.name),
+        "run": device.newest,
+        "changed": changed.changed(device),
+        "verdict": verdict,
+        "tiles": tiles(device.newest),
+        "sections": [*(each for each in sections if each.figures), last],
+    }
+
+
+def _shared(results: Results) -> list[Section]:
+    """Sections about every device: layout changes, and compiled kernels."""
+    made = []
+    if results.engines:
+        title, drawn = "Bytes of layout changes, over the fewest possible", figures.reshard(results.engines)
+        made.append(Section("every-ratio", title, drawn, [tables.engines(results.engines)]))
+    if rows := results.variants:
+        spills = sum(row["spill_bytes"] > 0 for row in rows)
+        registers, shared = (max(row[key] for row in rows) for key in ("registers", "shared_bytes"))
+        told = (
+            f"{len(rows)} kernels, each variant for each target, compiled by Triton {results.triton} without a GPU: "
+            f"{spills or 'none'} spill registers; at most {registers} registers and {quantity('bytes', shared)} of "
+            f"shared memory."
+        )
+        made.append(
+            Section("compiled", "What the kernels cost, compiled", (), [tables.compiled(rows)], (), printable(told))
+        )
+    return made
 
 
 def _raw(results: Results) -> dict[str, str]:
-    """The newest run of each device and the rows that all share, by the names of their files."""
+    """The files to download, by name: each device's newest run, and the files about every device."""
     found = {f"{printable(device.name)}/{list(device.runs)[-1]}": device.newest.text() for device in results.devices}
-    if results.engines:
-        found["reshard_bytes.json"] = _lines(results.engines)
-    if results.variants:
-        found[f"aot/triton-{results.triton}.json"] = _lines(results.variants)
-    return found
+    shared = {"reshard_bytes.json": results.engines, f"aot/triton-{results.triton}.json": results.variants}
+    return found | {name: "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n" for name, rows in shared.items() if rows}
 
 
-def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-
-
-@cache  # it takes two seconds
-def _vega() -> str:
-    """Vega, Vega-Lite and what embeds them."""
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
-    return bundle
-
-
-def _inline(text: str) -> Markup:
-    """What may stand inside of <script> or <style>: our own words and a library's, never those of the results."""
-    return Markup(re.sub(r"</(?=script|style)", r"<\\/", text, flags=re.IGNORECASE))
-
-
-def _policy(scripts: Sequence[str], style: str) -> str:
-    """Only what this file holds runs, and nothing is fetched."""
-
-    def digest(text: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-    ran = " ".join(digest(script) for script in scripts)
-    return f"default-src 'none'; script-src {ran}; style-src {digest(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+def _link(text: str) -> str:
+    """The text as a data: address, which a link downloads."""
+    return f"data:application/json;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _ceiling(name: str) -> str:
-    """As in bf16, of bf16_flop_per_second: the amount has the unit."""
+    """bf16_flop_per_second is shown as bf16: the amount has the unit."""
     return printable(re.sub("_(bytes|flop)_per_second$", "", name)).replace("_", " ")
-
-
-def _day(time: str) -> str:
-    """As in 2026-03-01 12:00 UTC."""
-    return f"{time[:10]} {time[11:16]} UTC"

@@ -1,11 +1,10 @@
-"""All that a folder of results holds, and a line on each file that could not be read."""
+"""Reads a folder of results; a file that cannot be read becomes a line in `problems`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks import compare, history
 from benchmarks.compare import Budgets, Comparison
@@ -18,8 +17,7 @@ Rows = tuple[Mapping[str, Any], ...]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """The runs of a device, oldest first, and the newest beside those before it; None: the budgets cannot be read."""
 
     name: str
@@ -30,23 +28,8 @@ class Device:
     def newest(self) -> Run:
         return list(self.runs.values())[-1]
 
-    @property
-    def earlier(self) -> int:
-        """With how many runs the newest was compared."""
-        return min(len(self.runs) - 1, compare.RUNS)
 
-    @property
-    def is_cpu(self) -> bool:
-        return self.newest.on_cpu
-
-    @property
-    def timed(self) -> bool:
-        """Whether the newest run times a kernel of Weft's."""
-        return any(case.kind == "time" and case.ours and case.status == "measured" for case in self.newest.cases)
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
+class Results(NamedTuple):
     """devices: a GPU's first.  engines: rows of reshard_bytes.json.  variants: rows of the newest aot/triton-*.json."""
 
     devices: tuple[Device, ...]
@@ -58,32 +41,29 @@ class Results:
 
 
 def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
-    """Whatever can be read; the rest is told in `problems`."""
+    """All files that can be read. `problems` has a line for each other file, with its path in the folder."""
     problems: list[str] = []
 
     def attempted(read_it: Callable[[], T], otherwise: T) -> T:
         try:
             return read_it()
         except HistoryError as error:
-            problems.append(_within(results, str(error)))
+            problems.append(str(error))
             return otherwise
 
     budgets = attempted(lambda: Budgets.read(budgets_file), None)
-    devices = []
-    for folder in history.devices(results):
-        found = history.runs(folder, results)
-        problems += [_within(results, line) for line in found.unreadable]
-        if found.runs:
-            devices.append(_device(found, budgets))
+    histories = [history.runs(folder, results) for folder in history.devices(results)]
+    problems += [line for found in histories for line in found.unreadable]
+    devices = [_device(found, budgets) for found in histories if found.runs]
     compiled = max(results.glob("aot/triton-*.json"), key=_version, default=None)
     file = results / "reshard_bytes.json"
     return Results(
-        devices=tuple(sorted(devices, key=lambda device: (device.is_cpu, device.name))),
+        devices=tuple(sorted(devices, key=lambda device: (device.newest.on_cpu, device.name))),
         engines=attempted(lambda: _rows(file, ENGINE), ()) if file.exists() else (),
         variants=attempted(lambda: _rows(compiled, VARIANT), ()) if compiled else (),
         triton=compiled.stem.removeprefix("triton-") if compiled else "",
         budgets=len(budgets.counts) if budgets else 0,
-        problems=tuple(problems),
+        problems=tuple(line.replace(f"{results}/", "") for line in problems),
     )
 
 
@@ -109,8 +89,3 @@ def _rows(file: Path, wanted: Mapping[str, type]) -> Rows:
 def _version(file: Path) -> tuple[int, ...]:
     """3.10 is newer than 3.9."""
     return tuple(int(part) for part in file.stem.removeprefix("triton-").split(".") if part.isdigit())
-
-
-def _within(results: Path, line: str) -> str:
-    """Paths count from the folder of results: the page is read on other machines."""
-    return line.replace(f"{results}/", "")

@@ -1,6 +1,7 @@
 """Every test that pytest finds, whatever is selected; `python -m tests.architecture.collected` prints them as JSON.
 
-Of each its name, its marks, whether its function is marked exhaustive as a whole, and what of the packages its code uses.
+For each test: its name, its marks, whether its function is marked exhaustive as a whole, and the public names of
+the packages that its code uses.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 import pytest
 
 PACKAGES = ("weft.mesh.infer", "weft.reshard", "weft.kernels")
-Found = list[tuple[str, pytest.Item]]  # by name, before one is deselected and pytest-xdist adds its group
-FOUND = pytest.StashKey[Found]()  # of a session that collects all tests; tests/conftest.py fills it
+Found = list[tuple[str, pytest.Item]]  # by name, before tests are deselected and pytest-xdist adds groups
+FOUND = pytest.StashKey[Found]()  # of a session that collects all tests; filled by tests/conftest.py
 
 
 class Session:
-    """What a session of pytest found."""
+    """A pytest plugin that keeps the tests found."""
 
     def __init__(self) -> None:
         self.found: Found = []
@@ -33,7 +34,7 @@ class Session:
 
 
 def described(found: Found) -> list[dict[str, Any]]:
-    """As JSON has them."""
+    """The tests as JSON values."""
     return [
         {
             "name": name,
@@ -46,7 +47,7 @@ def described(found: Found) -> list[dict[str, Any]]:
 
 
 def uses(item: pytest.Item) -> set[str]:
-    """Public names of the packages that the test's function reaches, or its parameters."""
+    """Public names of the packages that the test's function, or a parameter of the test, reaches."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     found: set[str] = set()
     for start in (item.obj, *parameters.values()):  # type: ignore[attr-defined]
@@ -55,7 +56,7 @@ def uses(item: pytest.Item) -> set[str]:
 
 
 def reached_from(value: Any) -> set[str]:
-    """The public names that a function's code reaches, by way of other functions of the tests, or that a value is made of."""
+    """The public names that a function's code reaches, also through the tests' functions, or that a value contains."""
     try:
         return _reached_from(value)
     except TypeError:  # not hashable
@@ -91,7 +92,7 @@ def _reached_from(value: Any) -> set[str]:
 
 
 def _loaded(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """What the code loads by a global name, or as an attribute of a module."""
+    """Values that the code loads by a global name, or as an attribute of a module."""
     holder: object = None
     for operation, name in _operations(code):
         if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
@@ -115,7 +116,7 @@ def _operations(code: CodeType) -> list[tuple[str, Any]]:
 
 @functools.cache
 def _public() -> dict[int, set[str]]:
-    """The public names of the packages by the identity of what they name."""
+    """The public names of the packages, by the identity of the objects named."""
     found: dict[int, set[str]] = {}
     for package in PACKAGES:
         module = __import__(package, fromlist=["__all__"])
@@ -132,7 +133,7 @@ def main() -> None:
     print(json.dumps(described(plugin.found)))
 
 
-if __name__ == "__main__":  # by the name under which tests/conftest.py knows it
+if __name__ == "__main__":  # imported by the name under which tests/conftest.py knows the module
     from tests.architecture import collected
 
     collected.main()

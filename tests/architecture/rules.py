@@ -1,4 +1,4 @@
-"""The rules of the house, as functions from source text to what breaks them."""
+"""The project's rules, as functions from source text to violations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("mesh", "reshard", "kernels", "models")  # each may import those before it
+PACKAGES = ("mesh", "reshard", "kernels", "models")  # each may import the packages before it
 MAX_LINES = 400
 PRIVATE_DTENSOR_ATTRIBUTES = {"_local_tensor", "_spec"}
 # The names of weft.mesh and weft.reshard without layouts or ranks: every file of weft.kernels may import these.
@@ -41,7 +41,7 @@ def imported(source: str, module: str, *, is_package: bool = False) -> set[str]:
 
 
 def imported_modules(source: str, module: str, modules: set[str], *, is_package: bool = False) -> set[str]:
-    """Those of `modules` that the source of `module` imports: where a module is taken from a package, that module alone."""
+    """The `modules` that the source of `module` imports. `from package import module` counts the module alone."""
     found: set[str] = set()
     for origin, names in _import_statements(source, module, is_package=is_package):
         taken = names & modules
@@ -50,7 +50,7 @@ def imported_modules(source: str, module: str, modules: set[str], *, is_package:
 
 
 def _import_statements(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, set[str]]]:
-    """What each import statement takes things from, and their full names: those in functions and of types alone too."""
+    """For each import statement, also in functions and under TYPE_CHECKING: the origin, and the full names imported."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -73,19 +73,20 @@ def circle(imports: Mapping[str, set[str]]) -> list[str]:
 
 
 def is_within(module: str, package: str) -> bool:
-    """Whether `module` is `package` or inside of it."""
+    """Whether `module` is `package` or a module in it."""
     return module == package or module.startswith(package + ".")
 
 
 def knows_ranks(path: Path) -> bool:
-    """Whether it is an op's sharded.py, or a file of its folder sharded/: what knows layouts, groups or ranks lies there."""
+    """Whether the file is an op's sharded.py or in its folder sharded/, the place for layouts, groups and ranks."""
     return path.name == "sharded.py" or path.parent.name == "sharded"
 
 
 def forbidden_imports(package: str, imports: set[str], *, sharded: bool) -> set[str]:
     """The imports that run against mesh <- reshard <- kernels <- models.
 
-    sharded: whether the file `knows_ranks`: within kernels, no other may.
+    sharded: whether the file `knows_ranks`; within kernels only such a file may import mesh, reshard and
+    torch.distributed.
     """
     allowed = PACKAGES[: PACKAGES.index(package) + 1]
     later = [f"weft.{name}" for name in PACKAGES if name not in allowed]
@@ -96,7 +97,7 @@ def forbidden_imports(package: str, imports: set[str], *, sharded: bool) -> set[
 
 
 def sharded_modules(imports: set[str]) -> set[str]:
-    """Those of the imports that know ranks: of weft.kernels, and within it only a package's __init__.py passes on what they have."""
+    """The imported modules of weft.kernels that know ranks; inside weft.kernels only an __init__.py may import them."""
     return {module for module in imports if is_within(module, "weft.kernels") and "sharded" in module.split(".")}
 
 
@@ -108,7 +109,7 @@ def redistributions(source: str) -> Iterator[int]:
 
 
 def private_dtensor_uses(source: str, imports: set[str]) -> set[str]:
-    """DTensor's private attributes and modules that the source uses."""
+    """DTensor's private attributes and modules used by the source."""
     attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     modules = {module for module in imports if re.match(r"torch\.distributed\.(_tensor\b|tensor\._)", module)}
     return attributes & PRIVATE_DTENSOR_ATTRIBUTES | modules
@@ -121,7 +122,7 @@ def run_commands(text: str) -> list[list[str]]:
 
 
 def unknown_sessions(text: str, sessions: set[str]) -> set[str]:
-    """Words that stand where a session's name must, and name none."""
+    """Words at the place of a session's name that name no session."""
     return {words[0] for words in run_commands(text) if words and words[0] not in sessions | {"SESSION...", "NAME"}}
 
 

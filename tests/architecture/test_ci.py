@@ -1,4 +1,4 @@
-"""What CI runs: all that fails in the script .ci/run fails it, and is shown; what that leaves out, a workflow runs weekly."""
+"""CI: a failure of any session fails the script .ci/run, and is shown; a weekly workflow runs the sessions left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SESSIONS = [words[0] for words in run_commands((ROOT / ".ci/run").read_text()) i
 
 
 def run_ci(folder: Path, fails: str) -> tuple[int, str, list[str]]:
-    """Exit status, output, and the sessions that began, by their first words."""
+    """Exit status, output, and the names of the sessions that began."""
     write_script(folder / ".ci/run", (ROOT / ".ci/run").read_text())
     write_script(folder / "run", STUB)
     write_script(folder / "bin/chromium", "#!/bin/sh\n")

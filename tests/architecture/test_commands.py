@@ -1,4 +1,4 @@
-"""The commands that the documents name exist, and the README's are those that CI runs."""
+"""Commands named in the documents exist, and CI runs the README's commands."""
 
 import re
 import tomllib

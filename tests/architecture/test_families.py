@@ -1,4 +1,4 @@
-"""A family of models is a folder of the same files and a line of one table, and shares layers instead of copying them."""
+"""A family of models is a folder of fixed files and a line of one table, and shares layers instead of copying them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.architecture.test_reference import public_names
 SOURCE = ROOT / "packages/models/src/weft/models"
 FILES = {"__init__.py", "config.py", "model.py", "weights.py"}
 FOLDERS = {family.folder for family in FAMILIES.values()}
-RECIPES = {"weft.models.published", "weft.models.train.recipes"}  # what there is of each family: sizes with a name
+RECIPES = {"weft.models.published", "weft.models.train.recipes"}  # modules that list each family: named sizes
 
 
 def definitions(source: str) -> Iterator[tuple[str, str]]:
-    """Classes, functions and methods of more than a statement: their names, and what they say without docstrings."""
+    """Names and bodies, without docstrings, of classes, functions and methods of more than one statement."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
@@ -30,7 +30,7 @@ def definitions(source: str) -> Iterator[tuple[str, str]]:
 
 
 def copies(of_families: Mapping[str, str]) -> list[str]:
-    """What several families define alike. of_families: the source of each."""
+    """Definitions that several families share. of_families: each family's source."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for family, source in of_families.items():
         for name, body in definitions(source):
@@ -66,7 +66,7 @@ def test_the_packages_names_of_families_are_those_of_the_table() -> None:
 
 
 def test_a_family_is_known_from_the_table_alone() -> None:
-    """Nothing else imports one, but for the package's names and the recipes; nor does one family another."""
+    """No further module imports a family, except the package's names and the recipes; no family imports another."""
     for module, others in imports_within("models").items():
         own = {folder for folder in FOLDERS if is_within(module, f"weft.models.{folder}")}
         taken = {folder for folder in FOLDERS for other in others if is_within(other, f"weft.models.{folder}")}

@@ -50,7 +50,7 @@ def test_what_knows_no_ranks_asks_nothing_that_does(path: Path) -> None:
 
 
 def imports_within(package: str) -> dict[str, set[str]]:
-    """Every module of a package, with those of its own that it imports."""
+    """Every module of a package, with the modules of the package that it imports."""
     paths = {module_name(path): path for path in sources(package)}
     return {
         name: imported_modules(path.read_text(), name, {*paths}, is_package=path.name == "__init__.py")
@@ -119,7 +119,7 @@ def test_an_extension_face_lists_all_that_it_imports_and_no_public_name(package:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_dtensor_is_used_by_its_public_names(package: str) -> None:
-    """But for the spec that DTensors of one kind share: made anew for each, it takes the host five times as long."""
+    """One exception: the spec that DTensors of a kind share; a new spec for each takes the host five times as long."""
     for path in sources(package):
         allowed = {"_spec"} if module_name(path) == "weft.reshard.moving.dtensor" else set()
         text = path.read_text()

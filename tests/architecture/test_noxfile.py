@@ -1,4 +1,4 @@
-"""The sessions of noxfile.py: what they install and run. Neither nox nor pip: what they would be given is written down."""
+"""The sessions of noxfile.py: their installs and commands, recorded instead of run by nox and pip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replaced(Exception):
 
 
 class Session:
-    """As nox would give it: what it runs is written down, and of what it makes there is a python."""
+    """Stands for nox's session: records its commands, and gives the environments it makes a python."""
 
     def __init__(self, home: Path, *posargs: str) -> None:
         self.posargs, self.invoked_from = list(posargs), str(home)
@@ -47,7 +47,7 @@ class Session:
 
     @property
     def installed(self) -> set[str]:
-        """What pip was asked for."""
+        """The packages requested from pip."""
         installs = [command for command in self.ran if command[1:5] == PIP]
         asked = {word for command in installs for word in command[command.index("-c") + 2 :]}
         return {word for word in asked if not word.startswith("-")}
@@ -73,7 +73,7 @@ def noxfile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The program, arguments and environment that nox was replaced by, and where."""
+    """The program, arguments, environment and folder of the execve that replaces nox."""
     found: list[Any] = []
 
     def execve(program: str, arguments: tuple[str, ...], environment: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What Paddle and PaddleNLP learned in public and left for later: each of it is a test named after where it was said."""
+"""Lessons that Paddle and PaddleNLP published and left open: each has a test named after its source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.architecture.rules import ROOT
 
-# What must work, and how the names of its tests begin, those of their parameters' ids and classes too.
+# The requirements, and how the names of their tests, of parameter ids and of classes begin.
 ROWS = {
     "Paddle 62125: a sub-mesh along any axis in one call": ["test_paddle_62125_get_mesh_with_dim", "TestPaddle62125"],
     "Paddle 62125: nothing that is random follows the ids or the order of meshes": [
@@ -55,7 +55,7 @@ ROWS = {
 
 @functools.cache
 def names() -> frozenset[str]:
-    """Of all test functions and classes, and of ids of parameters that name where they are from."""
+    """Names of all test functions and classes, and of parameter ids that name a source."""
     found = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

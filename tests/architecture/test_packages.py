@@ -1,4 +1,4 @@
-"""Four packages in one namespace, one version, files of a size to be read."""
+"""Four packages in one namespace, of one version, with files short enough to read."""
 
 import importlib
 import importlib.metadata
@@ -22,7 +22,7 @@ def project(package: str) -> dict[str, Any]:
 
 
 def versions_apart(projects: list[dict[str, Any]]) -> set[str]:
-    """More than one version, and requirements of another weft package that are not that version."""
+    """Versions, if there are several, and requirements of weft packages in any version but theirs."""
     versions = {project["version"] for project in projects}
     wanted = f"=={projects[0]['version']}"
     needs = {need for project in projects for need in project["dependencies"] if need.startswith("weft-")}
@@ -59,14 +59,14 @@ def test_mesh_needs_nothing() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_numpy_is_declared_where_objects_are_sent(package: str) -> None:
-    """torch declares no dependency on it, but needs it for collectives of Python objects."""
+    """torch declares no dependency on numpy, but needs it for collectives of Python objects."""
     sends = any(re.search(r"\b\w+_object(_list)?\(", path.read_text()) for path in sources(package))
     assert any(need.startswith("numpy") for need in project(package)["dependencies"]) == sends
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_pages_say_from_where_to_install(package: str) -> None:
-    """No package index has them yet."""
+    """No package index has the packages yet."""
     page = (ROOT / "packages" / package / "README.md").read_text()
     assert f"./packages/{package}" in page
     assert not NOT_THERE.search(page)
@@ -76,7 +76,7 @@ def test_the_pages_say_from_where_to_install(package: str) -> None:
     "page", ["README.md", "docs/guides/data.md", *(f"packages/{each}/README.md" for each in PACKAGES)]
 )
 def test_an_install_line_has_the_folder_of_each_package_that_is_needed(page: str) -> None:
-    """In one command, as pip finds those that are not named on no index; but where the packages are installed already."""
+    """One command must name all folders, as no index has the packages; unless they are installed already."""
     text = (ROOT / page).read_text()
     lines = [
         re.findall(r"\./packages/(\w+)", line) for line in re.findall(r"pip install [^`\n]*", text) if "[" not in line
@@ -107,7 +107,7 @@ def test_models_are_those_there_are() -> None:
 
 
 def test_paddlenlp_9412_versions_that_are_stated_are_those_tested() -> None:
-    """Those that the tests run on."""
+    """Versions that the tests run on."""
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
@@ -140,7 +140,7 @@ def test_a_long_file_is_caught() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_lists_its_public_names(package: str) -> None:
-    """Before any of them was used, for completion by tab; and what is listed without an underscore is there."""
+    """All public names are listed before their first use, for tab completion; every listed name exists."""
     program = f"""
 import weft.{package} as module
 listed = dir(module)

@@ -1,4 +1,4 @@
-"""The script `run`: how it splits its arguments, and what it says without Python. No nox, nothing installed."""
+"""The script `run`: how it splits its arguments, and its message without Python. Without nox, and with no installs."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def write_script(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with run, and a .venv that is ready, whose python prints its arguments."""
+    """A folder with run and a ready .venv, whose python prints its arguments."""
     folder = tmp_path / "a checkout"
     write_script(folder / ".venv/bin/python", ECHO)
     for name in ("run", "noxfile.py", "constraints.txt"):
@@ -45,7 +45,7 @@ def run(checkout: Path, *arguments: str, python: str = ECHO, **settings: str) ->
 
 
 def heed_interrupts() -> None:
-    """Whether or not these tests do: a shell that starts them in the background has them ignore SIGINT."""
+    """Handle SIGINT even if these tests ignore it, as in a shell that starts them in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -99,7 +99,7 @@ def with_nox(checkout: Path, **sources: str) -> dict[str, str]:
 
 
 def test_ctrl_c_while_nox_is_imported_is_one_line(checkout: Path) -> None:
-    """Even where what is imported would go on after a KeyboardInterrupt."""
+    """One line even where the module being imported would go on after a KeyboardInterrupt."""
     source = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
     done = run(checkout, "test", **with_nox(checkout, __init__=source))
     assert (done.returncode, done.stderr) == INTERRUPTED
@@ -138,7 +138,7 @@ def test_ctrl_c_before_python_is_there_is_one_line(checkout: Path) -> None:
 
 
 def beside_nox(checkout: Path, code: str) -> Path:
-    """The checkout with the nox of this one, and in its noxfile a session `wait` with that code."""
+    """The checkout with this repository's nox, and with a session `wait` that runs the code."""
     nox = ROOT / ".venv/bin/python"
     if not nox.exists():
         pytest.skip("there is no nox here: ./run makes .venv, and was not used")
@@ -155,7 +155,10 @@ def test_ctrl_c_in_a_session_before_its_command_is_one_line(checkout: Path) -> N
 
 
 def test_sigint_to_nox_alone_ends_the_command_that_it_waits_for(checkout: Path) -> None:
-    sleeping = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    sleeping = (
+        "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
     beside_nox(checkout, f"session.run({sys.executable!r}, '-c', {sleeping!r}, external=True)")
     with subprocess.Popen(
         [str(checkout / "run"), "wait"],
@@ -189,6 +192,6 @@ def test_a_machine_without_python_is_told_what_to_install(checkout: Path) -> Non
 @pytest.mark.parametrize("missing", ["constraints.txt", "bin/python"])
 def test_a_half_made_venv_is_made_anew(checkout: Path, missing: str) -> None:
     (checkout / ".venv" / missing).unlink()
-    done = run(checkout, "test")  # the python on PATH makes nothing here: what counts is that it was asked to
+    done = run(checkout, "test")  # the python on PATH makes nothing here: only the request counts
     assert "Making .venv with nox" in done.stdout
     assert ["-m", "venv", "--clear", str(checkout / ".venv")] == done.stdout.splitlines()[1:5]

@@ -25,7 +25,7 @@ Test = dict[str, Any]  # see `tests.architecture.collected`
 
 
 def expressions() -> tuple[str, str]:
-    """The marks that `test` selects, and those that `test_exhaustive` does."""
+    """The mark expressions of `test` and of `test_exhaustive`."""
     (usual,) = re.findall(r"-m '(.*)'", SETTINGS)
     (exhaustive,) = re.findall(SESSION, (ROOT / "noxfile.py").read_text())
     return usual, exhaustive
@@ -50,7 +50,7 @@ def every_test(pytestconfig: pytest.Config) -> list[Test]:
 
 @pytest.fixture(scope="module")
 def sampled(every_test: list[Test]) -> list[Test]:
-    """What `./run test` selects."""
+    """The tests that `./run test` selects."""
     usual, _ = expressions()
     return [test for test in every_test if is_selected(usual, test["marks"])]
 
@@ -86,7 +86,7 @@ def test_every_step_of_a_plan_is_sampled(sampled: list[Test]) -> None:
 
 
 def kernels_of(launch: str, kernel: str) -> set[str]:
-    """The names of the Triton kernels that the source of a launch.py takes from its kernel.py, also given."""
+    """The Triton kernels that a launch.py takes from its kernel.py, by the sources of both."""
     jitted = {
         node.name
         for node in ast.parse(kernel).body

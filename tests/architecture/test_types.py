@@ -1,4 +1,4 @@
-"""What a user's type checker is told: `./run types` checks these programs, which run as tests too."""
+"""Types as a user's type checker sees them: `./run types` checks these programs, which also run as tests."""
 
 from __future__ import annotations
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 from tests.architecture.rules import ROOT
 
-# The last one is of those that start processes.
+# The last file starts processes.
 FILES = ["test_first.py", "test_second.py", "end_to_end/test_third.py"]
 TESTS = "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_a_number(number): ...\n"
 
 
 def options() -> list[str]:
-    """Those of noxfile.py, with two workers."""
+    """noxfile.py's options, with two workers."""
     (text,) = re.findall(r"^WORKERS = .*, (\"--dist\".*)\)$", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
     return ["-n", "2", *ast.literal_eval(f"[{text}]")]
 
 
 def test_a_file_stays_together_and_those_that_start_processes_come_first(tmp_path: Path) -> None:
-    """They do not, in silence, where pytest does not fit: 9.2 ignores the groups of pytest-xdist 3.8."""
+    """An unfit pytest silently breaks both: pytest 9.2 ignores the groups of pytest-xdist 3.8."""
     for name in FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(TESTS)

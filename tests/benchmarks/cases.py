@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def run(*cases: Case, minute: int = 0, **rest: Any) -> Run:
         "cases": cases or (case(),),
     }
     return Run(**(usual | rest))
+
+
+def beside(*cases: Case, torch: float = 1e-3) -> list[Case]:
+    """The cases, and torch's exact time beside each of Weft's: their ratio has the spread of Weft's own time."""
+    exact = {"seconds_median": torch}
+    some = {each.key[:2]: replace(each, way="torch", figures=exact) for each in cases if each.ours and each.timed}
+    return [*cases, *some.values()]
 
 
 def benchmark(test: str, /, *, stats: Any = None, group: str | None = "losses", **extra: Any) -> dict[str, Any]:

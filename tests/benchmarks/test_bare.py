@@ -1,5 +1,6 @@
-"""The benchmarks, and the tests that need a GPU, take torch, triton, numpy, pytest and pytest-benchmark, and what these need: a bare
-machine with a GPU has them.
+"""The benchmarks and the GPU tests need only packages of a bare machine with a GPU.
+
+These are torch, triton, numpy, pytest, pytest-benchmark and their dependencies.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import compare, history
 from benchmarks.compare import Budgets, Change, Comparison
 from benchmarks.record import Case, Run, Spread
-from tests.benchmarks.cases import MACHINE, case, counted, run, unmeasured
+from tests.benchmarks.cases import MACHINE, beside, case, counted, run, unmeasured
 
 BUDGETS = Budgets(
     group=0.95, case=0.90, counts={"traffic bytes": 6.05}, retired=frozenset({"old", "loss, Weft, given away"})
@@ -41,21 +41,23 @@ def slower(file: Path, name: str, factor: float) -> None:
 
 def test_a_planted_slowdown_of_one_case_fails_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [case(f"loss[{size}]", median=size * 1e-6) for size in (1, 10, 100)]
-    *_, newest = history_in(tmp_path, *(run(*cases, case("loss[1]", "Liger"), minute=minute) for minute in range(6)))
+    *_, newest = history_in(tmp_path, *(run(*beside(*cases), minute=minute) for minute in range(6)))
     assert compare.main([], tmp_path) == 0
     assert "FAILED" not in capsys.readouterr().out
     slower(newest, "loss[10]", 1.13)
     assert compare.main([], tmp_path) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     assert failed == [
-        "FAILED: losses: loss[10], Weft: 0.885 (0.867 to 0.903); 0.01 ms before, 0.0113 ms now: "
+        "FAILED: losses: loss[10], Weft: 0.885 (0.867 to 0.903); torch over it 100.000 before, 88.496 now; "
+        "0.01 ms before, 0.0113 ms now: "
         "under 0.9, and beyond the noise"
     ]
 
 
 def test_a_slowdown_of_a_whole_group_fails_with_each_case_and_its_numbers() -> None:
-    old = run(case("a"), case("b"), case("c", group="others"))
-    found = compared(run(case("a", median=1.06e-3), case("b", median=1.07e-3), case("c", group="others")), old)
+    old = run(*beside(case("a"), case("b"), case("c", group="others")))
+    new = beside(case("a", median=1.06e-3), case("b", median=1.07e-3), case("c", group="others"))
+    found = compared(run(*new), old)
     (failure,) = found.failures
     told = "losses: the geometric mean of Weft's ratios is 0.939, under 0.95, and beyond the noise"
     assert failure.splitlines()[0] == told
@@ -73,7 +75,7 @@ def test_the_noise_of_a_group_falls_with_the_number_of_its_cases(cases: int, fai
 
     def noisy(median: float) -> list[Case]:
         wide = {"seconds_median": median, "seconds_p20": 0.9 * median, "seconds_p80": 1.1 * median}
-        return [case(f"loss[{number}]", **wide) for number in range(cases)]
+        return beside(*(case(f"loss[{number}]", **wide) for number in range(cases)))
 
     assert len(compared(run(*noisy(1e-3 / 0.93)), run(*noisy(1e-3))).failures) == failures
 
@@ -90,8 +92,10 @@ def test_the_noise_of_a_group_falls_with_the_number_of_its_cases(cases: int, fai
 @pytest.mark.parametrize("cases", [1, 3, 7])
 def test_times_are_held_to_their_least_ratios(ratio: float, failures: int, cases: int) -> None:
     names = [f"loss[{number}]" for number in range(cases)]
-    old = run(*(case(name, median=(number + 1) * 1e-3) for number, name in enumerate(names)))
-    new = run(*(case(name, median=(number + 1) * 1e-3 / ratio) for number, name in enumerate(names)))
+    old, new = (
+        run(*beside(*(case(name, median=(number + 1) * 1e-3 / pace) for number, name in enumerate(names))))
+        for pace in (1, ratio)
+    )
     assert len(compared(new, old).failures) == (1 + cases if failures == 2 else failures)
 
 
@@ -105,9 +109,9 @@ def test_times_are_held_to_their_least_ratios(ratio: float, failures: int, cases
     ],
 )
 def test_one_case_fails_beyond_the_noise_alone(ratio: float, p20: float, fails: bool) -> None:
-    old = run(case(), *(case(f"fast[{number}]") for number in range(9)))
+    old = run(*beside(case(), *(case(f"fast[{number}]") for number in range(9))))
     fast = [case(f"fast[{number}]", median=0.8e-3) for number in range(9)]
-    new = run(case(median=1e-3 / ratio, seconds_p20=p20), *fast)
+    new = run(*beside(case(median=1e-3 / ratio, seconds_p20=p20), *fast))
     assert bool(compared(new, old).failures) == fails
 
 
@@ -115,15 +119,15 @@ def test_what_is_not_a_kernel_of_wefts_may_be_slower() -> None:
     def cases(median: float) -> list[Case]:
         seconds = {"seconds_median": median}
         host = Case(name="step", group="losses", way="Weft", kind="host_time", status="measured", figures=seconds)
-        return [case("loss", "Liger", median), case("loss", "Weft-like", median), host]
+        return [case("loss", "Liger", median), case("loss", "Weft-like", median), *beside(host)]
 
     found = compared(run(*cases(9e-3)), run(*cases(1e-3)))
     assert not found.failures
-    assert [str(each).endswith("ms now of the host") for each in found.changes] == [False, False, True]
+    assert [(each.slower, str(each).endswith("ms now of the host")) for each in found.changes] == [(True, True)]
 
 
 def test_the_forms_of_weft_are_held_to_the_budgets_too() -> None:
-    found = compared(run(case(way="Weft, one shard", median=2e-3)), run(case(way="Weft, one shard")))
+    found = compared(run(*beside(case(way="Weft, one shard", median=2e-3))), run(*beside(case(way="Weft, one shard"))))
     assert all("Weft, one shard: 0.500" in failure for failure in found.failures) and found.failures
 
 
@@ -189,8 +193,8 @@ def test_a_run_of_some_benchmarks_loses_nothing_of_the_groups_that_it_left_out(
 ) -> None:
     """What it lacks in a group that it has is gone with either."""
     left_out = run(case("step", group="others"), minute=0)
-    whole = run(case("step", group="others"), case(), case(way="CCE"), case("linear loss"), minute=1)
-    history_in(tmp_path, left_out, whole, run(case(median=2e-3), minute=2))
+    whole = run(case("step", group="others"), *beside(case()), case(way="CCE"), case("linear loss"), minute=1)
+    history_in(tmp_path, left_out, whole, run(*beside(case(median=2e-3)), minute=2))
     assert compare.main(options, tmp_path) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     gone = [line for line in failed if "and now gone" in line]
@@ -202,16 +206,17 @@ def test_a_run_of_some_benchmarks_loses_nothing_of_the_groups_that_it_left_out(
 
 def test_before_is_the_median_of_the_five_runs_before(tmp_path: Path) -> None:
     medians = [9.0, 9.0, 5.0, 1.0, 3.0, 2.0, 4.0, 7.0, 9.0]
-    runs = [run(case(median=median), minute=minute) for minute, median in enumerate(medians)]
+    runs = [run(*beside(case(median=median), torch=1.0), minute=minute) for minute, median in enumerate(medians)]
     history_in(tmp_path, *runs)
     run(case(median=1.0), minute=7, device="NVIDIA A100").write(tmp_path / "NVIDIA-A100")
     new = runs[7]
     old, unreadable = compare.before(new, tmp_path)
     assert old == runs[2:7] and not unreadable
     (change,) = compare.changes(new, old)
-    assert change == Change(new.cases[0], Spread(3 * 0.99, 3.0, 3 * 1.01))
-    assert change.ratio == 3 / 7
-    assert change.noise == (3 * 0.99 / (7 * 1.01), 3 * 1.01 / (7 * 0.99))
+    before, now = (Spread(1 / (1.01 * each), 1 / each, 1 / (0.99 * each)) for each in (3, 7))
+    noise = (now.p20 / before.p80, now.p80 / before.p20)
+    assert change == Change(case=new.cases[0], seconds=3, baseline="torch", before=before, now=now, noise=noise)
+    assert change.ratio == pytest.approx(3 / 7)
 
 
 def spread(seconds: list[float]) -> dict[str, Any]:
@@ -240,7 +245,8 @@ def test_noise_alone_never_fails(noise: list[float] | None) -> None:
     def measured(number: int) -> Run:
         """The 20th percentile of a normal distribution is 0.84 deviations below its median."""
         seconds = [[1e-3 * math.exp(generator.gauss(0, each / 0.84)) for _ in range(ROUNDS)] for each in relative]
-        return run(*(case(f"loss[{n}]", **spread(each)) for n, each in enumerate(seconds)), minute=number % 60)
+        cases = (case(f"loss[{n}]", **spread(each)) for n, each in enumerate(seconds))
+        return run(*beside(*cases), minute=number % 60)
 
     runs = [measured(number) for number in range(205)]
     for end in range(5, 205):
@@ -263,7 +269,7 @@ def test_without_a_history_there_is_nothing_to_compare(tmp_path: Path, capsys: p
 
 
 def test_a_run_and_those_before_it_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, third = history_in(tmp_path, *(run(case(median=1 + m), minute=m) for m in range(3)))
+    first, second, third = history_in(tmp_path, *(run(*beside(case(median=1 + m)), minute=m) for m in range(3)))
     assert compare.main([str(first)], tmp_path) == 0
     assert compare.main([str(second)], tmp_path) == 1
     assert compare.main([str(second), "--against", str(third)], tmp_path) == 0
@@ -324,7 +330,7 @@ class TestMachines:
     def test_times_of_another_host_are_no_history(self) -> None:
         old = [run(by_host(1e-3), minute=0), run(by_host(9e-3), minute=1, machine=OTHER)]
         found = compared(run(by_host(2e-3), minute=2), *old)
-        assert [(change.before.median, change.ratio) for change in found.changes] == [(1e-3, 0.5)]
+        assert [(change.seconds, change.ratio) for change in found.changes] == [(1e-3, 0.5)]
         assert found.notes[-1] == "times of the host are not compared with 1 of another machine, of 2 earlier runs"
 
     @pytest.mark.parametrize("machine", [{}, {"cpu": "AMD EPYC 9654"}, {"cores": 8}])
@@ -351,7 +357,7 @@ class TestMachines:
         history_in(tmp_path, *runs)
         old, _ = compare.before(runs[-2], tmp_path)
         (change,) = compared(runs[-2], *old).changes
-        assert change.before.median == statistics.median(1e-3 * (1 + at) for at in (2, 4, 6, 8, 10))
+        assert change.seconds == statistics.median(1e-3 * (1 + at) for at in (2, 4, 6, 8, 10))
 
     def test_a_case_that_is_gone_is_missed_on_any_machine(self) -> None:
         found = compared(run(counted(bytes=1)), run(counted(bytes=1), counted("rest"), machine=OTHER))

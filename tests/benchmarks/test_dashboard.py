@@ -1,226 +1,266 @@
-"""The page without a browser: what it says first, that every word is text, and that what cannot be read is told."""
+"""The page without a browser: its headline, every number the JSON's, every word text, and what cannot be read."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
+pytest.importorskip("bs4")
 
-from benchmarks.dashboard import blocks, curves, headline, sources
+import bs4
+
+from benchmarks import compare, history
+from benchmarks.dashboard import changed, figures, sources, tiles
 from benchmarks.dashboard.__main__ import main
-from benchmarks.record import Run
+from benchmarks.record import Case, Run
 from tests.architecture.rules import ROOT
-from tests.benchmarks import results
-from tests.benchmarks.cases import case, counted, run, unmeasured
-from tests.benchmarks.results import count, cpu_run, gpu_run, host
+from tests.benchmarks import oracle, results
+from tests.benchmarks.cases import beside, case, run
+from tests.benchmarks.results import OTHER, count, cpu_run, gpu_run, host
+
+MADE = ("of_a_cpu", "of_a_gpu", "of_two_machines", "hostile")
 
 
-class Words(HTMLParser):
-    """What a reader sees of a page, its elements, and the content of its scripts."""
+class Page:
+    """A page: its soup and text, what its marks tell, and its cells by article, table, heads of the row and column."""
 
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.scripts: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-        elif self.cdata_elem is None:
-            self.text += data
-
-
-def made(folder: Path) -> Words:
-    output = folder / "out" / "index.html"
-    main(["--results", str(folder), "--output", str(output)])
-    return Words(output.read_text())
+    def __init__(self, folder: Path) -> None:
+        main(["--results", str(folder), "--output", str(folder / "index.html")])
+        self.soup = bs4.BeautifulSoup((folder / "index.html").read_text(), "html.parser")
+        self.text, self.tips = self.soup.main.text, [each.text for each in self.soup.select("svg title")]
+        self.articles = [each["id"] for each in self.soup.select("article")]
+        self.cells = {
+            (
+                *(table.find_parent("article")["id"], table["data-table"]),
+                *(each.text for each in row.select("th")),
+                column.text,
+            ): [
+                cell.find(string=True, recursive=False) or "", *(each.text for each in cell.select("small"))
+            ]
+            for table in self.soup.select("table")
+            for row in table.select("tbody tr")
+            for column, cell in zip(table.select("thead .number"), row.select("td"), strict=True)
+        }  # fmt: skip
 
 
-def first(*runs: Run, timed: bool = False) -> headline.Headline:
-    """Of the newest of some runs of a device; timed: by another device of the same page."""
-    budgets = sources.Budgets.read()
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Page]]:
+    folders = {name: getattr(results, name)(tmp_path_factory.mktemp(name)) for name in MADE}
+    return {name: (folder, Page(folder)) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_number_of_a_table_is_that_of_the_json(pages: dict[str, tuple[Path, Page]], name: str) -> None:
+    folder, page = pages[name]
+    wanted = {("any", *key): cell for key, cell in (oracle.shared(folder) if name in MADE[:2] else {}).items()}
+    for article, runs in zip(page.articles, oracle.devices(folder), strict=False):
+        wanted |= {(article, *key): cell for key, cell in oracle.tables(runs).items()}
+    assert len(wanted) > 10
+    wrong = []
+    for key, (first, *rest) in wanted.items():
+        text, *small = page.cells[key]
+        told = re.split(", | to ", small[0]) if small else []
+        if not oracle.shows(text, first) or len(rest) > len(told) or not all(map(oracle.shows, told, rest)):
+            wrong.append((key, text, small, first, rest))
+    assert not wrong
+    untold = {key for key in page.cells.keys() - wanted.keys() if key[1].startswith("group") and page.cells[key][0]}
+    assert all("failed" in page.cells[key][0] or "absent" in page.cells[key][0] for key in untold)
+
+
+@pytest.mark.parametrize("name", MADE[:3])
+def test_what_a_mark_tells_is_in_a_table(pages: dict[str, tuple[Path, Page]], name: str) -> None:
+    """But for ratios and differences over runs and steps, whose two numbers the tables have."""
+    _, page = pages[name]
+    number = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?:×|%| [TGMkmµn]?(?:s|B)\b)?")
+    shown = {told for parts in page.cells.values() for part in parts for told in number.findall(part)}
+    over = re.compile(r", step |\d{4}-\d\d-\d\d \w+: ")
+    tips = [tip for tip in page.tips if ": " in tip and not over.search(tip)]
+    assert len(tips) > 3
+    assert not [tip for tip in tips if not set(number.findall(tip.split(": ")[-1])) <= shown]
+
+
+def test_every_word_of_the_results_is_text(pages: dict[str, tuple[Path, Page]]) -> None:
+    _, page = pages["hostile"]
+    assert not page.soup.select("script, img")
+    assert page.text.count(results.HOSTILE) > 20 and any(results.HOSTILE in tip for tip in page.tips)
+    names = {name for tag in page.soup.find_all(True) for name in tag.attrs}
+    assert not [name for name in names if name.startswith("on") or name in ("src", "style", "srcset")]
+    policy = page.soup.select_one("meta[http-equiv]")["content"]
+    assert (
+        policy.startswith("default-src 'none'; style-src 'sha256-")
+        and "script" not in policy
+        and "unsafe" not in policy
+    )
+    links = [link["href"] for link in page.soup.select("a")]
+    assert all(link.startswith("data:application/json;base64,") or page.soup.find(id=link[1:]) for link in links)
+
+
+def device_of(*runs: Run) -> sources.Device:
     *earlier, newest = runs
-    comparison = sources.compare.compare(newest, earlier, budgets)
-    device = sources.Device(newest.device, {str(at): each for at, each in enumerate(runs)}, comparison)
-    return headline.headline(device, len(budgets.counts), timed=timed or device.timed)
+    comparison = compare.compare(newest, compare.beside(newest, earlier), compare.Budgets.read())
+    return sources.Device(newest.device, {str(at): each for at, each in enumerate(runs)}, comparison)
 
 
-def test_a_cpus_sentence_claims_no_speed() -> None:
-    found = first(cpu_run())
-    assert found.sentence == (
-        "Not timed on a GPU yet; by count, layout changes never receive more bytes than the lower bound "
-        "(DTensor 10 times as many on average on 4x4x4), and cross-entropy moves 6.00 bytes a logit."
-    )
-    assert first(cpu_run(), timed=True).sentence.startswith("On a CPU no kernel is timed; by count, layout changes")
-    assert [(tile.value, tile.section) for tile in found.tiles] == [
-        ("1.00×", "reshard"),
-        ("6.00 B", "kernels"),
-        ("1.08 GB", "kernels"),
-        ("21", "models"),
+def cpu(*cases: Case, minute: int = 0, **rest: object) -> Run:
+    return run(*cases, minute=minute, device="cpu", **rest)
+
+
+def of(*runs: Run) -> changed.Changed:
+    return changed.changed(device_of(*runs))
+
+
+def test_the_first_lines_are_what_changed_beside_the_baselines_the_worst_first() -> None:
+    before, now = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}, {"a": 1.05, "b": 1.4, "c": 0.5, "d": 3.0}
+    runs = [
+        cpu(*beside(*(host("step", name, "Weft", each) for name, each in some.items()), torch=2.0), minute=minute)
+        for minute, some in enumerate((before, now))
     ]
-
-
-def test_a_gpus_sentence_has_its_share_of_the_roofline_and_the_mean_of_its_ratios() -> None:
-    found = first(
-        run(case(roofline=0.88), case("b", roofline=0.934), case(way="eager torch", median=2e-3, roofline=0.4))
-    )
-    assert found.sentence == (
-        "On an NVIDIA H200, Weft's kernels reach 88 to 93% of the roofline, and eager torch takes 2.00× as long (geometric mean)."
-    )
-
-
-@pytest.mark.exhaustive  # draws two devices; its sister, a CPU's sentence beside a GPU, is above
-def test_a_page_that_times_a_gpu_says_of_no_device_that_none_is_timed_yet(tmp_path: Path) -> None:
-    text = made(results.of_a_gpu(tmp_path)).text
-    assert "On an NVIDIA H200, Weft's kernels reach" in text and "On a CPU no kernel is timed; by count" in text
-    assert "Not timed on a GPU yet" not in text
-
-
-def test_the_measure_of_the_roofline_and_the_noise_are_no_rivals() -> None:
-    cases = [case(roofline=0.9), case(way="a copy", median=9e-4), case(way="torch, again", median=9e-3, roofline=0.1)]
-    assert [tile.value for tile in first(run(*cases)).tiles] == ["90%"]
-    assert [tile.value for tile in first(run(*cases, case(way="torch", median=3e-3, roofline=0.3))).tiles] == [
-        "90%",
-        "3.00×",
+    found = of(*runs)
+    assert [(line.name, line.shown, line.word, line.moved, line.clock) for line in found.lines] == [
+        ("d", "3.00×", "slower", "2.00× → 0.67×", "1 s → 3 s"),
+        ("b", "1.40×", "slower", "2.00× → 1.43×", "1 s → 1.4 s"),
+        ("c", "2.00×", "faster", "2.00× → 4.00×", "1 s → 500 ms"),
     ]
+    assert {line.of for line in found.lines} == {"host time, torch ÷ Weft"}
+    assert found.sentence == (
+        "On a CPU, beside their baselines 2 of 4 times slowed down, 1 sped up; of the counted figures none changed."
+    )
+    assert found.beside.startswith("Host times beside the median of 1 run on this machine. Counted figures")
+
+
+NOISE = "nothing changed beyond what the machine does"
+NO_COUNT = "of the counted figures none changed."
 
 
 @pytest.mark.parametrize(
-    ("runs", "passes", "told"),
+    ("runs", "sentence", "beside_"),
     [
-        pytest.param([gpu_run(0), gpu_run(5)], False, "10 budgets broken by the newest run, the first by cross_entropy_speed", id="slower"),
-        pytest.param([gpu_run(0), gpu_run(1)], True, "14 kernel times compared with the median of 1 earlier run", id="as-before"),
-        pytest.param([cpu_run()], True, f"counted figures keep 5 of {len(sources.Budgets.read().counts)} budgets; there is no earlier run", id="first"),
-        pytest.param([cpu_run(0), cpu_run(1)], True, "times of a host have no budget", id="host-times"),
-        pytest.param([run()], None, "none of its figures has a budget; there is no earlier run", id="nothing-to-judge-by"),
+        pytest.param([cpu_run()], "On a CPU there is one run, and none before it to compare with.", "", id="one"),
+        pytest.param([run(*beside(case(median=pace), torch=pace), minute=pace) for pace in (1, 2)],
+            f"On NVIDIA H200, {NOISE}, of 1 times beside their baselines; {NO_COUNT}",
+            "of this GPU", id="the-machine"),
+        pytest.param([run(case(median=pace), minute=pace) for pace in (1, 2)],
+            f"On NVIDIA H200, no time is compared; {NO_COUNT}", "1 time without a baseline", id="alone"),
+        pytest.param([cpu_run(1), cpu(*cpu_run().cases, minute=2, machine=OTHER)],
+            f"On a CPU, no time is compared; {NO_COUNT}", "other runs are of other machines", id="other-machine"),
+        pytest.param([cpu_run(1), cpu(*cpu_run().cases, minute=2, machine={})],
+            f"On a CPU, no time is compared; {NO_COUNT}", "the machine of this run was not recorded", id="no-machine"),
+        pytest.param([run(*beside(case())), run(*beside(case(), case("new")), minute=1)],
+            f"On NVIDIA H200, {NOISE}, of 1 times beside their baselines; {NO_COUNT}",
+            "1 time for the first time here", id="new"),
     ],
 )  # fmt: skip
-def test_the_verdict_is_said_in_words(runs: list[Run], passes: bool | None, told: str) -> None:
-    found = first(*runs).verdict
-    assert (found.passes, found.word) == (passes, {True: "Passes", False: "Fails", None: "Not judged"}[passes])
-    assert told in found.told
+def test_without_a_change_it_says_so(runs: list[Run], sentence: str, beside_: str) -> None:
+    found = of(*runs)
+    assert (found.sentence, list(found.lines)) == (sentence, []) and beside_ in found.beside
 
 
-def test_a_run_of_which_nothing_can_be_said_says_so() -> None:
-    assert (
-        first(run(counted(rows=1))).sentence
-        == "On NVIDIA H200 no kernel is timed; nothing is measured that Weft can be compared by."
+def test_counted_figures_are_exact_and_the_compilers_stand_apart() -> None:
+    def of_run(spilt: int, registers: int) -> Run:
+        spill, over = (
+            count("m", "a", "Weft", spill_bytes=spilt),
+            count("linear_cross_entropy", "b", "Weft", peak_bytes=1 + spilt),
+        )
+        return cpu(spill, over, count("compiled", "k", "Weft, sm_90", registers=registers), minute=spilt)
+
+    found = of(of_run(0, 32), of_run(1, 64))
+    assert [(line.name, line.shown, line.word) for line in found.lines] == [
+        ("a", "from 0", "more"),
+        ("b", "2.00×", "more"),
+    ]
+    assert [(line.name, line.moved) for line in found.compiled] == [("k", "32 → 64")]
+    assert [line.shown for line in of(of_run(1, 64), of_run(0, 64)).lines] == ["2.00×", "to 0"]
+
+
+def test_what_breaks_a_budget_stands_before_all_else() -> None:
+    held = "linear_cross_entropy, 4096 tokens"
+    old, new = (
+        cpu(
+            *beside(host("step", "a", "Weft", pace)),
+            count("linear_cross_entropy", held, "Weft", peak_bytes=1.05e9 * size),
+            minute=at,
+        )
+        for at, (pace, size) in enumerate(((1.0, 1.0), (9.0, 1.1)))
     )
+    assert [(line.name, line.broken) for line in of(old, new).lines] == [(held, True), ("a", False)]
+    assert [line.broken for line in of(gpu_run(0), gpu_run(5)).lines] == [True, True]
 
 
-def test_a_time_of_the_host_is_never_shown_as_a_kernels() -> None:
-    cases = [host("step_time", "step", way, 1.0) for way in ("Weft", "torch")] + [host("new", "alone", "Weft", 1.0)]
-    cases += [host("many", f"case {number}", way, 1.0) for way in ("Weft", "DTensor") for number in range(9)]
-    found = {section.name: section for section in blocks.sections(run(*cases, device="cpu"))}
-    assert set(found) == {"kernels", "models", "more"} and not found["kernels"].blocks
-    assert found["kernels"].lead.startswith("No kernel is timed on a CPU: what follows is counted")
-    figures = [figure for section in found.values() for block in section.blocks for figure in block.figures]
-    assert len(figures) == 3 and all("host time" in figure.note for figure in figures)
+@pytest.mark.parametrize(
+    ("runs", "word", "told"),
+    [
+        pytest.param([gpu_run(0), gpu_run(5)],
+            "Fails", "3 budgets broken by the newest run, the first by cross_entropy_speed", id="slower"),
+        pytest.param([gpu_run(0), gpu_run(1)], "Passes", "2 kernel times judged beside 1 earlier run", id="as-before"),
+        pytest.param([cpu_run()],
+            "Passes", "1 of 23 budgets of counted figures kept; there is no earlier run", id="first"),
+        pytest.param([run()],
+            "Not judged", "no figure has a budget; there is no earlier run", id="nothing-to-judge-by"),
+        pytest.param([run(case(), case("old")), run(minute=1)],
+            "Fails", "losses: old, Weft: measured in the run of", id="lost"),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_said_in_words(runs: list[Run], word: str, told: str) -> None:
+    found = changed.verdict(device_of(*runs), len(compare.Budgets.read().counts))
+    assert found.word == word and told in found.told
 
 
-def test_groups_that_nobody_knows_are_shown_by_their_names() -> None:
-    found = {section.name: section for section in blocks.sections(run(case(group="new_kernels"), counted(rows=1)))}
-    assert [block.title for name in ("kernels", "more") for block in found[name].blocks] == ["new kernels", "counts"]
-
-
-def test_what_failed_or_is_absent_is_said_once_for_a_reason() -> None:
-    cases = [unmeasured(name, "CCE", "absent") for name in ("a", "b")] + [unmeasured("a", error="out of\nmemory")]
-    (section,) = (section for section in blocks.sections(run(case(), *cases)) if section.blocks)
-    assert section.blocks[0].remarks == (
-        "CCE is absent: not installed, or not of this device (a; b)",
-        r"Weft is failed: out of\nmemory (a)",
+def test_tiles_say_where_weft_stands() -> None:
+    assert [(tile.value, tile.beside) for tile in tiles.tiles(cpu_run())] == [
+        ("1.05 GB", "eager torch 5.22 GB; 4096 tokens"),
+        ("1.00×", "DTensor 10.05×; 4x4x4, 8192 x 8192 fp32"),
+        ("6.00 B", f"{results.LIGER[0]} 6.00 B; {results.LIGER[1]} 10.00 B; cross_entropy; at most 6.02 B in 2 cases"),
+        ("21", "torch 23; a step of llama-tiny, dp=2 x tp=2"),
+    ]
+    first, second, *_ = tiles.tiles(gpu_run(0))
+    assert (first.value, second.value) == ("88% to 93%", "3.10×"), (
+        "neither the roofline's measure nor the noise is a rival"
     )
+    assert second.beside.endswith("; Liger 1.60×") and tiles.tiles(run()) == []
 
 
-def test_the_largest_difference_between_meshes_is_said() -> None:
-    one, other = {"step_001": 2.0, "step_002": 1.0}, {"step_001": 2.0, "step_002": 1.25, "step_003": 9.0}
-    cases = [count("loss_curves", "m", "Weft, dp=2", **one), count("loss_curves", "m", "Weft, tp=2", **other)]
-    assert curves.differences(cases) == (
-        "m: the largest relative difference between 2 meshes is 2.0e-01, at step 2 of 2",
-    )
-    assert curves.differences(cases[:1]) == ("m: one mesh, with which none can be compared",)
-
-
-def test_every_word_of_the_results_is_text(tmp_path: Path) -> None:
-    page = made(results.hostile(tmp_path))
-    names = [tag for tag, _ in page.elements]
-    assert names.count("script") == 3 and "img" not in names
-    assert page.text.count(results.HOSTILE) > 20
-    assert results.HOSTILE in json.dumps(json.loads(page.scripts[0])).replace('\\"', '"')
-
-
-def test_the_policy_lets_run_what_the_page_holds_and_nothing_else(tmp_path: Path) -> None:
-    page = made(results.of_a_cpu(tmp_path))
-    (policy,) = (attrs["content"] for tag, attrs in page.elements if tag == "meta" and "http-equiv" in attrs)
-    assert (
-        policy is not None and "unsafe" not in policy and policy.startswith("default-src 'none'; script-src 'sha256-")
-    )
-    allowed = re.findall("'sha256-([^']+)'", policy)
-    assert [
-        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts[1:]
-    ] == allowed[:2]
-    assert not [attrs for _, attrs in page.elements for name in ("src", "srcset") if name in attrs]
+def test_rows_are_ways_and_losses_are_told_from_one_process() -> None:
+    cases = {group: some for group, kind, some in figures.groups(cpu_run()) if kind == "count"}
+    first, second = (figures.of_group(group, "count", cases[group]) for group in ("cross_entropy", "loss_curves"))
+    assert first[0].told.endswith(f"Weft 6 to 6.02; {results.LIGER[0]} 6; {results.LIGER[1]} 10.")
+    assert [figure.note.split(",")[0] for figure in second] == ["Loss by step", "Difference to Weft"]
 
 
 def test_what_cannot_be_read_is_told_in_a_line_and_the_rest_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = made(results.broken(tmp_path))
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 7
-    assert all(line.removeprefix("not read: ") in page.text for line in lines)
-    assert all(
-        line.startswith(("not read: NVIDIA-H200/2", "not read: reshard_bytes.json: ", "not read: aot/"))
-        for line in lines
-    )
+    page = Page(results.broken(tmp_path))
+    lines = [line.removeprefix("not read: ") for line in capsys.readouterr().err.splitlines()]
+    assert len(lines) == 7 and all(line in page.text for line in lines)
+    assert all(line.startswith(("NVIDIA-H200/2", "reshard_bytes.json: ", "aot/")) for line in lines)
     assert "7 files could not be read" in page.text and "NVIDIA H200" in page.text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param('[{"engine": "a", "mesh": "2", "shape": [2, 2], "pairs": 1, "mean": NaN, "max": 1.0, "ratios": {}}]', id="nan"),
-        pytest.param('[{"engine": "a", "mesh": "2", "shape": [2, 2], "pairs": 1, "mean": 1.0, "max": 1.0, "ratios": {"x": 1}}]', id="word"),
-        pytest.param('[{"engine": "a", "mesh": "2", "shape": [2, 2], "pairs": 1, "mean": 1.0, "max": 1.0, "ratios": {"1": 0}}]', id="none"),
-        pytest.param("[1]", id="no-object"),
-    ],
-)  # fmt: skip
-def test_rows_that_make_no_chart_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "reshard_bytes.json").write_text(text)
+@pytest.mark.parametrize("ratios", ['{"x": 1}', '{"1": 0}', '{"NaN": 1}', "1"])
+def test_rows_that_make_no_chart_are_refused(tmp_path: Path, ratios: str) -> None:
+    row = f'[{{"engine": "a", "mesh": "2", "shape": [2, 2], "pairs": 1, "mean": 1.0, "max": 1.0, "ratios": {ratios}}}]'
+    (tmp_path / "reshard_bytes.json").write_text(row)
     found = sources.read(tmp_path)
     assert found.engines == () and len(found.problems) == 1
 
 
 def test_an_empty_history_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "No run is in the history yet" in made(tmp_path).text
+    assert "No run is in the history yet" in Page(tmp_path).text
     assert re.search(r"The page is .*index.html: \d\.\d\d MB, no device\.", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        pytest.param(
-            ["--results", "{0}/none"], "is no folder; give the folder of a history to --results", id="no-results"
-        ),
-        pytest.param(["--results", "{0}", "--output", "{0}/file/x"], "give another file to --output", id="no-output"),
+        (["--results", "{0}/none"], "is no folder; give the folder of a history to --results"),
+        (["--results", "{0}", "--output", "{0}/file/x"], "give another file to --output"),
     ],
+    ids=["no-results", "no-output"],
 )
 def test_paths_that_cannot_be_used_are_told_in_a_line(tmp_path: Path, arguments: list[str], told: str) -> None:
     (tmp_path / "file").touch()
@@ -230,7 +270,10 @@ def test_paths_that_cannot_be_used_are_told_in_a_line(tmp_path: Path, arguments:
 
 def test_no_torch_is_needed() -> None:
     code = "import sys, benchmarks.dashboard.__main__; print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        == "False\n"
-    )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
+
+
+def test_the_readmes_picture_is_of_the_newest_run() -> None:
+    newest = list(history.runs("cpu").runs)[-1]
+    named = f"run\0cpu/{newest}".encode() in (ROOT / "docs/dashboard.png").read_bytes()
+    assert named, "./run test_browser; cp dashboard/shots/ours-light-1280-first.png docs/dashboard.png"

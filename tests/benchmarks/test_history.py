@@ -116,7 +116,8 @@ def test_the_index_is_the_folder(tmp_path: Path) -> None:
     assert list(history.runs(GPU, tmp_path).runs) == [row["file"] for row in index]
     statuses = {"measured": 1, "absent": 1, "failed": 0}
     assert index[0] == {
-        "file": added.name, "time": "2026-03-01T12:00:30Z", "commit": "0123456789abcdef0123", "dirty": False, **statuses,
+        "file": added.name, "time": "2026-03-01T12:00:30Z", "commit": "0123456789abcdef0123", "dirty": False,
+        **statuses,
     }  # fmt: skip
     assert history.devices(tmp_path) == ["NVIDIA-H200"]
 

@@ -1,4 +1,4 @@
-"""What kernels cost is read from what triton compiled for the sizes of a call, and nothing depends on its being there."""
+"""The cost of a kernel is read from Triton's compiled kernel for a call's sizes; without one, the rest still works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liger's rope takes other shapes than Weft's, and writes over what it is given: what is timed gives what Weft gives all the same."""
+"""Liger's rope takes other shapes and overwrites its input: the timed code still gives the same values as Weft."""
 
 from __future__ import annotations
 

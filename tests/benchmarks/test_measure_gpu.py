@@ -1,4 +1,4 @@
-"""The command for a day with a GPU: what it would run, in which order and for how long; pieces that end, fail and go on."""
+"""The command for a day with a GPU: its pieces, their order and time limits, and how they end, fail and continue."""
 
 from __future__ import annotations
 

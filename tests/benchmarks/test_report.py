@@ -11,7 +11,7 @@ from benchmarks import report
 from benchmarks.figures import by_baseline
 from benchmarks.history import HistoryError
 from benchmarks.record import Case, printable
-from tests.benchmarks.cases import case, counted, pytest_file, run, timed, unmeasured
+from tests.benchmarks.cases import beside, case, counted, pytest_file, run, timed, unmeasured
 
 HOSTILE = [
     pytest.param("<script>alert('x')</script>", id="script"),
@@ -79,6 +79,9 @@ def test_every_name_is_shown_as_text(name: str) -> None:
     assert all("\n" not in each for each in page.shown)
 
 
+MACHINE = "On AMD EPYC 9654, 8 cores, load 0.25"
+
+
 def test_the_ways_stand_side_by_side_with_their_ratios_to_weft() -> None:
     page = report.report(
         run(
@@ -95,9 +98,9 @@ def test_the_ways_stand_side_by_side_with_their_ratios_to_weft() -> None:
     )
     assert (
         page
-        == r"""# Benchmarks on NVIDIA H200, commit 0023456789, 2026-03-01T12:00:00Z
+        == rf"""# Benchmarks on NVIDIA H200, commit 0023456789, 2026-03-01T12:00:00Z
 
-Of 9 cases 7 measured, 1 absent, 1 failed. On AMD EPYC 9654, 8 cores, load 0.25, with python 3.12.9, torch 2.11.0, triton 3.6.0.
+Of 9 cases 7 measured, 1 absent, 1 failed. {MACHINE}, with python 3.12.9, torch 2.11.0, triton 3.6.0.
 
 Over Weft's, in the geometric mean of a group:
 
@@ -150,9 +153,12 @@ def test_a_time_of_the_host_is_called_so() -> None:
 
 
 def test_what_changed_is_listed() -> None:
-    old = run(case("a"), case("b"), case("c", peak_bytes=8), case("d"), counted(bytes=6, rows=1), unmeasured("e"))
+    old = run(
+        *beside(case("a"), case("b")), case("c", peak_bytes=8), case("d"), counted(bytes=6, rows=1), unmeasured("e")
+    )
     new = run(
-        case("a", median=1.01e-3), case("b", median=2e-3), case("c", peak_bytes=4), counted(bytes=12, columns=2),
+        *beside(case("a", median=1.01e-3), case("b", median=2e-3)), case("c", peak_bytes=4),
+        counted(bytes=12, columns=2),
         case("e"), case("f"), minute=1,
     )  # fmt: skip
     page = report.report(new, old)
@@ -160,19 +166,25 @@ def test_what_changed_is_listed() -> None:
         page[page.index("## Changed") :]
         == r"""## Changed since commit 0023456789, 2026-03-01T12:00:00Z
 
-| group | case | way | figure | before | now | before / now (noise) |
+Beside their baselines 1 of 2 times slowed down, none sped up.
+
+| group | case | way | figure | before | now | below 1 is worse (spread) |
 | --- | --- | --- | --- | --- | --- | --- |
 | counts | traffic | Weft | bytes | 6 B | 12 B | 0.50 |
 | counts | traffic | Weft | columns |  | 2 |  |
 | counts | traffic | Weft | rows | 1 |  |  |
-| losses | b | Weft | time | 1 ms | 2 ms | 0.50 (0.49 to 0.51) |
+| losses | b | Weft | time: torch over it | 1.00× | 0.50× | 0.50 (0.49 to 0.51) |
 | losses | c | Weft | peak\_bytes | 8 B | 4 B | 2.00 |
 | losses | d | Weft | status | measured | not there |  |
 | losses | e | Weft | status | failed | measured |  |
 | losses | f | Weft | status | not there | measured |  |
 """
     )
-    assert report.report(run(minute=1), run()).endswith("\n\nNothing, beyond the noise of times.\n")
+    slowed = run(*beside(case(median=2e-3), torch=2e-3), minute=1)
+    assert report.report(slowed, run(*beside(case()))).endswith(
+        "\n\nNothing changed beyond what the machine does, of 1 times beside their baselines. "
+        "Of all else nothing changed.\n"
+    )
 
 
 def test_another_device_is_refused() -> None:
@@ -183,11 +195,13 @@ def test_another_device_is_refused() -> None:
 def test_the_command_takes_a_run_or_what_pytest_benchmark_wrote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    of_pytest, of_history = pytest_file(tmp_path, timed()), run(case("loss[4096]", median=5e-3)).write(tmp_path)
+    of_history = run(*beside(case("loss[4096]", median=5e-3))).write(tmp_path)
+    of_pytest = pytest_file(tmp_path, timed(), timed("test_loss[torch-4096]", way="torch"))
     report.main([str(of_pytest), "--against", str(of_history)])
-    assert "| losses | loss\\[4096\\] | Weft | time | 5 ms | 1 ms | 5.00 (4.95 to 5.05) |" in capsys.readouterr().out
+    row = "| losses | loss\\[4096\\] | Weft | time: torch over it | 0.20× | 1.00× | 5.00 (4.95 to 5.05) |"
+    assert row in capsys.readouterr().out
     report.main([str(of_history)])
-    assert "Of 1 cases 1 measured" in capsys.readouterr().out
+    assert "Of 2 cases 2 measured" in capsys.readouterr().out
     of_pytest.write_text("")
     with pytest.raises(SystemExit, match=r"^benchmarks.report: .*out.json: it is empty; give a run"):
         report.main([str(of_pytest)])

@@ -104,7 +104,7 @@ def test_what_was_found_is_a_table_and_is_told() -> None:
         ["torch", "failed:", "no", "driver"],
     ]
     assert lines[5:] == [
-        "by events the time may include waits for the host, by graph it does not: their ratio says little",
+        "times by events may include waits for the host, times by graph do not: do not compare the two",
         "100% of the roofline: read once, written once, at the rate of 'a copy'",
     ]
     told = []
@@ -134,7 +134,7 @@ def test_a_share_is_of_what_was_timed_alike(rows: dict[str, Any], roofline: floa
     assert figures == {"bytes": 12, "bytes_per_second": 12e3} | ({"roofline": roofline} if roofline else {})
     found = Found(case="", rows={"Weft": row() | figures}, absent=[], failed={}, measures=[COPY])
     if not roofline:
-        with pytest.raises(AssertionError, match="Weft was timed by graph, and what it is measured by was not"):
+        with pytest.raises(AssertionError, match="Weft was timed by graph, and the call of the roofline was not"):
             found.roofline("Weft")
 
 

@@ -104,11 +104,11 @@ NAN = float("nan")
         pytest.param(
             "products", changed(1, int(TARGET[0]), 0.9), "the weight's gradient errs by", id="a-class-of-a-token"
         ),
-        pytest.param("products", changed(1, FREE[-1], 0), "of classes that are no token's errs by", id="a-free-class"),
-        pytest.param("products", changed(1, FREE, 1.1), "of classes that are no token's errs by", id="free-classes"),
+        pytest.param("products", changed(1, FREE[-1], 0), "of classes without a token errs by", id="a-free-class"),
+        pytest.param("products", changed(1, FREE, 1.1), "of classes without a token errs by", id="free-classes"),
         pytest.param("shard", changed(0, 0, 1.2), "the gradient errs by", id="shard-gradient"),
-        pytest.param("shard", column((0, 0), 0.01), "logsumexp of the others errs by", id="shard-logsumexp"),
-        pytest.param("shard", column((0, 1), 0.01), "logsumexp of the others errs by", id="shard-logsumexp-low"),
+        pytest.param("shard", column((0, 0), 0.01), "logsumexp without the target errs by", id="shard-logsumexp"),
+        pytest.param("shard", column((0, 1), 0.01), "logsumexp without the target errs by", id="shard-logsumexp-low"),
         pytest.param("shard", column((0, 2), 0.01), "the target's logit errs by", id="shard-target"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_gradient_of_another_shape_is_told() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the numbers that it made, but what makes them: a softmax of too large a sum, and a target that is not taken away."""
+    """Faults in the computation, not in its numbers: a softmax with too large a sum, a target not subtracted."""
     from weft.kernels.cross_entropy import reference
 
     right = reference.rows

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages without the reference, which would need torch; links to the reference are warnings, and are not looked at."""
+    """The pages without the reference, which needs torch. Links to the reference are warnings, and are ignored."""
     built = tmp_path_factory.mktemp("html")
     without = ("-D", "exclude_patterns=_build,api/*")
     subprocess.run(

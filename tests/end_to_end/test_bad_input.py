@@ -1,4 +1,4 @@
-"""Input that `weft` cannot use is one message and status 2, at once, and leaves nothing behind."""
+"""Input that `weft` cannot use gives one message and status 2, at once, and leaves no files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_train import here, weft
-from tests.support.limits import PATIENCE
+from tests.end_to_end.test_train import here, weft, weft_preloaded
+from tests.support import preloaded
 
 BAD_INPUT = [
     pytest.param(("train", "lama-tiny"), r"unknown recipe 'lama-tiny'; did you mean 'llama-tiny'", id="recipe"),
@@ -29,7 +29,8 @@ BAD_INPUT = [
     ),
     pytest.param(
         ("train", "--mesh.cp", "2", "--plan.context", "ulysses", "--model.num-kv-heads", "2"),
-        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which does not divide num_kv_heads 2; cp that work: 1; context",
+        r"context 'ulysses' cuts heads over tp x cp = 2 x 2, which "
+        r"does not divide num_kv_heads 2; cp that work: 1; context",
         id="ulysses-heads",
     ),
     pytest.param(("train", "--dtype", "float8"), r"(?i)invalid choice 'float8'.*bfloat16", id="dtype"),
@@ -93,7 +94,7 @@ def test_bad_input_is_one_message(
 
 @pytest.fixture
 def untrained(tmp_path: Path) -> Path:
-    """A folder with a text, and a run that has no tokenizer for its model."""
+    """A folder with a text, and a run without a tokenizer for its model."""
     (tmp_path / "book.txt").write_text("Call me by my layout. " * 10)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text('{"vocab_size": 32000}')
@@ -132,7 +133,7 @@ for arguments in (
     ],
 )
 def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untrained: Path) -> None:
-    """Of a processor, from the start of Python on, with the standard library read as a run's text; the shortest of three."""
+    """A second of processor time, from Python's start, with the standard library as a run's text; least of three."""
 
     def seconds() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -148,7 +149,7 @@ def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untraine
 
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "3"}
-    done = weft("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, **world)
+    done = weft_preloaded("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, **world)
     assert done.returncode == 2
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
 
@@ -162,9 +163,6 @@ def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) 
 )
 def test_of_a_launchers_processes_one_says_what_is_wrong(mistake: tuple[str, str], tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [*launcher, "-m", "weft.models.cli", "train", *mistake],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    done = preloaded.run([*launcher, "-m", "weft.models.cli", "train", *mistake], cwd=tmp_path)
     assert len(re.findall("does not fit 2 processes|Perhaps you meant", done.stderr)) == 1, done.stderr
     assert "exitcode  : 2" in done.stderr

@@ -1,4 +1,4 @@
-"""The programs of the pages under docs/, and those commands that are quick, run as they stand and print what the page shows."""
+"""The programs on the pages under docs/, and the quick commands, run as printed, and print what the page shows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.architecture.rules import ROOT
 from tests.support.pool import Pool
 from tests.support.programs import as_shown_or_quickly, run_alone, run_in_world
 
-# A block, and where one follows it directly what it prints.
+# A program, and the output printed directly below.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
-# A command that is quick enough to be called here, and what it prints.
+# A command that is quick enough to run here, and its output.
 QUICK = re.compile(
     r"^```sh\n((?:weft|\./run) (?:(?:layout|explain) .*?|train [^\n>]* --print-config\n))^```\n\n```text\n(.*?)^```\n",
     re.DOTALL | re.MULTILINE,
 )
-# Commands that are called one after another, in a folder with this repository's licence, and what they print.
+# Commands run one after another, in a folder with this repository's licence, and their output.
 DATA = re.compile(r"^```sh\n((?:weft data [^\n]*\n)+)```\n\n```text\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if PROGRAM.search(path.read_text())]
-LONG = {"benchmark", "transformers"}  # guides whose sisters are the tests of the benchmarks and of `patch`
+LONG = {"benchmark", "transformers"}  # guides whose programs are covered by the tests of the benchmarks and of `patch`
 CASES = [
     pytest.param(path, id=path.relative_to(ROOT).as_posix(), marks=[pytest.mark.exhaustive] * (path.stem in LONG))
     for path in PAGES
@@ -43,7 +43,7 @@ def are_interpreted() -> bool:
 def test_a_pages_programs_run_and_print_what_it_shows(
     page: Path, quickly: bool, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # a page that sets it sets it for itself
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # a page may set the variable itself
     blocks = PROGRAM.findall(page.read_text())
     program = "\n".join(code for code, _ in blocks)
     if "init_process_group" in program:
@@ -112,7 +112,7 @@ def test_a_page_of_kernels_begins_with_their_use(page: str) -> None:
 
 
 def test_the_quickstart_goes_on_with_the_run_that_it_shows() -> None:
-    """Its first block is the README's, whose sample is drawn with the same seed and after the same prompt."""
+    """The page's first block is the README's; its sample is drawn with the same seed after the same prompt."""
     shown, page = (ROOT / "README.md").read_text(), (ROOT / "docs/quickstart.md").read_text()
     (saved,) = re.findall(r"^saved (\S+): ", shown, re.MULTILINE)
     ((command, text),) = re.findall(

@@ -1,6 +1,6 @@
-"""A new user's first hour: this repository cloned, and every command that its README shows typed in the clone.
+"""A new user's first hour: this repository cloned, and every command of its README typed in the clone.
 
-Those of its blocks first, in order; then those that stand in its sentences and tables.
+First the commands of its blocks, in order; then the commands in its sentences and tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.architecture.rules import ROOT, code_blocks
 README = (ROOT / "README.md").read_text()
 BOOK = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 200
 NOT_HERE = {"./run measure_gpu"}  # it needs a GPU
-# What a command must have said, by its first words: of several that fit, the longest counts.
+# By a command's first words, a pattern that its output must match; the longest words that fit count.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
     "./run train --help": r"--data\.path",
@@ -38,20 +38,20 @@ SAID = {
 
 
 def commands(markdown: str) -> list[str]:
-    """Those of the shell blocks, without comments."""
+    """The shell blocks' commands, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     return [line.partition("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
 def inline(markdown: str) -> list[str]:
-    """Commands in backticks, each once, without those of the blocks and those that cannot run here."""
+    """Commands in backticks, each once, without the blocks' commands and commands that cannot run here."""
     sentences = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"`(\./run \S[^`]*)`", sentences)
     return [command for command in dict.fromkeys(found) if command not in {*commands(markdown), *NOT_HERE}]
 
 
 def expected(command: str) -> str:
-    """A benchmark that is chosen by its name ends with its figures."""
+    """The pattern of a command's output; a benchmark chosen by name ends with its figures."""
     chosen = re.fullmatch(r"\./run benchmark -k (\w+)", command)
     if chosen:
         return f"{chosen[1]}: Weft's figures, and the others' over them"
@@ -59,19 +59,19 @@ def expected(command: str) -> str:
 
 
 def denied(said: str) -> list[str]:
-    """The lines in which a command says that it did not do what it was to."""
+    """Lines in which a command reports that a check failed."""
     return re.findall(r"^.*\bNOT (?:within|as predicted)\b.*$", said, re.MULTILINE)
 
 
 def saved(markdown: str, folder: Path) -> None:
-    """The program that the README shows, under the name it says."""
+    """Save the README's program under the name that it gives."""
     (program,) = re.findall(r"^```python\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     (name,) = re.findall(r"Save it as `(\S+)`", markdown)
     (folder / name).write_text(program)
 
 
 def typed(command: str, folder: Path) -> str:
-    """What it says; it must succeed."""
+    """The output of a command, which must succeed."""
     mine = ("PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in mine and "PYTEST" not in name}
     done = subprocess.run(
@@ -131,7 +131,7 @@ def test_commands_in_sentences_and_tables_are_typed_too() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_that_does_not_do_what_was_predicted_is_seen(dtype: str) -> None:
-    report, said = Report(speaks=True), list[str]()
+    report, said = Report(enabled=True), list[str]()
     report.line = said.append  # type: ignore[method-assign]
     predicted = Communication((Entry(phase="forward", kind="all-reduce", axes=("tp",), nbytes=8, count=1),))
     report.issued(predicted, predicted)

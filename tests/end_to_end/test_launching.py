@@ -1,4 +1,4 @@
-"""The commands of the guide to launching: each is one that `weft train` takes on as many processes, also a second time."""
+"""The commands of the guide to launching: `weft train` accepts each on as many processes, also a second time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAIN = {("weft", "train"), ("weft.models.cli", "train")}
 
 
 def shown() -> Iterator[tuple[str, int | None, list[str]]]:
-    """Of each command that trains: who starts it, how many processes that makes, and the arguments of `weft train`."""
+    """For each command that trains: the launcher, the number of processes, and the arguments of `weft train`."""
     for kind, block in BLOCK.findall(PAGE):
         for words in commands(kind, block):
             starts = [at + 2 for at, pair in enumerate(pairwise(words)) if pair in TRAIN]
@@ -40,7 +40,7 @@ def commands(kind: str, block: str) -> list[list[str]]:
 
 
 def processes(words: list[str], block: str) -> int | None:
-    """That the launcher starts: as its options say, those of the batch script, or the manifest around it."""
+    """The number of processes that the launcher starts: by its options, the batch script, or the manifest around."""
     options = {
         "weft": [],
         "srun": [r"#SBATCH --nodes (\d+)", r"#SBATCH --ntasks-per-node (\d+)"],
@@ -71,7 +71,7 @@ def test_every_way_to_start_it_is_shown() -> None:
 
 @pytest.fixture
 def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What rank 0 makes of the arguments of `weft train`, in a folder with a text, on a machine without GPUs."""
+    """The run that rank 0 makes of `weft train`'s arguments, in a folder with a text, on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("warp and weft. " * 200)
     monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)

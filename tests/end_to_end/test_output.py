@@ -1,4 +1,4 @@
-"""What is printed, or cannot be, never decides how a run ends."""
+"""Output, printed or not printable, never decides how a run ends."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_train import SMALL, WEFT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 from tests.support.terminal import environment, on_terminal
 
 TINY = ("--mesh.dp", "1", "--mesh.tp", "1", "--model.num-layers", "1", "--no-check", "--data.path", "text.txt", *SMALL)
 RUN = (*WEFT, "train", "--steps", "4", "--log-every", "1", "--output", "run", "--save-every", "2", *TINY)
-FILES = {"checkpoint", "checkpoint-2", "checkpoint-4", "config.toml", "curves.svg", "metrics.jsonl", "plan.txt", "versions.json"}  # fmt: skip
+FILES = {
+    "checkpoint", "checkpoint-2", "checkpoint-4", "config.toml", "curves.svg", "metrics.jsonl", "plan.txt",
+    "versions.json",
+}  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a run is started, with its text, which has words that ASCII lacks."""
+    """The folder of a run, with its text, whose words need more than ASCII."""
     (tmp_path / "text.txt").write_text("wärp and wéft — “woven”. " * 400)
     return tmp_path
 
@@ -31,13 +35,16 @@ def shell(line: str, command: Sequence[str], folder: Path, **changes: str) -> su
     """The command in a line of a shell, as "$@"."""
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line, "bash", *command],
-        cwd=folder, env=environment(**changes), capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False,
+        cwd=folder, env=environment(**changes), capture_output=True,
+        text=True, errors="replace", timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
 def is_whole(folder: Path) -> bool:
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return {each.name for each in (folder / "run").iterdir()} == FILES and [json.loads(each)["step"] for each in lines] == [1, 2, 3, 4]  # fmt: skip
+    return {each.name for each in (folder / "run").iterdir()} == FILES and (
+        [json.loads(each)["step"] for each in lines] == [1, 2, 3, 4]
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,12 @@ def is_whole(folder: Path) -> bool:
         pytest.param('"$@" >&-', {}, id="closed", marks=pytest.mark.exhaustive),
         pytest.param('"$@" <&- >&- 2>&-', {}, id="all-closed", marks=pytest.mark.exhaustive),
         pytest.param('"$@"', {"PYTHONIOENCODING": "ascii"}, id="ascii", marks=pytest.mark.exhaustive),
-        pytest.param('"$@"', {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="c-locale", marks=pytest.mark.exhaustive),
+        pytest.param(
+            '"$@"',
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            id="c-locale",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param('"$@"', {"PYTHONIOENCODING": "latin-1"}, id="latin-1", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
@@ -60,7 +72,7 @@ def test_a_run_ends_well_whatever_becomes_of_its_output(line: str, changes: dict
 
 
 def test_characters_that_an_encoding_lacks_are_question_marks(folder: Path) -> None:
-    done = shell('"$@"', RUN, folder, PYTHONIOENCODING="ascii")
+    done = preloaded.run(RUN, cwd=folder, env=environment(PYTHONIOENCODING="ascii"))
     assert "  | w?rp " in done.stdout, "the sample begins with the prompt"
     assert "next  weft generate run" in done.stdout
     assert "(loss)" not in done.stdout, "no picture has its dots"
@@ -69,7 +81,9 @@ def test_characters_that_an_encoding_lacks_are_question_marks(folder: Path) -> N
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [1, 20, 33, 34])
 def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> None:
-    status, sent = on_terminal((*RUN, "--output", str(folder / "run"), "--data.path", str(folder / "text.txt")), columns=columns)  # fmt: skip
+    status, sent = on_terminal(
+        (*RUN, "--output", str(folder / "run"), "--data.path", str(folder / "text.txt")), columns=columns
+    )
     assert status == 0 and "Traceback" not in sent
     assert ("no curves are drawn" in sent) == (columns < 34)
     assert is_whole(folder)
@@ -78,7 +92,7 @@ def test_a_run_ends_well_on_a_narrow_terminal(columns: int, folder: Path) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("into", ["run", "other"])
 def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) -> None:
-    """In a folder of its own it has no metrics."""
+    """In a new folder the run has no metrics."""
     assert shell('"$@"', RUN, folder).returncode == 0
     more = ("--resume", "run/checkpoint-4", *(("--output", into) if into != "run" else ()))
     done = shell('"$@"', (*WEFT, "train", *more), folder)
@@ -93,14 +107,21 @@ def test_a_run_that_goes_on_at_its_last_step_ends_well(into: str, folder: Path) 
         pytest.param(("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >/dev/full', 1, id="layout-full"),
         pytest.param(("--help",), '"$@" >/dev/full', 1, id="help-full"),
         pytest.param(("--version",), '"$@" | true', 141, id="version-unread", marks=pytest.mark.exhaustive),
-        pytest.param(("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >&-', 0, id="layout-closed", marks=pytest.mark.exhaustive),
-        pytest.param(("data", "prepare", "text.txt", "--output", "out"), '"$@" >/dev/full', 0, id="prepare-full"),
+        pytest.param(
+            ("layout", "tp: S(0)", "--mesh", "tp=2"), '"$@" >&-', 0, id="layout-closed", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(("data", "prepare", "text.txt", "--output", "out"), None, 0, id="prepare-full"),
     ],
 )  # fmt: skip
 def test_a_command_whose_work_is_its_output_says_that_it_is_lost(
-    command: tuple[str, ...], line: str, status: int, folder: Path
+    command: tuple[str, ...], line: str | None, status: int, folder: Path
 ) -> None:
-    done = shell(line, (*WEFT, *command), folder)
+    """line: of a shell; None for a command that is preloaded, and whose output goes to a full disk."""
+    if line is None:
+        with open("/dev/full", "w") as full:
+            done = preloaded.run((*WEFT, *command), cwd=folder, env=environment(), stdout=full.fileno())
+    else:
+        done = shell(line, (*WEFT, *command), folder)
     assert done.returncode == status
     said = [f"weft {command[0]}: the output cannot be written: [Errno 28] No space left on device"]
     assert done.stderr.splitlines() == (said if status == 1 else [])

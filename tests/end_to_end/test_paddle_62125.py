@@ -1,7 +1,7 @@
-"""Training whose random numbers no mesh can change: dropout on, half of the layers on each of two slices of a mesh, whatever
-its axes are called, in whatever order they stand, and whatever meshes were made before.
+"""Training with random numbers that no mesh changes: dropout on, half of the layers on each of two slices of a mesh.
 
-Paddle 62125 takes such slices in one call, and leaves seeds that follow the ids of meshes; here they follow from names.
+The axes' names, their order, and meshes made before make no difference. Paddle 62125 takes such slices in one call,
+but its seeds follow the ids of meshes; here seeds follow from names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def training(make: Make, dropout: float = 0.2) -> list[float | None]:
 
 
 def lay_out(model: Llama, names: list[str], mesh: ProcessMesh) -> None:
-    """Lays out some modules of the model, by what its plan says of them; also on a mesh of one rank."""
+    """Lay out some modules of the model by its plan; also on a mesh of one rank."""
     part = nn.Module()
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -104,7 +104,7 @@ def renamed() -> list[ProcessMesh]:
 
 
 def after_others() -> list[ProcessMesh]:
-    """Other meshes are made and used first, and the default generator of torch is moved."""
+    """Make and use unrelated meshes first, and advance torch's default generator."""
     for mesh in (ProcessMesh.grid(x=4), ProcessMesh.grid(pp=2, dp=2).permute("dp", "pp")):
         reshard(distribute(torch.rand(4), Layout(mesh, {mesh.axis_names[0]: Shard(0)})), placements="")
     return data_first()
@@ -133,7 +133,7 @@ def one_rank() -> list[ProcessMesh]:
 
 
 def losses_of(pool, make: Make, ranks: int) -> list[float]:
-    """Of the ranks of the last stage, which all have the same."""
+    """The losses of the last stage's ranks, which all have the same."""
     losses = [of_rank for of_rank in pool.run(training, make, ranks=ranks) if of_rank[0] is not None]
     assert losses
     assert all(of_rank == losses[0] for of_rank in losses)
@@ -184,9 +184,9 @@ def eight_ranks():
 )
 def test_meshes_of_1_to_8_processes_have_one_loss(pool, alone, make, ranks):
     losses = losses_of(pool, make, ranks)
-    assert losses == pytest.approx(alone, rel=1e-6)  # sums of float32 in other orders; found up to 1.2e-7
+    assert losses == pytest.approx(alone, rel=1e-6)  # float32 sums in another order; measured up to 1.2e-7
 
 
 def test_dropout_is_on(pool, alone):
-    """What makes the equal losses tell something: without it they are others."""
+    """Without dropout the losses differ, so equal losses prove something."""
     assert pool.run(training, one_rank, 0.0, ranks=1)[0] != pytest.approx(alone, rel=1e-3)

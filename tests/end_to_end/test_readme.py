@@ -1,4 +1,4 @@
-"""The programs that the documents show run as they stand."""
+"""The programs shown in the documents run as printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.architecture.rules import ROOT
 from tests.support.pool import Pool
 from tests.support.programs import TORCHRUN, as_shown_or_quickly, run_alone, run_in_world
 
-Way = Callable[[str, Path, Pool], str]  # to run a program: what it prints
+Way = Callable[[str, Path, Pool], str]  # runs a program, and returns its output
 
 
 def alone(program: str, folder: Path, pool: Pool) -> str:
@@ -29,16 +29,15 @@ def by_workers(program: str, folder: Path, pool: Pool, ranks: int = 4) -> str:
 
 
 def on_ranks(program: str, folder: Path, pool: Pool) -> str:
-    """By four ranks that have torch loaded: the launcher is shown once, by the program of the first page."""
+    """Runs on four ranks that have torch loaded; only the first page's program shows the launcher."""
     assert 'dist.init_process_group("gloo")' in program
     return by_workers(program, folder, pool)
 
 
 QUICKLY: dict[Way, Way] = {alone: partial(by_workers, ranks=1), launched: by_workers, on_ranks: on_ranks}
 PROGRAMS = [
-    pytest.param(
-        "README.md", [(launched, r"^(\d\.\d{4})\s*(\1\s*){3}$")], id="weft"
-    ),  # one loss, on four ranks whose lines may mix
+    # All four ranks print the same loss; their lines may mix.
+    pytest.param("README.md", [(launched, r"^(\d\.\d{4})\s*(\1\s*){3}$")], id="weft"),
     pytest.param(
         "packages/mesh/README.md",
         [(alone, r"0:5 \| 0 "), (alone, ""), (alone, "then  dp: S"), (alone, "")],

@@ -1,4 +1,4 @@
-"""Colours, boxes and moving lines: on a terminal that has them, and nowhere else."""
+"""Colours, boxes and moving lines appear on a capable terminal only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from weft.mesh import Layout, ProcessMesh
 
 from tests.models.metrics import some_metrics
-from tests.support.terminal import ESCAPE, in_pipe, on_terminal
+from tests.support import preloaded
+from tests.support.terminal import ESCAPE, environment, in_pipe, on_terminal
 
 WEFT = (sys.executable, "-m", "weft.models.cli")
 LAYOUT = (*WEFT, "layout", "dp: S(0), tp: S(1)", "--mesh", "dp=2,tp=2", "--shape", "8,6")
@@ -22,7 +23,7 @@ PLAIN = [pytest.param({"NO_COLOR": "1"}, id="no-color"), pytest.param({"TERM": "
 
 class TestLayout:
     def test_it_is_coloured_on_a_terminal(self) -> None:
-        status, sent = on_terminal(LAYOUT)
+        status, sent = on_terminal(LAYOUT, start=subprocess.Popen)
         assert status == 0
         assert "|\x1b[36m 0   \x1b[0m|\x1b[33m 1   \x1b[0m|" in sent
         assert ESCAPE.sub("", sent) == DRAWN
@@ -32,7 +33,8 @@ class TestLayout:
         assert on_terminal(LAYOUT, **settings) == (0, DRAWN)
 
     def test_it_is_plain_in_a_pipe(self) -> None:
-        assert in_pipe(LAYOUT) == (0, DRAWN)
+        done = subprocess.run(LAYOUT, env=environment(), capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, DRAWN, "")
 
     def test_a_pipe_may_be_given_colours(self) -> None:
         status, written = in_pipe(LAYOUT, FORCE_COLOR="1")
@@ -49,7 +51,9 @@ class TestLayout:
 
 
 class TestHelp:
-    @pytest.mark.parametrize(("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")]
+    )
     def test_it_is_coloured_and_in_boxes_on_a_terminal(self, command: tuple[str, ...], ends: int) -> None:
         status, sent = on_terminal(command)
         assert status == ends
@@ -62,28 +66,57 @@ class TestHelp:
         _, sent = on_terminal(command, **settings)
         assert not ESCAPE.search(sent)
 
-    @pytest.mark.parametrize(("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("command", "ends"), [pytest.param(HELP, 0, id="help"), pytest.param(MISTAKE, 2, id="mistake")]
+    )
     def test_it_is_plain_ascii_in_a_pipe(self, command: tuple[str, ...], ends: int) -> None:
         status, written = in_pipe(command)
         assert status == ends
         assert written.isascii()
         assert "\x1b" not in written
 
-    @pytest.mark.parametrize(("command", "ends"), [pytest.param((*WEFT, "train", "--help"), 0, id="train"), pytest.param(HELP, 141, id="help"), pytest.param(LAYOUT, 141, id="layout")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("command", "ends"),
+        [
+            pytest.param((*WEFT, "train", "--help"), 0, id="train"),
+            pytest.param(HELP, 141, id="help"),
+            pytest.param(LAYOUT, 141, id="layout"),
+        ],
+    )
     def test_a_reader_that_has_enough_is_no_error(self, command: tuple[str, ...], ends: int) -> None:
-        """141 is what a shell gives for SIGPIPE, by which other programs end then."""
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        """141 is a shell's status for SIGPIPE, by which other programs end in this case."""
+        with preloaded.Popen(command, stdout=preloaded.PIPE, stderr=preloaded.PIPE) as process:
             assert process.stdout is not None and process.stderr is not None
             process.stdout.close()
             said = process.stderr.read()
-        assert (process.returncode, said) == (ends, "")
+            assert (process.wait(), said) == (ends, "")
 
     def test_it_names_the_program_as_the_user_called_it(self) -> None:
-        for arguments in (("--help",), ("train", "--help"), ("layout", "--help"), ("trian",), ("layout", "R")):
-            _, written = in_pipe((*WEFT, *arguments), WEFT_PROGRAM="./run")
+        command, named = (sys.executable, "-c", COMMANDS), environment(WEFT_PROGRAM="./run")
+        done = subprocess.run(command, env=named, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        of_commands = done.stdout.split("\f\n")
+        assert len(of_commands) == 5
+        for written in of_commands:
             assert "./run" in written
             assert "weft layout" not in written
             assert "weft train" not in written
+
+
+# Commands one after another, with a form feed between what they print.
+COMMANDS = """
+import sys
+from weft.models.cli import main
+
+sys.stderr = sys.stdout
+for arguments in (["--help"], ["train", "--help"], ["layout", "--help"], ["trian"], ["layout", "R"]):
+    if arguments != ["--help"]:
+        print("\\f")
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+"""
 
 
 STEPS = """
@@ -104,7 +137,7 @@ report.line("after")
 
 
 class TestStepsOfTraining:
-    """What `weft train` shows of its steps."""
+    """Steps as `weft train` shows them."""
 
     COMMAND = (sys.executable, "-c", STEPS)
     LINES = tuple(

@@ -1,4 +1,4 @@
-"""`weft train` as a user types it: what it prints, what it leaves, and how it ends when something is wrong."""
+"""`weft train` as a user types it: its output, its files, and how it ends on errors."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from weft.models.tracing import Traced
 from weft.models.train.recipes import TINY
 
 from tests.architecture.rules import ROOT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
 WEFT = (sys.executable, "-m", "weft.models.cli")
@@ -39,6 +40,11 @@ def weft(
         timeout=patience,
         check=False,
     )
+
+
+def weft_preloaded(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `weft`, in a fork of a process that has imported torch."""
+    return preloaded.run([*WEFT, *arguments], cwd=cwd, env={**os.environ, **environment})
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,8 @@ def test_what_is_said_comes_in_order(run: tuple[str, Path]) -> None:
         r"^  backward   5 all-reduce +[\d,]+ bytes  as predicted$",
         r"^  gradients  2 all-reduce +[\d,]+ bytes  as predicted$",
         r"^check  loss of step 1: ",
-        r"^step 1/5  20%  loss .*  grad norm .*  lr .*  .* tokens/s  .* GFLOP/s  memory .* GiB \(\d+%\)  waiting \d+%  0:\d\d left$",
+        r"^step 1/5  20%  loss .*  grad norm .*  lr .*  .* tokens/s  "
+        r".* GFLOP/s  memory .* GiB \(\d+%\)  waiting \d+%  0:\d\d left$",
         r"^step 2/5  40%  loss \S+  held out \S+ \(perplexity .*\)  grad norm",
         r"^step 5/5 100%  .*  0:00 left$",
         r"^sample$",
@@ -183,7 +190,8 @@ def test_another_mesh_another_text_one_loss_with_dropout(tmp_path: Path) -> None
 
 
 ONE_PROCESS = ("--mesh.dp", "1", "--mesh.tp", "1")
-# By recipe that takes a minute: the arguments of its commands in the README, and others, which have the losses of one process.
+# By recipe that takes a minute: the commands' arguments in the README, and further arguments that give one process's
+# losses.
 SHOWN = {
     "llama-tiny": {
         "2x2": (),
@@ -203,7 +211,7 @@ LEARNT = {
     "qwen2-tiny": 2.1,
     "qwen3-tiny": 2.1,
     "gpt-tiny": 2.3,
-}  # what the loss on held-out text is below in the end
+}  # upper bounds of the final loss on held-out text
 
 
 def test_every_recipe_that_takes_a_minute_is_compared() -> None:
@@ -265,7 +273,7 @@ def test_processes_that_a_launcher_started_join_one_run(tmp_path: Path) -> None:
 
 
 def here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """As `weft`, in this process."""
+    """Like `weft`, in this process."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
     with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,4 +1,4 @@
-"""How a run of `weft train` ends where a rank dies or somebody interrupts it: at once, all of it, and with one line."""
+"""The end of a `weft train` run when a rank dies or a user interrupts: at once, on all ranks, with one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weft.models import read_run
@@ -20,16 +22,17 @@ from weft.models.train.folder import newest_complete
 from weft.models.train.launch import STOP_SECONDS, STOPPED
 
 from tests.end_to_end.test_train import SMALL, WEFT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
-BUSY = 10.0  # seconds, for what other programs take of the cores
-SILENCE = 4  # seconds until a rank that does not answer is given up
+BUSY = 10.0  # seconds allowed for other programs' use of the cores
+SILENCE = 4  # seconds until a silent rank is given up
 TEXT = "weft and warp. " * 40
 TINY = ("--model.num-layers=1", "--data.path=text.txt")
 DP2 = ("--mesh.dp=2", "--mesh.tp=1")
 
 
-@pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that fails
+@pytest.mark.exhaustive  # the sample has a failing process in tests/models/test_processes.py
 @pytest.mark.parametrize(("victim", "ranks"), [(1, 2), (3, 4)])
 def test_one_dead_rank_ends_all(victim: int, ranks: int, tmp_path: Path) -> None:
     status, said, _ = _disturb(tmp_path, ranks, lambda parent, workers: os.kill(workers[victim], signal.SIGKILL))
@@ -78,10 +81,10 @@ def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(mesh: str, vic
     assert seconds < SILENCE + ANSWER_SECONDS + 2 * GRACE_SECONDS + BUSY
 
 
-@pytest.mark.exhaustive  # its sister is the one above, of ranks that one command has started
+@pytest.mark.exhaustive  # the sample has the case above, with ranks started by one command
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_of_mpirun_that_is_stopped_is_named_by_the_other(victim: int, tmp_path: Path) -> None:
-    """Also rank 0, in whose process the store is."""
+    """Rank 0, too, whose process hosts the store."""
     (tmp_path / "text.txt").write_text(TEXT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -115,9 +118,9 @@ def test_a_rank_of_mpirun_that_is_stopped_is_named_by_the_other(victim: int, tmp
     assert f"\nweft train: rank {victim} did not answer for {SILENCE} s, while " in said and "Traceback" not in said
 
 
-@pytest.mark.exhaustive  # its sister is tests/models/test_processes.py's one that a launcher has started
+@pytest.mark.exhaustive  # the sample has a launcher's process in tests/models/test_processes.py
 def test_the_ranks_of_torchrun_end_with_it(tmp_path: Path) -> None:
-    """By SIGKILL it can end none of them."""
+    """A torchrun killed by SIGKILL can end none of its ranks."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     status, _, seconds = _disturb(
         tmp_path, 2, lambda parent, workers: os.kill(parent, signal.SIGKILL), program=(*torchrun, *WEFT[1:])
@@ -139,14 +142,14 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Pa
         assert process.stdout.readline().startswith("llama-tiny: ")
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        said = process.stderr.read()  # until the last of them has ended
+        said = process.stderr.read()  # until the last process has ended
     assert process.returncode == 130
     (line,) = said.strip().splitlines()
     assert line == "weft train: interrupted; what was saved is whole"
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.exhaustive  # its sister is tests/models/test_train_pieces.py's of two runs that begin at once
+@pytest.mark.exhaustive  # the sample has two runs that begin at once, in tests/models/test_train_pieces.py
 @pytest.mark.parametrize("named", [True, False])
 def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(named: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
@@ -160,7 +163,7 @@ def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(na
     ]  # fmt: skip
     said = {run.returncode: run.stderr for run in map(_ended, started)}
     if named:
-        assert sorted(said) in ([0, 1], [0, 2])  # the second one was refused as it began, or as the other had begun
+        assert sorted(said) in ([0, 1], [0, 2])  # the second was refused at its start, or once the first had begun
         assert re.fullmatch(r"\s*weft train: the output folder run exists; give another .*\n", said[max(said)])
     else:
         assert said == {0: ""}
@@ -168,7 +171,7 @@ def test_two_runs_that_begin_at_once_write_into_two_folders_or_one_is_refused(na
 
 
 def _ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """A run once it has ended, and what it said of that."""
+    """Wait for a run to end; returns its status and output."""
     out, error = run.communicate(timeout=PATIENCE)
     return subprocess.CompletedProcess(run.args, run.returncode, out, error)
 
@@ -181,18 +184,16 @@ def _disturb(
     program: tuple[str, ...] = WEFT,
     mesh: Sequence[str] = (),
 ) -> tuple[int, list[str], float]:
-    """Starts a long run of a few ranks, does something to it at step 3, and gives its exit status, what it said of it, and
-    the seconds that it went on.
+    """Start a long run, disturb it at step 3, and return its exit status, its message and the seconds until its end.
 
     Fails unless all its processes end.
     """
     (folder / "text.txt").write_text(TEXT)
     arguments = ("train", "--steps", "100000", "--log-every", "1", "--output", "run", *SMALL)
     arguments += (*(mesh or ("--mesh.dp=1", f"--mesh.tp={ranks}")), *TINY, *options)
-    with subprocess.Popen(
-        [*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=_heeds_interrupts,
-    ) as process:  # fmt: skip
+    new = partial(subprocess.Popen, text=True, preexec_fn=_heeds_interrupts)
+    start: Callable[..., Any] = preloaded.Popen if program == WEFT else new
+    with start([*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -200,22 +201,22 @@ def _disturb(
             workers = _workers(process.pid, ranks)
             disturb(process.pid, workers)
             disturbed = time.monotonic()
-            _, said = process.communicate(timeout=PATIENCE)  # what it prints is read: it says where it has saved
+            _, said = process.communicate(timeout=PATIENCE)  # its output is read: it says where it has saved
             while any(Path(f"/proc/{worker}").exists() for worker in workers):
                 assert time.monotonic() - disturbed < PATIENCE
                 time.sleep(0.1)
-            return process.returncode, said.strip().splitlines(), time.monotonic() - disturbed
+            return process.wait(), said.strip().splitlines(), time.monotonic() - disturbed
         finally:
             process.kill()
 
 
 def _heeds_interrupts() -> None:
-    """Whether or not these tests do: a shell that starts them in the background has them ignore SIGINT."""
+    """Handle SIGINT even if these tests ignore it, as in a shell that starts them in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _workers(parent: int, ranks: int) -> list[int]:
-    """Process ids of the ranks, in order: the children of `parent`, or of the fork server, which is one."""
+    """The process ids of the ranks, in order: the children of `parent`, or of the fork server among them."""
 
     def children(pid: int) -> list[int]:
         found = []

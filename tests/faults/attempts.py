@@ -1,4 +1,4 @@
-"""Runs of the trainer in workers of the pool, which may kill themselves, and what such a run leaves."""
+"""Trainer runs in workers of the pool, which may kill themselves, and the files that such a run leaves."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ KILLS = "kills"
 
 
 def beside(folder: Path, what: str) -> Path:
-    """A file of a run in `folder` that the run knows nothing of."""
+    """A file of the tests beside the run's `folder`, unknown to the run."""
     return folder.with_name(f"{folder.name}-{what}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A mesh and its plan, and how many steps are taken under them."""
+    """A mesh, its plan, and the number of steps taken under them."""
 
     steps: int = CONFIG.steps
     sizes: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Way:
         return torch.Size(self.sizes.values()).numel()
 
 
-# All of two microbatches: dropout draws for each of them, so with another number of them it drops other elements.
+# All have two microbatches: dropout draws per microbatch, so another number would drop other elements.
 WAYS = {
     "dp2": Way(sizes={"dp": 2, "tp": 1}, plan={"microbatches": 2}),
     "tp2-zero3-dp2": Way(sizes={"dp": 2, "tp": 2}, plan={"zero": 3, "sequence": True, "microbatches": 2}),
@@ -75,10 +75,12 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Victim:
-    """The rank that kills itself, and when: after so much work, in seconds of its processor, and then a pause.
+    """The rank that kills itself, and when: once checkpoint `after` exists, after `work` and then a `pause`.
 
-    Not after so many seconds by the clock, which on a machine that others use too are now a moment and now half a run.
-    after: a step; what comes first is that there is its checkpoint.
+    work: seconds of processor time. Seconds of wall time would vary too much on a busy machine: now a moment, now
+    half a run.
+
+    after: the step of the checkpoint that must exist first.
     """
 
     rank: int
@@ -89,15 +91,15 @@ class Victim:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many ranks were killed, and how many of these kills their runs survived.
+    """Counts of killed ranks, and of kills that runs survived.
 
-    A run survives a kill where what it goes on from is no older than what it had, and it ends with the bits of one that was
-    never killed.
+    A run survives a kill if it resumes from a checkpoint as new as its newest before the kill, and ends with the
+    bits of a run that was never killed.
     """
 
     kills: int = 0
     survived: int = 0
-    at_the_end: int = 0  # of the kills those after the last checkpoint, as while the model is exported
+    at_the_end: int = 0  # kills after the last checkpoint, for example while the model is exported
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.kills + other.kills, self.survived + other.survived, self.at_the_end + other.at_the_end)
@@ -108,9 +110,9 @@ class Tally:
 
 
 class Fuse:
-    """While it is entered a thread counts the work that this process does, and kills it when that is enough.
+    """A context whose thread measures the work of this process, and kills the process at the victim's moment.
 
-    folder: of the run. The file KILLS beside it then has a line more.
+    folder: the run's. A kill adds a line to the file KILLS beside it.
     """
 
     def __init__(self, victim: Victim, folder: Path) -> None:
@@ -137,7 +139,7 @@ class Fuse:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _comes(self, reached: Callable[[], bool]) -> bool:
-        """Waits for it; whether it has come before this is left."""
+        """Wait until `reached`; returns False if the context is left first."""
         while not reached():
             if self._over.wait(0.002):
                 return False
@@ -145,9 +147,9 @@ class Fuse:
 
 
 def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
-    """The run in `folder`, from its newest checkpoint on, to its end; the work that it was, in seconds of the processor.
+    """Complete the run in `folder` from its newest checkpoint; returns its seconds of processor time.
 
-    A folder that has the name of a checkpoint is a whole one: there has been no moment at which it was not.
+    Any folder with a checkpoint's name must be complete: a checkpoint gets its name at once, with all its files.
     """
     resume, wrong = newest_complete(folder)
     assert not wrong and (resume is None or resume == list(checkpoints(folder).values())[-1])
@@ -159,11 +161,11 @@ def attempt(way: Way, folder: Path, victim: Victim | None = None) -> float:
 
 
 def train_from(resume: Path | None, way: Way, folder: Path) -> int:
-    """The run in `folder`, from that checkpoint on."""
+    """Complete the run in `folder`, from the checkpoint `resume`."""
     text = folder.parent / "text.txt"
     config = replace(CONFIG, steps=way.steps, plan=PlanConfig(**way.plan), mesh=MeshConfig(pp=way.sizes.get("pp", 1)))
     run = Run(recipe="llama-tiny", config=config, corpus=find_corpus(text), folder=folder, resume=resume, **way.sizes)
-    # What is drawn and sampled when all is saved takes as long as the steps.
+    # The plot and the samples at the end would take as long as the steps.
     without_end = patch.object(Results, "picture", return_value=""), patch.object(trainer, "SAMPLE_TOKENS", 1)
     with contextlib.redirect_stdout(io.StringIO()), without_end[0], without_end[1]:
         return train(run, torch.device("cpu"))
@@ -179,7 +181,7 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def lines(folder: Path) -> list[tuple[int, float, float]]:
-    """The metrics of a run that are the same each time: step, loss, norm of the gradients."""
+    """A run's reproducible metrics: step, loss and gradient norm."""
     read = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     return [(each["step"], each["loss"], each["grad_norm"]) for each in read]
 

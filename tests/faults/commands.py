@@ -1,4 +1,4 @@
-"""Runs of the command `weft train`, begun as a user begins them, of which a rank is killed from outside."""
+"""Runs of the command `weft train`, begun as a user begins them; the tests kill a rank from outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def train(way: Way, folder: Path) -> list[str]:
-    """What is typed behind `weft`, the first time and each time after it."""
+    """The arguments of `weft` for the first start and for every restart."""
     model = {
         "hidden-size": MODEL.hidden_size,
         "intermediate-size": MODEL.intermediate_size,
@@ -86,9 +86,9 @@ def survive_by_torchrun(way: Way, folder: Path, victims: Sequence[Victim], truth
 
 
 def _kill(victim: Victim, folder: Path, ranks: Callable[[], list[int]], run: subprocess.Popen[bytes]) -> list[int]:
-    """Kills that rank at its moment; the process ids of all ranks, none where the run came to its end before.
+    """Kill the victim at its moment; returns the process ids of all ranks, or none if the run completed before.
 
-    ranks: gives them once all are there, and none before.
+    ranks: a function that gives the ids once all ranks are there, and none before.
     """
     found: list[int] = []
     while not found and run.poll() is None:
@@ -129,7 +129,7 @@ def _log(folder: Path) -> Path:
 
 
 def _said(folder: Path) -> str:
-    """The end of what the last command has said of the run."""
+    """The end of the log of the run's commands."""
     return _log(folder).read_text()[-4000:]
 
 
@@ -142,7 +142,7 @@ def _ranks(run: subprocess.Popen[bytes], way: Way) -> list[int]:
 
 
 def _restarted(agent: subprocess.Popen[bytes], way: Way, ended: Sequence[int]) -> list[int]:
-    """The same of those that torchrun's agent has started last."""
+    """The process ids of the ranks that torchrun's agent started last, once all are there."""
     found = [each for each in _children(agent.pid) if each not in ended]
     return found if len(found) == way.ranks else []
 
@@ -158,7 +158,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _work(process: int) -> float | None:
-    """Seconds of the processor that it has taken; None where it has ended."""
+    """Seconds of processor time that a process has taken; None if it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if state == "Z" else (int(fields[10]) + int(fields[11])) / TICKS

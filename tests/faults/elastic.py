@@ -1,4 +1,4 @@
-"""Runs whose processes torchrun's agent starts, and starts again when one of them dies."""
+"""Runs whose processes torchrun's agent starts, and restarts when a process dies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STARTS = "starts"
 
 
 def survive_under_torchrun(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth: Path) -> Tally:
-    """As `survive`, but one agent of torchrun starts all ranks anew, for each victim once, until they are at the end."""
-    del pool  # the processes are forked from its server, which has torch
+    """Like `survive`, but an agent of torchrun restarts all ranks, once for each victim, until the run is complete."""
+    del pool  # its server forks the agent's processes, with torch loaded
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     chosen = list(victims)
     config = LaunchConfig(
@@ -49,9 +49,9 @@ def survive_under_torchrun(pool: Pool, way: Way, folder: Path, victims: Iterable
 
 
 def count_survived(way: Way, folder: Path, truth: Path, starts: Sequence[int], kills: int) -> Tally:
-    """Of a run that was begun from the steps `starts`, one after the other, and killed so often: what it survived of that.
+    """The kills that a run survived. starts: the steps from which it was started in turn. kills: the number of kills.
 
-    Raises what is wrong where no rank was killed; else it is printed, and counted.
+    Raises an error of the comparison where no rank was killed; else prints the error, and counts the kills as lost.
     """
     try:
         assert_same(folder, truth)
@@ -66,7 +66,7 @@ def count_survived(way: Way, folder: Path, truth: Path, starts: Sequence[int], k
 
 
 def _attempt(way: Way, folder: Path, victims: list[Victim]) -> None:
-    """The life of a rank, from one kill to the next."""
+    """A rank's life from one start to the next kill."""
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if os.environ["RANK"] == "0":
         with beside(folder, STARTS).open("a") as file:

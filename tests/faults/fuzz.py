@@ -1,13 +1,13 @@
-"""Damaged files of every kind, at every door: `python -m tests.faults.fuzz --count 1000 --seed 7` prints what ended badly.
+"""Damaged files of every kind, read by every door: `python -m tests.faults.fuzz --count 1000 --seed 7` prints findings.
 
-A door is a command or a call of the library that reads files. Each case damages one file of a door's input, opens the door in a
-forked child with limits on time and memory, and judges what the child left. A case ends well in one of two ways:
+A door is a command or a library call that reads files. Each case damages one file of a door's input, opens the door
+in a forked child with limits on time and memory, and judges the result. A case ends well in one of two ways:
 
-- status 0, with every tensor and every document that was written standing in the damaged input;
+- status 0, with every tensor and every document that was written present in the damaged input;
 - status 2, with one printable line on stderr and no output.
 
-Anything else is a finding: a traceback, a signal, more than 10 seconds of a processor, more than 2 GB, a byte written outside of the
-output.
+Any other end is a finding: a traceback, a signal, more than 10 seconds of processor time, more than 2 GB, or a byte
+written outside the output.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ from tests.faults.mutations import damage
 from tests.models.metrics import some_metrics
 
 CPU_SECONDS = 10
-WALL_SECONDS = 60  # for what waits, as on a pipe, and takes no time of a processor
+WALL_SECONDS = 60  # wall time, for a child that waits without using a processor, as on a pipe
 BYTES = 2 * 10**9
 SECRET = "what lies beside the input"
-CRASHED = 70  # the status of a child that ends with a traceback
+CRASHED = 70  # the status of a child that ended with a traceback
 
 
 @dataclass(frozen=True)
 class Door:
-    """A way by which files come in. source: the folder of whole files; open: reads `in`, and may write `out`, both in the working folder."""
+    """A way in for files.
+
+    source: the folder of undamaged files. open: reads `in`, and may write `out`, both in the working folder.
+    """
 
     source: str
     open: Callable[[], None]
@@ -118,27 +121,26 @@ def make_sources(home: Path) -> None:
         import pyarrow.parquet
 
         table = pyarrow.table({"text": ["one", "two", "three"] * 20})
-        pyarrow.parquet.write_table(
-            table, texts / "c.parquet", compression="none"
-        )  # so that texts stand there as they are
+        # Uncompressed: the texts are in the file as they are.
+        pyarrow.parquet.write_table(table, texts / "c.parquet", compression="none")
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(["data", "prepare", str(texts), "--output", str(home / "prepared"), "--workers", "1"])
     _make_run(home / "run", texts / "b.txt")
 
 
 def _make_run(folder: Path, text: Path) -> None:
-    """The folder of a run that was stopped after step 2 of 4, with a checkpoint."""
+    """The folder of a run that stopped after step 2 of 4, with a checkpoint."""
     import torch
     from weft.mesh import ProcessMesh
     from weft.models import ParallelPlan, save_checkpoint
     from weft.models.data.sources import find_data
     from weft.models.data.tokenizer import byte_tokenizer
     from weft.models.families import make_model
-    from weft.models.train.checkpoints import describe_run
     from weft.models.train.config import DataConfig, MeshConfig
     from weft.models.train.recipes import recipe
     from weft.models.train.results import Results
     from weft.models.train.run import Run
+    from weft.models.train.saved_run import describe_run
 
     small = recipe("llama-tiny")
     config = replace(
@@ -163,7 +165,7 @@ def _make_run(folder: Path, text: Path) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a case ended. finding: what was wrong, None where nothing was."""
+    """The result of a case. finding: the error found, or None."""
 
     door: str
     file: str
@@ -174,7 +176,7 @@ class Ended:
 
 
 def try_case(door: str, sources: Path, random: Random, folder: Path) -> Ended:
-    """Damages a file of the door's input in `folder`, opens the door, and judges how that ended."""
+    """Damage a file of the door's input in `folder`, open the door, and judge the result."""
     source = sources / DOORS[door].source
     shutil.copytree(source, folder / "in", symlinks=True)
     (folder / "secret").mkdir()
@@ -190,7 +192,7 @@ def try_case(door: str, sources: Path, random: Random, folder: Path) -> Ended:
 
 
 def _in_a_child(call: Callable[[], None], folder: Path) -> tuple[int, str]:
-    """The status of the call in a forked child with limits, negative for a signal, and what the child wrote to stderr."""
+    """Call in a forked child with limits; returns its status, negative for a signal, and its stderr."""
     said = folder / "said"
     child = os.fork()
     if child == 0:
@@ -227,7 +229,7 @@ def _in_a_child(call: Callable[[], None], folder: Path) -> tuple[int, str]:
 def _judge(
     door: Door, folder: Path, status: int, said: str, before: dict[str, str], after: dict[str, str]
 ) -> str | None:
-    """What was wrong with how a case ended, None where nothing was."""
+    """The error in a case's result, or None."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     if status == CRASHED:
@@ -265,7 +267,7 @@ def _judge(
 
 
 def _contents(folder: Path) -> dict[str, str]:
-    """By path, the sum of each file's content, or what else stands there."""
+    """By path, the digest of each file; for a link or another kind of entry, its description."""
     found = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
@@ -284,7 +286,7 @@ def _texts(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Within:
-    """Bytes that equal each document that stands in them: the texts of a Parquet file that is not compressed."""
+    """Equals every document contained in `content`, the bytes of an uncompressed Parquet file."""
 
     content: bytes
 
@@ -293,7 +295,7 @@ class _Within:
 
 
 def _documents_of(folder: Path) -> Iterator[bytes | _Within]:
-    """The documents of files as they are in the folder, read by hand."""
+    """The documents of the folder's files, read by hand."""
     for path in folder.rglob("*"):
         if not path.is_file():
             continue

@@ -1,4 +1,4 @@
-"""Damage to files, drawn at random: bytes flipped, cut and doubled, JSON values swapped, links and pipes in a file's place."""
+"""Random damage to files: bytes flipped, cut and doubled, JSON values swapped, links and pipes in a file's place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-# What a JSON value is swapped for: each type, the ends of ranges, and names that lead out of a folder.
+# Replacements for JSON values: each type, the ends of ranges, and names that lead out of a folder.
 SWAPPED: list[Any] = [
     None,
     True,
@@ -43,7 +43,7 @@ SWAPPED: list[Any] = [
 
 
 def damage(path: Path, random: Random) -> str:
-    """Damages the file in one way, and returns what was done, in a few words."""
+    """Damage the file in a random way; returns the damage in a few words."""
     ways: list[Callable[[Path, Random], str]] = [_flip, _cut, _double, _erase, _replace]
     if path.suffix in (".json", ".jsonl"):
         ways += [_swap] * 12
@@ -82,7 +82,7 @@ def _erase(path: Path, random: Random) -> str:
 
 
 def _replace(path: Path, random: Random) -> str:
-    """Something else than a plain file in its place; a link leads to a text outside of the folder."""
+    """Replace the file by a pipe, a folder or a link; a link leads to a text outside the folder."""
     path.unlink()
     match random.randrange(4):
         case 0:
@@ -120,7 +120,7 @@ def _swap(path: Path, random: Random) -> str:
 
 
 def _swapped(value: Any, random: Random) -> tuple[Any, str]:
-    """A copy of a JSON value with one place changed, and what was done."""
+    """A copy of a JSON value with one place changed, and a description of the change."""
     value = copy.deepcopy(value)
     places: list[tuple[Any, Any]] = []
 
@@ -163,7 +163,7 @@ def _swapped(value: Any, random: Random) -> tuple[Any, str]:
 
 
 def _signed(value: dict[str, Any]) -> dict[str, Any]:
-    """The same with the digest that its writer would give it: of a checkpoint, or of prepared data."""
+    """The value with its digest recomputed as its writer would, for checkpoints and prepared data."""
     if "holds" in value:
         return {**value, "sha256": hashlib.sha256(json.dumps(value["holds"]).encode()).hexdigest()}
     if "sha256" in value:

@@ -1,4 +1,4 @@
-"""Two nodes on this machine: network namespaces with an address each, and a link between them."""
+"""Two nodes on this machine: network namespaces, an address each, with a link between them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pytest
 
 from tests.architecture.rules import ROOT
 
-LINK = "weft0"  # what each node calls its end
+LINK = "weft0"  # the name of the link's end in each node
 PORT = 29511
-# Else the agent of the first node tells where ranks meet once, and not to an agent that is started later (torch 2.13).
+# Otherwise the first node's agent announces the meeting place once, and not to an agent started later (torch 2.13).
 JOINS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-FRAME = 9000  # bytes, as in a machine room; the headers of a frame are then a hundredth of it
+FRAME = 9000  # bytes, as in a machine room, so that headers are a hundredth of a frame
 
 
 class Node:
-    """One of them. `number` counts from 0; the first is where the ranks meet."""
+    """A node. `number` counts from 0; ranks meet at node 0."""
 
     def __init__(self, number: int) -> None:
         self.name, self.address = f"weft-{os.getpid()}-{number}", f"10.99.7.{number + 1}"
@@ -42,7 +42,7 @@ class Node:
         subprocess.run(["ip", "netns", "exec", self.name, *command], check=True, capture_output=True)
 
     def torchrun(self, ranks: int, log: Path, *program: str, restarts: int = 0) -> subprocess.Popen[bytes]:
-        """Starts torchrun's agent of this node, for so many ranks of it; what they say is added to `log`."""
+        """Start torchrun's agent on this node with this many ranks; all output is appended to `log`."""
         command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes", "2", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
         command += ["--rdzv-backend", "c10d", "--rdzv-id", "weft", "--rdzv-endpoint", f"{Node(0).address}:{PORT}"]
@@ -59,12 +59,12 @@ class Node:
             return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
 
     def processes(self) -> list[int]:
-        """All that run on it."""
+        """The ids of all processes on the node."""
         said = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False).stdout
         return [int(line) for line in said.split()]
 
     def kill(self) -> None:
-        """Ends all that runs on it, without a word to the other node: that hears nothing more."""
+        """Kill all processes of the node with the link down, so that the peer node hears nothing."""
         with suppress(subprocess.CalledProcessError):
             self.inside("ip", "link", "set", LINK, "down")
         while found := self.processes():
@@ -79,7 +79,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two nodes that reach each other; gone, with all that runs on them, when it is left. Skips the test where they cannot be."""
+    """Two nodes that reach each other, removed at the end. Skips the test if they cannot be made."""
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` here, which makes network namespaces: apt install iproute2")
     nodes = Node(0), Node(1)
@@ -101,7 +101,7 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
 
 
 def slow_down(nodes: tuple[Node, Node], rate: str) -> None:
-    """Slows the link to a rate as "1gbit", each way. Skips the test where that cannot be."""
+    """Limit the link to a rate such as "1gbit" each way. Skips the test if links cannot be limited."""
     if shutil.which("tc") is None:
         pytest.skip("there is no `tc` here, which slows links: apt install iproute2")
     for node in nodes:

@@ -1,5 +1,8 @@
-"""What each rank of two nodes runs: changes of layout. Of each, rank 0 writes the seconds, the least of several, the bytes that
-came over the link into the node that had most, and the seconds of its processor, as JSON."""
+"""The program of each rank of two nodes: layout changes.
+
+For each change rank 0 writes as JSON the seconds, the least of several; the most bytes that a node received over
+the link; and its seconds of processor time.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,13 @@ def main() -> None:
 
 
 def _came() -> int:
-    """Bytes that this node has heard over the link, with all headers."""
+    """Bytes that this node has received over the link, with all headers."""
     with open(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/rx_bytes") as file:
         return int(file.read())
 
 
 def _laid_out(whole: torch.Tensor, mesh: ProcessMesh, src: str) -> DTensor:
-    """Of a sum that is to come out as `whole` each rank has a quarter."""
+    """`whole` in layout `src`; if Partial, each rank holds a quarter as its addend."""
     layout = Layout(mesh, src)
     if "P" in src:
         from torch.distributed.tensor import Partial

@@ -1,7 +1,7 @@
-"""`./run test_faults`: so many kills that every moment of a run, saving, reading and exporting included, has had some.
+"""`./run test_faults`: enough kills to hit every moment of a run, also while it saves, reads and exports.
 
-WEFT_KILLS says how many, WEFT_SEED where the draw of their moments begins. There are as many of the commands as a user types
-them, and as many in workers that have torch loaded, whose moments lie closer together.
+WEFT_KILLS is the number of kills, WEFT_SEED the seed of their moments. That many kills hit commands as a user types
+them, and as many hit workers with torch loaded, where the moments are closer together.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tests.support.pool import Pool
 
 KILLS = int(os.environ.get("WEFT_KILLS", "100"))
 SEED = int(os.environ.get("WEFT_SEED", "0"))
-KILLS_A_RUN = 10  # at most: then it is let go to its end, and compared
-AT_THE_END = 0.2  # of the kills those that are aimed at what comes after the last checkpoint
-EXPORT_SECONDS = 0.05  # of work, that it takes
-STEPS = 40  # of a run of the command: the first steps are all that is random of the time that a command takes
+KILLS_A_RUN = 10  # at most; after these the run completes, and is compared
+AT_THE_END = 0.2  # the share of kills aimed at the time after the last checkpoint
+EXPORT_SECONDS = 0.05  # seconds of work that an export takes
+STEPS = 40  # of a command's run; only the first steps of a command take a random time
 RESTARTS: dict[str, Callable[[Pool, Way, Path, Iterable[Victim], Path], Tally]] = {
     "by-the-same-call": survive,
     "by-torchrun": survive_under_torchrun,
@@ -34,7 +34,7 @@ COMMANDS = {"by-the-same-command": survive_by_command, "by-torchrun-of-the-comma
 
 
 def victims(way: Way, work: float, seed: int) -> Iterator[Victim]:
-    """Of each attempt the rank that is killed, and when: in its first half, so that there are many in a run, or at its end."""
+    """A victim for each attempt: killed in its first half, so that a run has many kills, or at its end."""
     draw = random.Random(seed)
     while True:
         if draw.random() < AT_THE_END:
@@ -43,7 +43,7 @@ def victims(way: Way, work: float, seed: int) -> Iterator[Victim]:
 
 
 def victims_along(way: Way, kills: int, seed: int) -> list[Victim]:
-    """One in each part of the run's steps, soon after a checkpoint, also while the next is written; the last at the run's end."""
+    """A victim in each part of the run's steps, soon after a checkpoint, even during the next; the last at the end."""
     draw, part = random.Random(seed), way.steps // kills
     chosen = [
         Victim(draw.randrange(way.ranks), draw.uniform(0, 0.2), after=part * number + draw.randrange(part))

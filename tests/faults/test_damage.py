@@ -1,4 +1,4 @@
-"""Checkpoints that are not as they were written: one line that names the file, and nothing of them is used."""
+"""Damaged checkpoints: one line names the file, and no part of the checkpoint is used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weft.models.checkpoint.manifest import DamagedCheckpoint, Manifest
 from weft.models.cli.generate import _find_tokenizer
 from weft.models.data.tokenizer import byte_tokenizer
 from weft.models.train.folder import (
-    check_again,
+    check_resumable,
     checkpoints,
     find_to_resume,
-    keep,
     lock,
     newest_complete,
+    remove_old,
     set_aside,
 )
 
@@ -214,9 +214,9 @@ def test_a_newer_checkpoint_that_is_whole_is_not_set_aside(folder: Path) -> None
 def test_the_last_are_kept_and_every_nth(tmp_path: Path) -> None:
     for step in range(1, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    keep(tmp_path, last=2, every=4)
+    remove_old(tmp_path, last=2, every=4)
     assert sorted(int(path.name[11:]) for path in tmp_path.iterdir()) == [4, 8, 10, 11]
-    keep(tmp_path, last=0, every=0)
+    remove_old(tmp_path, last=0, every=0)
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -225,6 +225,6 @@ def test_a_folder_has_one_run(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"another run is writing to .*; wait until it ends, or give another folder with --output"
     ):
-        check_again(tmp_path)
+        check_resumable(tmp_path)
     os.close(held)
-    check_again(tmp_path)
+    check_resumable(tmp_path)

@@ -1,4 +1,4 @@
-"""Runs on a disk of their own that is full, or that nobody may write: they end with a line, and go on where there is room."""
+"""Runs on a disk that is full or read-only: they end with one line, and resume once there is room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
-from weft.models.train.folder import check_again, check_new, checkpoints, newest_complete
+from weft.models.train.folder import check_new, check_resumable, checkpoints, newest_complete
 from weft.models.train.results import NotWritten, Results
 
 from tests.faults.attempts import CONFIG, WAYS, Way, assert_same, attempt, complete
@@ -22,7 +22,7 @@ TEXT = "what was saved is whole. " * 40
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk in memory, of 400 KiB: of a run of these tests it holds two checkpoints."""
+    """A disk of 400 KiB in memory, room for two checkpoints of these tests' runs."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True, text=True)
@@ -54,7 +54,7 @@ def test_a_full_disk_ends_a_run_which_goes_on_where_there_is_room(
         pool.run(attempt, way, disk / "run", ranks=way.ranks)
     saved, wrong = newest_complete(disk / "run")
     assert saved is not None and not wrong
-    for failure in failed.value.failures:  # at the checkpoint after the one that was not saved every rank says the same
+    for failure in failed.value.failures:  # at the checkpoint after the failed save every rank reports the same
         last = failure.what.strip().splitlines()[-1]
         assert last.startswith(
             "weft.models.train.trainer.TrainingError: a checkpoint could not be written: [Errno 28] No space"
@@ -86,7 +86,7 @@ def test_a_disk_that_nobody_may_write_is_said(disk: Path) -> None:
     (disk / "run").mkdir()
     remount(disk, "ro")
     with pytest.raises(ValueError, match=r"run is not writable; give another with --output"):
-        check_again(disk / "run")
+        check_resumable(disk / "run")
     with pytest.raises(ValueError, match=r"new cannot be made: .*Read-only file system.*; give another with --output"):
         check_new(disk / "new")
     assert not checkpoints(disk / "run")

@@ -1,4 +1,4 @@
-"""The guide to checkpoints, typed as it stands: from a text to transformers, with a run that is killed on the way."""
+"""The guide to checkpoints, typed as printed: from a text to transformers, with a run that is killed on the way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.limits import PATIENCE
 PAGE = (ROOT / "docs/guides/checkpoints.md").read_text()
 
 
-SHOWN = "run/checkpoint-10"  # that the page's run goes on from; here it may have saved a later one before it is killed
+# from which the page's run resumes; here the run may have saved a later checkpoint before the kill
+SHOWN = "run/checkpoint-10"
 
 
 @pytest.mark.exhaustive
@@ -46,14 +47,14 @@ def test_the_guide_to_checkpoints_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def _steps_of(commands: str) -> tuple[str, str, str, str]:
-    """The page's lines: what prepares, what begins a run and kills it, what goes on, what converts."""
+    """The page's lines: prepare the data, begin a run and kill it, resume, convert."""
     *prepare, begin, kill, go_on, convert = commands.splitlines()
     assert begin.endswith(" &") and "kill -KILL $!" in kill and " --resume " in go_on
     return "\n".join(prepare), f"{begin}\n{kill}", go_on, convert
 
 
 def _typed(commands: str, folder: Path) -> str:
-    """What they print; each of them succeeds, the one that kills too: what it kills is still there."""
+    """The output of the commands. Each succeeds, also the kill, whose target must still be running."""
     typed = re.sub(r"^weft ", f"{sys.executable} -m weft.models.cli ", commands, flags=re.MULTILINE)
     with (folder / "said").open("w+") as said:  # of a pipe the run that is killed would keep an end
         done = subprocess.run(["sh", "-c", typed], cwd=folder, stdout=said, stderr=said, check=False, timeout=PATIENCE)

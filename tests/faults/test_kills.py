@@ -1,4 +1,4 @@
-"""Ranks that are killed at any moment, also while a checkpoint is written: the run that goes on ends as if nothing had been."""
+"""Ranks killed at any moment, even while saving a checkpoint: the resumed run ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Truths = Callable[[str], tuple[Path, float]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs are, and their text."""
+    """The folder of the runs and of their text."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text("what was saved is whole. " * 40)
     return folder
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truths(folder: Path, pool: Pool) -> Truths:
-    """Of a way the folder of a run that was never killed, taken when it is first asked for, and the least work of a rank."""
+    """By way's name: the folder of an undisturbed run, made on first request, and the least work of its ranks."""
     taken: dict[str, tuple[Path, float]] = {}
 
     def truth_of(name: str) -> tuple[Path, float]:
@@ -41,9 +41,9 @@ def truths(folder: Path, pool: Pool) -> Truths:
 
 
 def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth: Path) -> Tally:
-    """Runs to the end, begun again by the same call for each victim until it is there, and compares it with `truth`.
+    """Start the run again with the same call after each victim, until it is complete, and compare it with `truth`.
 
-    Raises what went wrong where no rank was killed; else it is printed, and counted.
+    Raises an error where no rank was killed; else prints the error, and counts the kills as lost.
     """
     kills = lost = at_the_end = 0
     try:
@@ -66,7 +66,7 @@ def survive(pool: Pool, way: Way, folder: Path, victims: Iterable[Victim], truth
 
 
 def _is_killed(pool: Pool, way: Way, folder: Path, victim: Victim) -> bool:
-    """Whether the victim was, before the run came to its end. Raises RanksFailed where a rank failed in another way."""
+    """Whether the victim was killed before the run completed. Raises RanksFailed for any other failure."""
     try:
         pool.run(attempt, way, folder, victim, ranks=way.ranks)
     except RanksFailed as error:
@@ -83,7 +83,7 @@ def test_a_run_goes_on_after_a_kill_with_the_bits_of_one_never_killed(folder: Pa
     assert (found.kills, found.survived) == (1, 1)
 
 
-@pytest.mark.exhaustive  # its sister is the kill above; these are of any moment
+@pytest.mark.exhaustive  # the sample has the kill above; kills here come at any moment
 @pytest.mark.parametrize("name", list(WAYS))
 def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_not(
     name: str, folder: Path, truths: Truths, pool: Pool
@@ -98,7 +98,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_not(
 def test_a_kill_that_a_run_does_not_survive_is_counted(
     wrong: str, folder: Path, truths: Truths, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of runs that are made up: one ends with other weights, one has lost a checkpoint."""
+    """Two invented runs: one ends with different weights, one has lost a checkpoint."""
     truth, run = truths("pp2")[0], folder / f"other-{wrong}"
     shutil.copytree(truth, run)
 
@@ -119,7 +119,7 @@ def test_a_kill_that_a_run_does_not_survive_is_counted(
 def test_a_run_that_is_killed_after_its_last_step_exports_the_same(
     rank: int, folder: Path, truths: Truths, pool: Pool
 ) -> None:
-    """Its last checkpoint is whole, and its model is not there yet or has just come."""
+    """The last checkpoint is complete, and the exported model is missing or has just been written."""
     (truth, _), way = truths("pp2"), WAYS["pp2"]
     found = survive(pool, way, folder / f"killed-at-the-end-{rank}", [Victim(rank, after=way.steps)], truth)
     assert (found.kills, found.survived, found.at_the_end) == (1, 1, 1)
@@ -136,7 +136,7 @@ MESHES = [
 def test_anchor_32_another_mesh_goes_on_with_the_same_samples(
     before: str, after: str, folder: Path, truths: Truths, pool: Pool
 ) -> None:
-    """The numbers are those of the first mesh but for the order of sums: of the losses relative, of the weights beside 0.01 a step."""
+    """The numbers are the first mesh's up to the order of sums: losses within 2e-5, weights within 1e-5."""
     (truth, _), run = truths(before), folder / f"{before}-to-{after}"
     shutil.copytree(truth, run, ignore=shutil.ignore_patterns("checkpoint", "checkpoint-[68]"))
     complete(pool, WAYS[after], run)

@@ -1,4 +1,4 @@
-"""A run that goes on, on the same mesh, has the bits of one that never stopped: on any data, in any dtype, by any optimizer."""
+"""A resumed run on the same mesh has the bits of an uninterrupted run, for any data, dtype and optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERY_STEP = {"eval_every": 1, "log_every": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is other than in `CONFIG`. sizes: of the mesh. optimizer: by name. options: of the run."""
+    """Differences from `CONFIG`. sizes: of the mesh. optimizer: by name. options: of the run."""
 
     sizes: dict[str, int] = field(default_factory=lambda: {"dp": 2, "tp": 1})
     plan: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, and two prepared folders of documents that are shorter and longer than a sequence."""
+    """A text, and two prepared folders with documents shorter and longer than a sequence."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("what was saved is whole. " * 40)
     for name, count in (("books", 3), ("code", 1)):
@@ -87,12 +87,12 @@ def run_from(resume: Path | None, case: Case, data: Path, folder: Path) -> int:
 
 
 def numbers(folder: Path) -> list[tuple[Any, ...]]:
-    """Of each line of the metrics what is the same each time."""
+    """The reproducible metrics of each line."""
     read = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     return [tuple(each[name] for name in ("step", "loss", "grad_norm", "lr", "held_out_loss")) for each in read]
 
 
-@pytest.mark.exhaustive  # its sisters are the runs of test_kills.py
+@pytest.mark.exhaustive  # the sample has the runs of test_kills.py
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(
     case: Case, data: Path, tmp_path: Path, pool: Pool

@@ -1,4 +1,4 @@
-"""Two nodes that torchrun joins: one is killed and comes back; layout changes over a slow link between them."""
+"""Two nodes joined by torchrun: a node is killed and comes back; layout changes over a slow link."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.faults.over_link import CHANGES, SHAPE
 from tests.support.limits import PATIENCE
 
 WIDTH = 125e6  # bytes a second of the slow link, each way
-ALLOWED = 1.15  # of what the node bound needs
-ATTEMPTS = 4  # a time is the least of so many, as long as one is above that
+ALLOWED = 1.15  # of the node bound
+ATTEMPTS = 4  # a time is the least of so many attempts, made while a time is above ALLOWED
 SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "24", "--model.num-layers", "1"]
 SMALL += [
     "--model.num-heads",
@@ -76,7 +76,7 @@ def test_a_node_that_is_killed_and_comes_back_goes_on(tmp_path: Path, monkeypatc
 
 
 def await_step(step: int, agent: subprocess.Popen[bytes]) -> None:
-    """Until there is a checkpoint of that step."""
+    """Wait for the checkpoint of the step."""
     end = time.monotonic() + PATIENCE
     while max(checkpoints(Path("run")), default=0) < step:
         assert agent.poll() is None and time.monotonic() < end
@@ -92,8 +92,7 @@ def held(mesh: ProcessMesh, layout: str, node: int) -> torch.Tensor:
 
 
 def node_bound(src: str, dst: str) -> int:
-    """Bytes that a node must hear of the other: of a sum each element that it is to hold, of other tensors those of them that
-    it has not."""
+    """The least bytes that a node must receive: the elements of a sum that it will hold, or elements that it lacks."""
     mesh, most = ProcessMesh.grid(node=2, gpu=2), 0
     for node in (0, 1):
         lacking = held(mesh, dst, node)
@@ -105,7 +104,7 @@ def node_bound(src: str, dst: str) -> int:
 
 @pytest.mark.faults
 def test_layout_changes_over_a_slow_link_take_little_more_than_they_must(tmp_path: Path) -> None:
-    """Bytes, and seconds: those are the least of several, and measured again where others on this machine made them more."""
+    """Bytes, and seconds: times are the least of several, measured again if other programs may have slowed them."""
     bounds = {name: node_bound(*CHANGES[name]) for name in CHANGES}
     came, took = dict.fromkeys(CHANGES, 0.0), dict.fromkeys(CHANGES, math.inf)
     for number in range(ATTEMPTS):
@@ -121,7 +120,7 @@ def test_layout_changes_over_a_slow_link_take_little_more_than_they_must(tmp_pat
 
 
 def measured_over_a_slow_link(folder: Path) -> dict[str, tuple[float, int, float]]:
-    """Of each change: seconds, bytes that came over the link, seconds of a processor."""
+    """For each change: seconds, bytes over the link, seconds of processor time."""
     folder.mkdir()
     with two_nodes() as nodes:
         slow_down(nodes, "1gbit")

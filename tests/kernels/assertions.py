@@ -12,7 +12,7 @@ NAMES = ("cross_entropy.statistics/bf16-contiguous", "cross_entropy.statistics_a
 
 
 def ptx(variant: Variant, debug: bool) -> str:
-    """What `compile_variant` makes for sm_90, where a launch under TRITON_DEBUG=1 would ask for debug."""
+    """The PTX of a variant for sm_90. debug: the option that a launch under TRITON_DEBUG=1 sets."""
     made: list[str] = []
 
     def compiled(*arguments: Any, options: dict[str, Any], **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of ops on DTensors share: meshes, tensors, the parts of one and the whole that they make."""
+"""Shared by the tests of ops on DTensors: meshes, tensors, and a global tensor's parts."""
 
 import re
 
@@ -30,12 +30,12 @@ def upstream_of(shape: torch.Size) -> Tensor:
 
 
 def told(tensor: DTensor) -> tuple[str, object]:
-    """Its layout and this rank's part, as a worker can send them."""
+    """The layout and this rank's part, as values that a worker can send."""
     return str(layout_of(tensor)), tensor.detach().to_local().numpy()
 
 
 def whole(parts: list[tuple[str, object]], mesh: ProcessMesh, shape: torch.Size) -> Tensor:
-    """The tensor that the ranks' parts make; asserts that they agree on the layout, and that replicas are bitwise equal."""
+    """The global tensor of the ranks' parts; asserts the same layout on all ranks, and bitwise equal replicas."""
     (layout,) = {text for text, _ in parts}
     return rebuild(
         {rank: torch.from_numpy(local) for rank, (_, local) in enumerate(parts)}, Layout(mesh, layout), shape

@@ -1,8 +1,8 @@
-"""The paths that a kernel test runs on: plain torch, the kernels interpreted on the CPU, the kernels on a GPU.
+"""The paths of a kernel test: plain torch, the kernels interpreted on the CPU, the kernels on a GPU.
 
-Triton decides when a kernel is decorated whether it is interpreted, so the kernels are imported here, once, under
-TRITON_INTERPRET; the `interpreted` fixture then makes the ops of one test launch them, and all others take the torch path.
-Where there is a GPU the kernels are compiled for it, and the interpreted path is left out.
+Triton decides at a kernel's decoration whether to interpret the kernel. So the kernels are imported here, once,
+under TRITON_INTERPRET; the `interpreted` fixture then makes the ops of a single test launch the kernels, and all other
+tests take the torch path. Where there is a GPU the kernels are compiled for it, and the interpreted path is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ HERE = Path(__file__).parent
 def _import_interpreted() -> None:
     if "triton" in sys.modules:
         raise pytest.UsageError(
-            "triton was imported before tests/kernels/conftest.py, so that its kernels would not be interpreted: import it in "
+            "triton was imported before tests/kernels/conftest.py, so that its kernels would not be interpreted: "
+            "import it in "
             "the tests that need it, not at the top of their modules"
         )
     os.environ["TRITON_INTERPRET"] = "1"
@@ -78,7 +79,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where a test puts its tensors; with it the path of the op is chosen."""
+    """The device of a test's tensors, which decides the path of the op."""
     if request.param == "cuda":
         if not HAS_GPU:
             pytest.fail("asked for a GPU, but torch sees none")

@@ -1,4 +1,4 @@
-"""Kernels that tests alone launch: the functions of `double_float`, element by element.
+"""Kernels for the tests: the functions of `double_float`, element by element.
 
 The conftest imports them where kernels are interpreted.
 """

@@ -1,6 +1,7 @@
-"""Triton's interpreter, made to round as GPUs do, and to take less of a test's time. Import it under TRITON_INTERPRET.
+"""Triton's interpreter, changed to round as GPUs do, and to be faster. Import this module under TRITON_INTERPRET.
 
-It computes with numpy, and most of its time goes by before that: what it makes anew for every value is made once here.
+The interpreter computes with numpy, but spends most of its time before: on objects made anew for every value, which
+are cached here.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def correct() -> None:
-    """Casts and products of bfloat16 are those of GPUs and torch."""
+    """Make casts and products of bfloat16 those of GPUs and torch."""
     truncate, multiply = InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_dot
 
     def round_to_nearest_even(self: Any, source: Any, to: Any) -> Any:
-        """The interpreter would cut the low bits of float32 off."""
+        """The interpreter truncates float32's low bits; GPUs round to nearest even."""
         if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
             return truncate(self, source, to)
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
         return TensorHandle(rounded.numpy().view(np.uint16), to.scalar)
 
     def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """By their values, in float32; the interpreter would multiply their bits."""
+        """Multiplies bfloat16 numbers in float32; the interpreter would multiply their bits."""
         return multiply(self, *(widened(x) if x.dtype.scalar.name == "bf16" else x for x in (a, b)), *rest)
 
     def widened(x: Any) -> Any:
@@ -46,14 +47,14 @@ def quicken() -> None:
     _keep_numpys_dtypes()
     _keep_types_of_blocks()
     _keep_shapes_of_tensors()
-    # Sums and products of integers would be computed in 64 bits too, and compared; but only debug mode looks at what was found.
+    # Integer sums and products would be computed in 64 bits, too, and compared; only debug mode looks at the result.
     options = interpreter.interpreter_builder.options
     assert not options.debug, "what is left out would be asked for"
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
 def _patch_once() -> None:
-    """A function that a kernel calls finds the language patched: to look through it again takes as long as the rest."""
+    """Skip patching where the language is patched: looking through a function's globals is as slow as running it."""
     patch = interpreter._patch_lang
 
     def patch_once(function: Any) -> Any:
@@ -65,7 +66,7 @@ def _patch_once() -> None:
 
 
 def _keep_numpys_dtypes() -> None:
-    """What holds a Triton dtype is asked for each value, and would be looked up in a list that is made each time."""
+    """Cache the numpy dtype of each Triton dtype; the interpreter makes the list to look it up for every value."""
     look_up, kept = interpreter._get_np_dtype, {}
 
     def numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
@@ -78,7 +79,7 @@ def _keep_numpys_dtypes() -> None:
 
 
 def _keep_types_of_blocks() -> None:
-    """The type of a block checks its shape and spells its name."""
+    """Cache the types of blocks, as making a type checks the shape and spells a name."""
     make, kept = tl.block_type.__init__, {}
 
     def made_once(self: Any, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
@@ -93,7 +94,7 @@ def _keep_types_of_blocks() -> None:
 
 
 def _keep_shapes_of_tensors() -> None:
-    """A tensor has its shape as a tuple of Triton's constants, and their product."""
+    """Cache a tensor's shape, as a tuple of Triton's constants, and its number of elements."""
     kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def made(self: Any, handle: Any, type: tl.dtype) -> None:

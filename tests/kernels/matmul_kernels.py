@@ -1,4 +1,4 @@
-"""A kernel that tests alone compile, for its tensor-core instructions."""
+"""A kernel for the tests alone, compiled for its tensor-core instructions."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Kernels that tests alone launch: they show what the kernels of `weft.kernels.random` are made of.
+"""Kernels for the tests alone, which show the parts of the kernels of `weft.kernels.random`.
 
 The conftest imports them where kernels are interpreted.
 """
@@ -10,7 +10,7 @@ from weft.kernels.random.kernel import blocks, box_muller, columns, interleave, 
 
 @triton.jit(do_not_specialize=["key", "c0", "c1", "c2", "c3"])
 def philox_words(out_ptr, key, c0, c1, c2, c3):
-    """The four words of one block, by the function that the kernels draw with."""
+    """The four words of a block, by the function that draws in the kernels."""
     counter = tl.zeros([1], tl.int32)
     words = tl.philox(key, counter + c0, counter + c1, counter + c2, counter + c3)
     for lane in tl.static_range(4):

@@ -20,7 +20,7 @@ CHECKING = tuple(
         "embedding.function",
         "cross_entropy.options",
         "cross_entropy.reference",
-        "grouped_matmul.checks",
+        "grouped_matmul.function",
         "linear_cross_entropy.gradients",
     )
 )
@@ -28,8 +28,9 @@ CHECKING = tuple(
 
 @contextmanager
 def no_reads() -> Iterator[None]:
-    """`NoReads`, and without what a CPU reads because it waits for nothing: it checks values, and looks whether forward has guessed
-    the gradient of a loss, as on a GPU a kernel does.
+    """`NoReads`, without the checks that a CPU makes because it waits for nothing.
+
+    These check values, and compare forward's guess of a loss's gradient, which a kernel does on a GPU.
     """
     with ExitStack() as stack:
         for check in CHECKING:
@@ -40,10 +41,10 @@ def no_reads() -> Iterator[None]:
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what would bring a number of a tensor to the host, where a device would be waited for.
+    """Raises where an op would bring a tensor's number to the host, which would wait for a device.
 
-    A number, a shape that follows from values, a copy to the CPU. On a CPU `x.to("cpu")` cannot be told from a move to the
-    device that the model is on: that is for tensors without data to show.
+    That is a number, a shape that follows from values, or a copy to the CPU. On a CPU `x.to("cpu")` looks like a
+    move to the model's device: tests with tensors without data catch such copies.
     """
 
     METHODS = ("__array__", "cpu", "numpy", "tolist")  # these reach no dispatch where the tensor is on the CPU
@@ -61,14 +62,14 @@ class NoReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does to its local tensor comes by here
+            return NotImplemented  # its ops on local tensors come here
         kwargs = kwargs or {}
         assert not waits(func, args, kwargs), f"{func} makes the host wait"
         return func(*args, **kwargs)
 
 
 def _refused(name: str, method: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    """The method, for other threads than the one that must not wait, such as the one that reads the data ahead."""
+    """The method, refused in the thread that must not wait; other threads, such as the data reader's, may call it."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         assert threading.get_ident() != thread, f"Tensor.{name} makes the host wait"
@@ -78,7 +79,7 @@ def _refused(name: str, method: Callable[..., Any], thread: int) -> Callable[...
 
 
 def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op of torch, so called, waits for the device that its operands are on."""
+    """Whether this call of a torch op waits for its operands' device."""
     name = func.__name__.partition(".")[0].rstrip("_")
     if name in ("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index"):
         return any(isinstance(each, Tensor) and each.dtype in MASKS for each in args[1])

@@ -1,4 +1,4 @@
-"""Every op on whole tensors, what torch says it is, and what it communicates on a mesh."""
+"""Every op on whole tensors, with torch's equivalent, and its communication on a mesh."""
 
 import operator
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tests.support import philox
 
 @dataclass(frozen=True)
 class Case:
-    """An op on whole tensors, and what torch says it is. Floats take gradients, `constants` and ints do not."""
+    """An op on whole tensors, and torch's equivalent. Floats take gradients; `constants` and integers do not."""
 
     op: Callable[..., Tensor]
     oracle: Callable[..., Tensor]
@@ -42,7 +42,7 @@ def drop(x: Tensor) -> Tensor:
 
 
 def cross_entropy_collectives(reduction: str, logits: Layout, target: Layout) -> list[str]:
-    """What the docstring declares: a gather where V is cut; "mean" counts over the axes that cut the tokens."""
+    """The docstring's collectives: a gather where V is sharded; "mean" counts tokens over their axes."""
     counted = reduction == "mean" and bool(target.shard_order)
     return ["all-reduce"] * counted + ["all-gather"] * bool(logits.shard_order.get(logits_dims - 1))
 

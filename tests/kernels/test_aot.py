@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that need not be here, and compared with what it cost when that was last kept."""
+"""Every kernel compiled for absent GPUs, and compared with its recorded cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import triton
 from weft.kernels.cross_entropy.launch import FUSED_STAGES
-from weft.kernels.launching.aot import TARGETS, Report, as_json, as_table, compile_variant, others, save, variants
+from weft.kernels.launching.aot import (
+    TARGETS,
+    Report,
+    as_json,
+    as_table,
+    compile_variant,
+    extra_variants,
+    save,
+    variants,
+)
 
 from tests.kernels.matmul_kernels import PRODUCT as A_PRODUCT
 from tests.support.pool import Pool
@@ -22,14 +31,14 @@ ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks/results/aot" / f"triton-{triton.__version__}.json"
 RENEW = "python -m weft.kernels.launching.aot --save benchmarks/results/aot"
 STREAMED = {"bf16-contiguous", "fp16-contiguous", "fp32-contiguous"}
-SHARED_KIB = {  # that a program can have
+SHARED_KIB = {  # shared memory that a program can have
     "sm_80": 163, "sm_90": 227, "sm_100": 227,  # CUDA C++ Programming Guide, "Technical Specifications"
     "gfx942": 64,  # AMD Instinct MI300 (CDNA3) ISA: local data share of a work-group
 }  # fmt: skip
 MORE_REGISTERS = 8  # than kept: a warp is given registers by 8 a thread; CUDA Occupancy Calculator
 NO_MORE = ("shared_bytes", "warps", "inner_instructions")
 ALIKE = ("flop_per_byte", "accesses", "loop_accesses", "tensor_core", "inner_tensor_core")
-# One tile of product/bf16 by a warp of four, or by all four: its [128, 64] @ [64, 64] over the instruction's M * N * K.
+# A tile of product/bf16 by one of four warps, or by all four: [128, 64] @ [64, 64] over the instruction's M * N * K.
 PRODUCT = {
     "sm_80": ("mma.sync bf16", 128 * 64 * 64 // (16 * 8 * 16) // 4),
     "sm_90": ("wgmma.mma_async bf16", 128 * 64 * 64 // (64 * 64 * 16)),
@@ -45,17 +54,17 @@ def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:
 
 
 def compiled(target: str) -> list[dict[str, Any]]:
-    """As `python -m weft.kernels.launching.aot --json` prints them, and one of a kernel that tests alone have."""
+    """The reports of `python -m weft.kernels.launching.aot --json`, and of a kernel that only the tests have."""
     return json.loads(as_json(compile_variant(variant, target) for variant in (*variants(), A_PRODUCT)))
 
 
-def compiled_others(target: str) -> list[dict[str, Any]]:
-    return json.loads(as_json(compile_variant(variant, target) for variant in others()))
+def compiled_extra_variants(target: str) -> list[dict[str, Any]]:
+    return json.loads(as_json(compile_variant(variant, target) for variant in extra_variants()))
 
 
 @functools.cache
 def compiled_once(target: str) -> Reports:
-    """By a worker that the pool has started for it: its kernels are not interpreted."""
+    """Compiled by a fresh worker, whose kernels are not interpreted."""
     with Pool() as fresh:
         return by_variant_and_target(fresh.run(compiled, target, ranks=1)[0])
 
@@ -72,15 +81,15 @@ EACH_TARGET = pytest.mark.parametrize(
 
 
 def differences(kept: Reports, fresh: Reports) -> list[str]:
-    """What is dearer than kept or otherwise made, in words."""
+    """Costs that rose or facts that changed, each as a line of text."""
     found = [f"{variant} for {target} is not kept" for variant, target in sorted(fresh.keys() - kept.keys())]
     found += [f"{variant} for {target} is kept, but is gone" for variant, target in sorted(kept.keys() - fresh.keys())]
     for variant, target in sorted(kept.keys() & fresh.keys()):
         was, is_ = kept[variant, target], fresh[variant, target]
         allowed = {"registers": was["registers"] + MORE_REGISTERS} | {name: was[name] for name in NO_MORE}
         dearer = [name for name, most in allowed.items() if is_[name] > most]
-        others = [name for name in ALIKE if is_[name] != was[name]]
-        found += [f"{variant} for {target}: {name} {is_[name]}, kept {was[name]}" for name in dearer + others]
+        changed = [name for name in ALIKE if is_[name] != was[name]]
+        found += [f"{variant} for {target}: {name} {is_[name]}, kept {was[name]}" for name in dearer + changed]
     return found
 
 
@@ -117,7 +126,7 @@ def test_nothing_costs_more_than_kept(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(target):
     with Pool() as fresh:
-        reports = by_variant_and_target(fresh.run(compiled_others, target, ranks=1)[0])
+        reports = by_variant_and_target(fresh.run(compiled_extra_variants, target, ranks=1)[0])
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
     assert max(report["shared_bytes"] for report in reports.values()) <= SHARED_KIB[target] * 1024
     if KEPT.exists():
@@ -125,7 +134,7 @@ def test_what_else_the_rules_choose_spills_nothing_and_costs_no_more_than_kept(t
 
 
 def assert_as_kept(fresh):
-    """Of the variants that were compiled."""
+    """Compares the compiled variants with their recorded reports."""
     kept = by_variant_and_target(json.loads(KEPT.read_text()))
     found = differences({key: report for key, report in kept.items() if key in fresh}, fresh)
     assert not found, "\n".join([*found, f"if that is meant, keep it: {RENEW}"])
@@ -134,13 +143,14 @@ def assert_as_kept(fresh):
 @needs_kept
 def test_every_variant_is_kept_and_no_other():
     kept = [(report["variant"], report["target"]) for report in json.loads(KEPT.read_text())]
-    names = [each.name for each in (*variants(), *others())]
+    names = [each.name for each in (*variants(), *extra_variants())]
     assert len(set(names)) == len(names)
     assert sorted(kept) == sorted((name, target) for name in names for target in TARGETS)
 
 
 COST = {
-    "registers": 40, "shared_bytes": 32, "warps": 4, "flop_per_byte": None, "accesses": {"load 128": 2}, "loop_accesses": {},
+    "registers": 40, "shared_bytes": 32, "warps": 4, "flop_per_byte": None,
+    "accesses": {"load 128": 2}, "loop_accesses": {},
     "tensor_core": {}, "inner_tensor_core": {}, "inner_instructions": 70,
 }  # fmt: skip
 
@@ -179,7 +189,7 @@ def test_variants_that_came_and_went_are_found():
 
 @EACH_TARGET
 def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
-    """All that goes over the classes does, and exactly once a pass; a row's few numbers go as they are."""
+    """All loops over the classes do, and exactly once a pass; a row's few numbers are moved as they are."""
     loops = {name: report["loop_accesses"] for (name, _), report in reports_for(target).items()}
     loops = {name: kinds for name, kinds in loops.items() if re.match(r"cross_entropy\.\w+/\w+-contiguous", name)}
     assert {f"cross_entropy.{kernel}/{layout}" for kernel in ("statistics", "gradient") for layout in STREAMED} <= {
@@ -191,15 +201,14 @@ def test_loops_over_contiguous_memory_move_128_bits_at_a_time(target):
         weights = classes * 4 // 16 * ("sum-weighted" in name)
         read = 1
         fused = "statistics_and_gradient" in name
-        if fused:  # a plain row is read ahead of the loop and in it, and once more
+        if fused:  # a plain row is read ahead of the loop and in it, and again
             read = 2 if any(more in name for more in ("sum", "cap", "rival")) else FUSED_STAGES + 1
         wide = {"load 128": (logits + weights) * read}
         if "gradient" in name:
-            of_row = target.startswith("gfx") and fused and "sum" in name  # its four statistics, 128 bits
+            of_row = target.startswith("gfx") and fused and "sum" in name  # the row's four statistics, 128 bits
             written = classes * 2 // 16 if "to_bf16" in name else logits  # AMD's threads have half a word: no 128 bits
-            wide |= (
-                {"store 128": 2 * written + of_row} if written else {}
-            )  # the gradient, and the zeros of ignored rows
+            # The gradient, and the zeros of ignored rows.
+            wide |= {"store 128": 2 * written + of_row} if written else {}
         assert {kind: count for kind, count in kinds.items() if kind.endswith("128")} == wide, name
         narrow = {kind: count for kind, count in kinds.items() if not kind.endswith("128")}
         assert not narrow or ("gradient" in name and max(narrow.values()) < classes + 4), name
@@ -245,7 +254,7 @@ def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
     ],
 )
 def test_what_is_read_once_moves_128_bits_at_a_time(variant, accesses):
-    """16 elements of an operand a thread, 8 of a normal; and no table of a library's. Of a norm a number a row is narrower."""
+    """16 elements of an operand a thread, 8 of a normal, and no library's table; a norm's row number is narrower."""
     assert reports_for(FIRST)[variant, FIRST]["accesses"] == accesses
 
 

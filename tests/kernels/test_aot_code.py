@@ -1,4 +1,4 @@
-"""What is read from the assembly of a kernel: how wide it moves data, what its loops do, and its instructions for matrices."""
+"""Facts read from a kernel's assembly: the width of its accesses, its loops, and its matrix instructions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ $L__BB0_12:                             // %.lr.ph
     ],
 )
 def test_the_instructions_of_inner_loops_are_told_apart(code, within, counted):
-    """A header of 1 is no header of 12, and what an outer loop does beside the inner one is not counted."""
+    """Loop header 1 is not header 12; instructions of an outer loop beside the inner loop are not counted."""
     assert tensor_core(inner_loops(code)) == within
     assert instructions(inner_loops(code)) == counted
     assert instructions(code) > counted
@@ -105,7 +105,8 @@ def test_the_accesses_of_loops_are_told_apart(code):
             id="wgmma",
         ),
         pytest.param(
-            "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%r1}, …;\nwgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 …;",
+            "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 {%r1}, …;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 …;",
             {"wgmma.mma_async e4m3": 1, "wgmma.mma_async tf32": 1},
             id="wgmma-dtypes",
         ),

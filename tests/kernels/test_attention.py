@@ -1,4 +1,4 @@
-"""What attention sees: documents, windows and dropped weights, on plain tensors and on meshes, beside scores that are written out."""
+"""Attention's masks: documents, windows and dropped weights, plain and on meshes, against scores written out."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import KeyValueCache, attention
 from weft.mesh import Layout, LayoutError, derive_key
 from weft.reshard import distribute, layout_of, to_global
-from weft.reshard.world.groups import of_this_world
+from weft.reshard.world.groups import world_cache
 
 from tests.kernels.cases import FOUR, GRID, TWO, assert_names_a_remedy, normal, upstream_of
 from tests.support import philox
 from tests.support.pool import Pool
 
 B, HEADS, KV_HEADS, D = 3, 4, 2, 2
-PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0], [5, 5, 3, 3, 3, 3, 5]])  # one in two pieces
+# document 3 has neighbours of document 5 on both sides
+PACKED = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0], [5, 5, 3, 3, 3, 3, 5]])
 
 
 def attend(
@@ -34,7 +35,7 @@ def attend(
     dropout: float = 0.0,
     dropout_key: int = 0,
 ) -> Tensor:
-    """The same with every score written out, and every weight's number drawn by its place in [B, heads, T, S]."""
+    """Attention with every score written out; dropout draws each weight's number by its place in [B, heads, T, S]."""
     q, k, v = (x.unflatten(-1, (-1, head_dim)).transpose(-3, -2) for x in (query, key, value))
     groups = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
@@ -133,11 +134,11 @@ CACHED = {name: OPTIONS[name] for name in ("documents", "window", "window-of-one
 
 
 def read_on(laid: Any, pieces: list[int], options: dict[str, Any]) -> Tensor:
-    """The output of seven tokens, read in pieces. laid: of a tensor, as it is given."""
+    """The output of seven tokens read in pieces. laid: how an operand is laid out."""
     query, key, value = operands(7, 7, B)
     cache, outputs, start = KeyValueCache(9), [], 0
     if "documents" in options:
-        later = torch.full((B, 2), 99)  # of tokens that are yet to come
+        later = torch.full((B, 2), 99)  # later tokens'
         options = {**options, "documents": laid(torch.cat((options["documents"], later), 1), documents=True)}
     for n in pieces:
         each = (laid(x[:, start : start + n]) for x in (query, key, value))
@@ -173,13 +174,13 @@ def test_on_a_mesh_a_cache_holds_what_the_keys_do(pool: Pool, layouts: tuple[str
 
 
 def specs_of_a_step() -> tuple[int, list[str]]:
-    """What is kept of the world after one token more than after one before, and why sharded tokens are refused."""
+    """The numbers of cached objects of this world after each token, and the errors for sharded tokens."""
     layout = Layout(TWO, "tp: S(2)")
     cache, sizes = KeyValueCache(8), []
     for _ in range(4):
         query, key = distribute(normal(B, 1, 8), layout), distribute(normal(B, 1, 8), layout)
         attention(query, key, key, head_dim=D, cache=cache)
-        sizes.append(len(of_this_world()))
+        sizes.append(len(world_cache()))
     messages = []
     for text in ("tp: S(1)", "tp: P(sum)"):
         x = distribute(normal(B, 2, 8), Layout(TWO, text))

@@ -112,7 +112,12 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         CLASSES,
     ),
     "matmul": (lambda _, a, b: kernels.matmul(a, b), lambda _, a, b: a @ b, PRODUCT, None),
-    "matmul_reduce_scatter": (lambda _, a, b: kernels.matmul_reduce_scatter(a, b), lambda _, a, b: a @ b, PRODUCT, None),
+    "matmul_reduce_scatter": (
+        lambda _, a, b: kernels.matmul_reduce_scatter(a, b),
+        lambda _, a, b: a @ b,
+        PRODUCT,
+        None,
+    ),
     "qkv_linear": (
         lambda _, *operands: torch.cat(kernels.qkv_linear(*operands, cos=TABLES[0], sin=TABLES[1]), -1),
         lambda _, x, q, k, v: torch.cat([torch_rope(F.linear(x, q)), torch_rope(F.linear(x, k)), F.linear(x, v)], -1),
@@ -138,7 +143,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
 
 
 def operands_of(name: str, given: str, lower: torch.dtype) -> list[Tensor]:
-    """given: what comes before in a model, by the letter: w for float32, l for the lower dtype; the last is repeated."""
+    """Operands as a model gives them. given: letters, w for float32, l for the lower dtype; the last one repeats."""
     shapes = OPS[name][2]
     dtypes = [lower if letter == "l" else torch.float32 for letter in given.ljust(len(shapes), given[-1])]
     return [normal(*shape, seed=i).to(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))]
@@ -187,7 +192,7 @@ def test_an_op_on_plain_tensors(name: str, given: str, lower: torch.dtype) -> No
 def by_halves(
     run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor], lower: torch.dtype
 ) -> list[Tensor]:
-    """What two processes find with half of the rows each, as torch's data parallelism has it."""
+    """Results of two processes with half of the rows each, combined as torch's data parallelism does."""
     halves = []
     for rows in (slice(0, 3), slice(3, 6)):
         cut = [each[rows] if len(each) == 6 else each for each in operands]
@@ -217,7 +222,7 @@ def test_an_op_on_dtensors(pool: Pool, name: str, given: str, lower: torch.dtype
 
 
 def by_group(loss: str, given: str, lower: torch.dtype) -> None:
-    """Of two ranks one has 5 of the 8 classes: its loss, and the gradients of what it holds, beside torch's of all classes."""
+    """Ranks with 5 and 3 of the 8 classes: loss and local gradients against torch's of all classes."""
     part = (slice(0, 5), slice(5, 8))[dist.get_rank()]
     place = {"group": dist.group.WORLD, "vocab_start": part.start, "vocab_size": 8}
     _, theirs, _, ids = OPS[loss]
@@ -244,7 +249,7 @@ def test_a_vocab_parallel_loss_of_local_tensors(pool: Pool, loss: str, given: st
 
 
 def inside(run: Callable[..., Tensor], ids: Tensor | None, operands: list[Tensor]) -> list[Tensor]:
-    """As `found`, with backward inside of the region of autocast."""
+    """Like `found`, with backward inside the autocast region."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = run(ids, *leaves)
@@ -282,12 +287,12 @@ COMPILED = ("attention", "linear", "linear_cross_entropy", "rms_norm")
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in COMPILED[1:3])) for name in COMPILED]
-)  # each once: of the others that on DTensors, below
+)  # each op once; each is on DTensors, too, below
 def test_a_compiled_op(name: str) -> None:
     compiled_as_eager(name, None)
 
 
-@pytest.mark.exhaustive  # its sisters are the eager op on DTensors, and the compiled one on plain tensors
+@pytest.mark.exhaustive  # the sample has the eager op on DTensors, and the compiled op on plain tensors
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_op_on_dtensors(pool: Pool, name: str) -> None:
     pool.run(compiled_as_eager, name, ProcessMesh.grid(tp=2), ranks=2)
@@ -348,5 +353,5 @@ def test_factors_of_eight_bits_and_their_scales_are_left_alone() -> None:
     expected = kernels.matmul(a, b, **given)
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch.equal(kernels.matmul(a, b, **given), expected)
-        with pytest.raises(ValueError, match="cannot be multiplied"):  # nor is the other factor brought to 8 bits
+        with pytest.raises(ValueError, match="cannot be multiplied"):  # no factor is converted to 8 bits
             kernels.matmul(a, b.bfloat16())

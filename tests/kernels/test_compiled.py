@@ -1,4 +1,4 @@
-"""The losses under torch.compile: one graph, the same numbers; and no step that makes the host wait for a device."""
+"""The losses under torch.compile: one graph, the eager values, and no step that makes the host wait for a device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def number(loss: Callable[..., Any], *tensors: Tensor, **options: Any) -> Tensor
     return found[0].sum() + found[1].square().sum() if isinstance(found, tuple) else found.sum()
 
 
-# A graph holds a loss as one op, whatever runs inside of it.
+# A graph holds a loss as a single op, whatever runs inside.
 WHERE = [
     "reference",
     pytest.param("interpreted", marks=pytest.mark.exhaustive),
@@ -108,7 +108,10 @@ class Launched:
 @pytest.mark.parametrize("loss", [of_the_logits, of_the_product])
 @pytest.mark.parametrize("options", ASKED)
 def test_the_host_waits_for_no_device(interpreted, monkeypatch, loss, options):
-    """So that a CUDA graph takes all of it: the path of a GPU, without the kernels, and without the check of a CPU."""
+    """The host must not wait, so that a CUDA graph can record the whole loss.
+
+    Runs the path of a GPU, without kernels, and without a CPU's check of values.
+    """
     from weft.kernels.cross_entropy import kernel
     from weft.kernels.linear_cross_entropy import kernel as scaling
 
@@ -130,7 +133,7 @@ def test_the_host_waits_for_no_device(interpreted, monkeypatch, loss, options):
         "statistics_and_gradient": chunks * ahead,
         "losses": chunks,
         "gradient": chunks * (not ahead),
-        "gradient_unless_guessed": ahead and not product,  # it does its work or not, as the device sees
+        "gradient_unless_guessed": ahead and not product,  # the device decides whether it does its work
         "scale": 3 * (ahead and product),
     }
     assert {name: each.launches for name, each in kernels.items()} == expected

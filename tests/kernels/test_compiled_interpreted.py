@@ -1,4 +1,4 @@
-"""Ops that launch kernels, under torch.compile(fullgraph=True): one graph, in which each launch is an op of Weft's."""
+"""Ops with kernels under torch.compile(fullgraph=True): one graph, in which each launch is an op of Weft's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Operands = dict[str, Tensor]
 
 
 def layers(of: Operands) -> list[Tensor]:
-    """One of each op that has a kernel."""
+    """Each op that has a kernel, once."""
     x, y, weight, up, vector, bias = (of[name] for name in ("x", "y", "weight", "up", "vector", "bias"))
     return [
         kernels.rms_norm(x, vector),
@@ -40,23 +40,25 @@ def layers(of: Operands) -> list[Tensor]:
 
 
 OPS = {
-    "rms_norm", "layer_norm", "rope", "rms_norm_rope", "gate", "embedding", "dropout", "matmul", "swiglu_linear", "grouped_matmul"
+    "rms_norm", "layer_norm", "rope", "rms_norm_rope", "gate",
+    "embedding", "dropout", "matmul", "swiglu_linear", "grouped_matmul"
 }  # fmt: skip
 OF_BACKWARD = {
-    "rms_norm_backward", "layer_norm_backward", "rope", "rms_norm_rope_backward", "gate_backward", "embedding_backward", "dropout",
+    "rms_norm_backward", "layer_norm_backward", "rope",
+    "rms_norm_rope_backward", "gate_backward", "embedding_backward", "dropout",
     "grouped_matmul", "grouped_matmul_weights",
 }  # fmt: skip
 
 
 def recording(names: set[str]) -> Callable[..., Any]:
-    """A compiler that runs a graph as it is, and says which of Weft's ops are in it."""
+    """A compiler that runs a graph unchanged, and records the names of Weft's ops in it."""
 
     def compiler(graph: torch.fx.GraphModule, example: Any) -> Any:
         for node in graph.graph.nodes:
             for each in (
                 node.target,
                 *node.args[:1],
-            ):  # what writes into its operands is the first argument of an op of torch's
+            ):  # an op that writes into its operands is the first argument of one of torch's ops
                 if isinstance(each, torch._ops.OpOverload) and each.namespace == "weft":
                     names.add(each.name().removeprefix("weft::").partition(".")[0])
         return make_boxed_func(graph.forward)
@@ -70,7 +72,8 @@ def test_each_launch_is_an_op_in_the_graph(interpreted: None) -> None:
     backward: set[str] = set()
     backend = aot_autograd(fw_compiler=recording(forward), bw_compiler=recording(backward))
     shapes = {
-        "x": (4, 8), "y": (4, 8), "weight": (8, 8), "up": (8, 8), "vector": (8,), "bias": (8,), "of_head": (4,), "stacked": (2, 8, 8)
+        "x": (4, 8), "y": (4, 8), "weight": (8, 8), "up": (8, 8),
+        "vector": (8,), "bias": (8,), "of_head": (4,), "stacked": (2, 8, 8)
     }  # fmt: skip
     made = {name: normal(*shape, seed=i).float() for i, (name, shape) in enumerate(shapes.items())}
     found = []

@@ -1,4 +1,4 @@
-"""The losses on processes under torch.compile: by the group and by the layout, one graph, what they give without it."""
+"""The losses on processes under torch.compile, by group and by layout: one graph, and the eager results."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ OPTIONS: list[Any] = [
 
 
 def compiles(loss: Callable[..., Any], leaves: list[Tensor], backend: str = "aot_eager") -> None:
-    """To one graph, with the outputs, the gradients and the layouts that the loss has otherwise."""
+    """Compiles to one graph, with the eager outputs, gradients and layouts."""
     torch._dynamo.reset()
     found = []
-    # Compiled first, so that it makes the groups that it needs.
+    # Compiled first, so that the compiled loss makes its groups.
     for run in (torch.compile(loss, fullgraph=True, backend=backend), loss):
         outputs = run(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -92,7 +92,7 @@ def test_by_the_group_inductor_takes_it(pool: Pool, form):
 
 
 def collectives_of(loss: Callable[..., Any], leaves: list[Tensor]) -> list[int]:
-    """How often it gathers, and how often it counts tokens."""
+    """The numbers of the loss's gathers, and of its counts of tokens."""
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     compiled(*leaves)
@@ -224,7 +224,7 @@ def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], 
     ],
 )
 def test_by_the_layout_inductor_takes_it_and_gives_no_rank_what_it_kept_of_another(pool: Pool, form, mesh, of_logits):
-    """Nor of another program, where the same names are of other groups: they count those made before."""
+    """No rank takes another rank's cached graph, nor an earlier program's, where equal names mean different groups."""
     for others in ((0, 0), (0, 0), (3, 0), (0, 3)):
         pool.run(after_other_groups, form, mesh, of_logits, *others, ranks=mesh.size)
 

@@ -1,4 +1,4 @@
-"""Every op, and reshard, under torch.compile(fullgraph=True): one graph, the values and layouts that there are without it."""
+"""Every op, and reshard, under torch.compile(fullgraph=True): a single graph, with the eager values and layouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def compiles(run: Any, operands: Tensors) -> None:
-    """run: of the operands to one output for each list of them."""
+    """Compares `run`, compiled and eager. run: maps lists of operands to an output for each list."""
     torch._dynamo.reset()
     found = []
     for way in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
@@ -42,7 +42,7 @@ def compiles(run: Any, operands: Tensors) -> None:
 
 
 def ops_compile(names: Sequence[str], mesh: ProcessMesh | None = None) -> None:
-    """All of them to one graph."""
+    """All the ops compile to a single graph."""
     runs, laid = [], []
     for name in names:
         run, ids, tensors = OPS[name]

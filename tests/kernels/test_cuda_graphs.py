@@ -1,4 +1,4 @@
-"""The losses in a CUDA graph: forward and backward captured once, replayed on other data, against the same step run eagerly."""
+"""The losses in a CUDA graph, forward and backward, replayed on other data, against the same step run eagerly."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.kernels.assertions import NAMES, compiled
 from tests.support.pool import Pool
 
-ASSERTION = "__assertfail"  # what PTX calls where an assertion does not hold
+ASSERTION = "__assertfail"  # the function that PTX calls when an assertion fails
 
 
 def test_the_device_assertion_is_compiled_in_debug_mode_alone():

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from weft import kernels
-from weft.kernels.dropout import function, reference
+from weft.kernels.dropout import function
 from weft.kernels.launching.traffic import Traffic, counted_traffic
 from weft.kernels.random.part import Part
 from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
 from weft.reshard import distribute, layout_of
-from weft.reshard.world.groups import of_this_world
+from weft.reshard.world.groups import world_cache
 
 from tests.support import philox as oracle
 from tests.support.collectives import Collectives
@@ -40,7 +40,7 @@ def kept(shape: tuple[int, ...], p: float, key: int = KEY) -> Tensor:
 
 
 def expected(x: Tensor, p: float, key: int = KEY) -> Tensor:
-    """By the oracle's mask; the scale and the product rounded to float32, or in float64 for float64."""
+    """The input times the oracle's mask; scale and product are rounded to float32, or float64 for float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = (x.cpu().to(wide) * torch.tensor(2**16 / (2**16 - round(p * 2**16)), dtype=wide)).to(x.dtype)
     return torch.where(kept(x.shape, p, key), scaled, torch.zeros((), dtype=x.dtype))
@@ -123,10 +123,10 @@ def test_a_ranks_mask_is_its_part_of_the_one_mask_in_every_layout(
                     continue
                 seen.add(part)
                 for held in (None, []):
-                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, held=held)
+                    y, saved = function.forward(local, p=0.4, number=KEY, part=part, saved_mask=held)
                     assert torch.equal(y.cpu(), wanted[rank]), (str(layout), rank)
                     assert saved == ()
-                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, held=held)
+                    (of_x,) = function.backward(saved, local, (True,), p=0.4, number=KEY, part=part, saved_mask=held)
                     assert of_x is not None and torch.equal(of_x.cpu(), wanted[rank]), (str(layout), rank)
 
 
@@ -228,8 +228,8 @@ def test_on_a_cpu_backward_has_the_mask_of_forward_once(dtype: torch.dtype, monk
         drawn.append(part)
         return draw(part, *arguments)
 
-    draw = reference.drawn
-    monkeypatch.setattr(reference, "drawn", seen)
+    draw = function.plain_mask
+    monkeypatch.setattr(function, "plain_mask", seen)
     x, upstream = normal((5, 333), dtype).requires_grad_(), normal((5, 333), dtype, seed=1)
     y = kernels.dropout(x, 0.3, KEY)
     for draws in (1, 2):  # then it is given up, and drawn again where a graph is kept and gone through twice
@@ -264,7 +264,7 @@ def test_an_element_is_read_once_and_written_once(interpreted: None) -> None:
     assert forward == Traffic(loaded=2 * each.loaded, stored=each.stored)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -358,10 +358,10 @@ def rules_kept() -> int:
 
     x = distribute(torch.ones(4, 4), Layout(FOUR, "tp: S(0)"))
     kernels.dropout(x, 0.1, KEY)
-    before = sharding_of.cache_info().currsize + len(of_this_world())
+    before = sharding_of.cache_info().currsize + len(world_cache())
     for step in range(5):
         kernels.dropout(x, 0.1, derive_key(0, "dropout", step))
-    return sharding_of.cache_info().currsize + len(of_this_world()) - before
+    return sharding_of.cache_info().currsize + len(world_cache()) - before
 
 
 def test_a_new_key_is_no_new_layout(pool: Any) -> None:

@@ -1,4 +1,4 @@
-"""What any op is given that does not go together: devices and dtypes are refused, with the values and the remedy."""
+"""Operands of any op that do not fit together: devices and dtypes are refused, with the values and the remedy."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor, sin: Tensor)
 
 
 def tensors() -> Made:
-    """By what ops call them, in float32."""
+    """Float32 operands by the names that ops use."""
     made = {
-        "x": normal(4, 8), "y": normal(4, 8, seed=1), "weight": normal(8, 8), "up": normal(8, 8, seed=1), "vector": normal(8),
-        "bias": normal(8, seed=1), "cos": normal(4, 2), "sin": normal(4, 2, seed=1), "of_head": normal(4), "stacked": normal(2, 8, 8),
+        "x": normal(4, 8), "y": normal(4, 8, seed=1), "weight": normal(8, 8),
+        "up": normal(8, 8, seed=1), "vector": normal(8),
+        "bias": normal(8, seed=1), "cos": normal(4, 2), "sin": normal(4, 2, seed=1),
+        "of_head": normal(4), "stacked": normal(2, 8, 8),
         "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
     }  # fmt: skip
     made = {name: each.float() for name, each in made.items()}
     return made | {"tokens": ints(8, 4), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
 
 
-# What calls the op, and its operands.
+# A call of the op, and the names of its operands.
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "add": (kernels.add, "x y"),
     "add_layer_norm": (kernels.add_layer_norm, "x y vector bias"),
@@ -110,7 +112,7 @@ def test_operands_without_data_go_together(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn, torch.bool], ids=str)
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in TAKES_ANY])
 def test_floats_alone_are_taken(name: str, dtype: torch.dtype, device: str) -> None:
-    """Each floating operand in turn: neither garbage, nor what torch says of the dtype."""
+    """Each floating operand in turn gets a wrong dtype: the error names it, and is not torch's own."""
     given = {each: tensor.to(device) for each, tensor in tensors().items()}
     operands = CALLS[name][1].split()
     for at, of in enumerate(operands):
@@ -192,7 +194,9 @@ def by_groups(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "of", [Eight("matmul", by_matmul), Eight("grouped_matmul", by_groups, ((4, 8), (2, 8, 8), (), ()))], ids=["matmul", "grouped"]
+    "of",
+    [Eight("matmul", by_matmul), Eight("grouped_matmul", by_groups, ((4, 8), (2, 8, 8), (), ()))],
+    ids=["matmul", "grouped"],
 )  # fmt: skip
 @pytest.mark.parametrize("at", range(4), ids=["a", "b", "a_scale", "b_scale"])
 def test_factors_of_8_bits_have_no_gradient(of: Eight, at: int, device: str) -> None:
@@ -252,7 +256,8 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     "linear-bias": (lambda: kernels.linear(X, WEIGHT, VECTOR[:3]), r"shape \(8,\), got \(3,\); expand or flatten it"),
     "matmul-residual": (
         lambda: kernels.matmul(X, WEIGHT, residual=X[:3]),
-        r"a residual of shape \(3, 8\) does not broadcast to the output, \(4, 8\); give its dims the output's sizes, or 1",
+        r"a residual of shape \(3, 8\) does not broadcast to the output, "
+        r"\(4, 8\); give its dims the output's sizes, or 1",
     ),
     "grouped_matmul": (lambda: kernels.grouped_matmul(X, WEIGHT, tensors()["offsets"]), "flatten the rows of a, stack"),
     "swiglu_linear": (
@@ -261,15 +266,25 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
     "swiglu": (lambda: kernels.swiglu(X, WEIGHT), r"got \(4, 8\) and \(8, 8\); expand one"),
     "geglu": (lambda: kernels.geglu(X, WEIGHT), r"geglu .* got \(4, 8\) and \(8, 8\); expand one"),
     "rms_norm": (lambda: kernels.rms_norm(X, VECTOR[:3]), "give a number for each element of a row"),
-    "rms_norm-heads": (lambda: kernels.rms_norm(X, head_dim=3), "give a head_dim, 1 or more, which divides the last size of x"),
+    "rms_norm-heads": (
+        lambda: kernels.rms_norm(X, head_dim=3),
+        "give a head_dim, 1 or more, which divides the last size of x",
+    ),
     "add_rms_norm": (lambda: kernels.add_rms_norm(X, X, VECTOR[:3]), "give a number for each element of a row"),
     "layer_norm": (lambda: kernels.layer_norm(X, VECTOR, VECTOR[:3]), r"bias \[H\], .* give a number for each element"),
-    "rope": (lambda: kernels.rope(X, X[:, :3], X[:, :3]), "give both tables a row of D / 2 numbers for each token, as rope_tables makes them"),
+    "rope": (
+        lambda: kernels.rope(X, X[:, :3], X[:, :3]),
+        "give both tables a row of D / 2 numbers for each token, as rope_tables makes them",
+    ),
     "rope-no-angles": (lambda: kernels.rope(X, TABLE, TABLE), r"got \(4, 8\), \(4, 0\) and \(4, 0\); give both tables"),
     "rms_norm_rope": (
-        lambda: kernels.rms_norm_rope(X, VECTOR[:3], X[:, :2], X[:, :2]), r"give a weight of shape \(4,\), for all heads"
+        lambda: kernels.rms_norm_rope(X, VECTOR[:3], X[:, :2], X[:, :2]),
+        r"give a weight of shape \(4,\), for all heads"
     ),
-    "embedding": (lambda: kernels.embedding(tensors()["tokens"], VECTOR), "give a row for each token of the vocabulary"),
+    "embedding": (
+        lambda: kernels.embedding(tensors()["tokens"], VECTOR),
+        "give a row for each token of the vocabulary",
+    ),
 }  # fmt: skip
 
 
@@ -280,25 +295,40 @@ def test_shapes_that_do_not_go_together_name_the_remedy(name: str) -> None:
         call()
 
 
-# How the operands of a call lie, and what is said of it.
+# The layouts of a call's operands, and the error's words.
 LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
     "add": ("add", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of y; reshard y to (tp: S(0))"),
     "add_rms_norm": ("add_rms_norm", ("tp: R", "tp: S(0)", "tp: R"), "reshard x to (tp: S(0))"),
     "dropout": ("dropout", ("tp: S(0)", "tp: R"), "but not dim 0 of the residual; reshard the residual to (tp: S(0))"),
     "gelu": ("gelu", ("tp: P(sum)",), "reshard x to (tp: R)"),
-    "swiglu": ("swiglu", ("tp: R", "tp: S(1)"), "the axis shards dim 1 of up, but not dim 1 of gate; reshard gate to (tp: S(1))"),
-    "linear": ("linear", ("tp: S(1)", "tp: R", "tp: R"), "the axis shards dim 1 of input, but not dim 1 of weight; reshard weight"),
+    "swiglu": (
+        "swiglu",
+        ("tp: R", "tp: S(1)"),
+        "the axis shards dim 1 of up, but not dim 1 of gate; reshard gate to (tp: S(1))",
+    ),
+    "linear": (
+        "linear",
+        ("tp: S(1)", "tp: R", "tp: R"),
+        "the axis shards dim 1 of input, but not dim 1 of weight; reshard weight",
+    ),
     "all_gather_matmul": ("all_gather_matmul", ("tp: S(1)", "tp: R"), "all_gather_matmul: on axis 'tp'"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", ("tp: R", "tp: S(0)"), "matmul_reduce_scatter: on axis 'tp'"),
-    "qkv_linear": ("qkv_linear", ("tp: R", "tp: S(1)", *["tp: R"] * 3), "the axis shards dim 1 of q_weight, but not dim 1 of input"),
+    "qkv_linear": (
+        "qkv_linear",
+        ("tp: R", "tp: S(1)", *["tp: R"] * 3),
+        "the axis shards dim 1 of q_weight, but not dim 1 of input",
+    ),
     "grouped_matmul": (
-        "grouped_matmul", ("tp: S(1)", *["tp: R"] * 4), "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not"
+        "grouped_matmul",
+        ("tp: S(1)", *["tp: R"] * 4),
+        "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not",
     ),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
     "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),
     "swiglu_linear-inner": (
         "swiglu_linear", ("tp: S(1)", "tp: S(1)", "tp: S(1)"),
-        "reshard the input to (tp: R) and the weights to (tp: R), or call linear for each weight, reshard both outputs to (tp: R), and "
+        "reshard the input to (tp: R) and the weights to (tp: R), or call linear for each weight, "
+        "reshard both outputs to (tp: R), and "
         "call swiglu",
     ),
 }  # fmt: skip
@@ -323,7 +353,7 @@ def test_layouts_that_do_not_go_together_name_the_op_and_its_operands(pool: Pool
 
 
 def follows_the_remedies_of_swiglu_linear() -> Tensor:
-    """What is said of weights that are sharded on K leads to the output."""
+    """The remedies for weights sharded on K lead to the output."""
     op, layouts, _ = LAID["swiglu_linear-inner"]
     made = [tensors()[each] for each in CALLS[op][1].split()]
     x, gate, up = (distribute(each, Layout(TWO, of)) for each, of in zip(made, layouts, strict=True))
@@ -346,7 +376,7 @@ def test_both_remedies_of_swiglu_linear_lead_to_its_output(pool: Pool) -> None:
 
 
 def on_two_devices() -> str:
-    """What ranks of a mesh of two are told, and what those outside of it are given."""
+    """The error on ranks of a mesh of two, and the result on ranks outside."""
     x, vector = distribute(X.to("meta"), Layout(TWO, "tp: S(0)")), distribute(VECTOR, Layout(TWO))
     if torch.distributed.get_rank() < 2:
         with pytest.raises(ValueError) as caught:
@@ -356,6 +386,6 @@ def on_two_devices() -> str:
 
 
 def test_a_rank_outside_of_the_mesh_is_asked_for_no_device(pool: Pool) -> None:
-    """torch's ops leave its empty parts on the CPU, a parameter's for one, wherever other ranks have theirs."""
+    """torch's ops leave empty parts, such as a parameter's, on the CPU, whatever device the mesh's ranks use."""
     told = "rms_norm: the operands are on meta and cpu; move them to one device"
     assert pool.run(on_two_devices) == [told, told, "(4, 8)", "(4, 8)"]

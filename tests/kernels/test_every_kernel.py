@@ -1,4 +1,4 @@
-"""Each Triton kernel once: it is launched, and what its op gives is as good as plain torch. See each op's own tests for more."""
+"""Each Triton kernel is launched once, and its op's result is as good as plain torch's; ops have tests of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OWN: dict[str, Any] = {
         (normal(4, 80), normal(80, 8)),
     ),
 }
-# By kernel: its folder and name, and what launches it.
+# By kernel, as folder and name: the case that launches the kernel.
 LAUNCHED_BY = {
     "cross_entropy.statistics": "loss-of-each",
     "cross_entropy.losses": "loss-of-each",
@@ -63,7 +63,7 @@ LAUNCHED_BY = {
 
 
 class Launches:
-    """Stands for a kernel and launches it; counts how often."""
+    """Wraps a kernel; counts its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.count = kernel, 0

@@ -1,4 +1,4 @@
-"""A backward takes every layout of the incoming gradient from which the one that it needs follows without communication."""
+"""A backward takes every layout of the incoming gradient that becomes the needed one without communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.pool import Pool
 TABLES = normal(5, 2), normal(5, 2)
 KEY = torch.tensor(3, dtype=torch.uint64)
 TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
-# What runs, given the ids of rows that are sharded, and its operands: those with 6 rows are sharded.
+# The op, the ids of sharded rows, and the operands: operands with 6 rows are sharded.
 OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),
     "linear-gelu": (lambda _, x, w: kernels.linear(x, w, activation="gelu"), None, (normal(6, 5, 8), normal(4, 8))),
@@ -140,7 +140,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "cross_entropy": (ROWS, HEADS),
     "linear_cross_entropy": (ROWS, ROWS, "tp: S(0)"),
 }
-OF_LOCAL_TENSORS = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # they have no layouts
+OF_LOCAL_TENSORS = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # no layouts
 WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
@@ -151,7 +151,7 @@ def test_all_ops_are_here() -> None:
 
 
 def laid_out(name: str, mesh: ProcessMesh) -> tuple[Tensor | None, list[Tensor]]:
-    """The ids and operands of an op: as the tables say, or those with 6 rows sharded on them, and the others whole."""
+    """The ids and operands of an op, laid out by the tables; else tensors with 6 rows are sharded, the rest whole."""
     _, ids, tensors = OPS[name]
     beside = len(mesh.shape) > 1
     layouts = (BESIDE if beside else LAYOUTS).get(name)
@@ -165,7 +165,7 @@ def laid_out(name: str, mesh: ProcessMesh) -> tuple[Tensor | None, list[Tensor]]
 
 
 def mean_of_the_output(name: str) -> None:
-    """torch gives the gradient of a mean whole, and each rank leaves out what is not its own."""
+    """torch gives the gradient of a mean whole, and each rank drops the other ranks' shards."""
     run, ids, tensors = OPS[name]
     plain = [tensor.clone().requires_grad_() for tensor in tensors]
     run(ids, *plain).mean().backward()
@@ -188,7 +188,7 @@ def test_the_mean_of_a_sharded_output_has_a_backward(pool: Pool, name: str) -> N
 
 
 def coarser(output: DTensor) -> Iterator[Layout]:
-    """The layouts that say more than the output's, and from which it follows by leaving something out."""
+    """Layouts from which the output's layout follows by dropping data."""
     own = layout_of(output)
     choices = [
         (placement, Replicate()) if isinstance(placement, Shard) else (Replicate(),) for placement in own.placements
@@ -202,7 +202,7 @@ def coarser(output: DTensor) -> Iterator[Layout]:
 
 
 def check_every_layout(name: str) -> int:
-    """The number of layouts of the incoming gradient. The first is that of the output."""
+    """Checks every layout of the incoming gradient, the output's first, and returns their number."""
     run, ids, tensors = OPS[name]
     plain = [tensor.clone().requires_grad_() for tensor in tensors]
     expected = run(ids, *plain)
@@ -228,19 +228,19 @@ def every_op() -> dict[str, int]:
 
 
 def test_a_backward_takes_every_layout_that_says_enough(pool: Pool) -> None:
-    """Of what is cut over both axes of a mesh: whole on either, whole on both."""
+    """For outputs sharded over both axes of a mesh: gradients whole on either axis, or on both."""
     for counts in pool.run(every_op, ranks=4):
         assert counts.keys() == OPS.keys()
         assert {name: counts[name] for name in ("linear", "gelu", "grouped_matmul")} == {
             "linear": 4,
-            "gelu": 3,  # of rows that are cut over "dp" and then "tp", a part over "tp" alone is another
+            "gelu": 3,  # rows are sharded over "dp", then "tp": a shard over "tp" alone has different rows
             "grouped_matmul": 2,
         }
         assert min(counts.values()) > 1
 
 
 def of_two_outputs() -> None:
-    """One output's gradient is whole, the other's lies as the output."""
+    """The gradient of one output is whole; the second's has the output's layout."""
     x, residual, weight = normal(6, 5, 8), normal(6, 5, 8, seed=1), normal(8)
     rows = Layout(GRID, "dp: S(0), tp: S(1)")
     found = []

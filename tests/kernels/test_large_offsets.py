@@ -1,4 +1,4 @@
-"""Norms, rotary positions, gates and embeddings of rows whose offsets do not fit in 32 bits; see matmul/test_large_offsets.py."""
+"""Norms, rotary positions, gates and embeddings of rows beyond 32-bit offsets; see matmul/test_large_offsets.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.kernels.test_layers import LAYERS, operands
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 ROWS, WIDTH = 3, 16
-BY_ROWS = ("x", "y", "heads")  # operands that lie apart
+BY_ROWS = ("x", "y", "heads")  # operands whose rows are far apart
 
 
 def found(op: Callable[..., Any], given: Sequence[Tensor], lay: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The outputs, and the gradients of floats, from gradients that lie as `lay` says."""
+    """The outputs, and the gradients of the float operands; upstream gradients are laid out by `lay`."""
     leaves = [each.detach().requires_grad_(each.dtype == torch.bfloat16) for each in given]
     outputs = op(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -27,7 +27,7 @@ def of_heads(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """By complex numbers: element i is the real part, element i + D / 2 the imaginary one."""
+    """By complex numbers: element i is the real part, element i + D / 2 the imaginary part."""
     first, second = x.unflatten(-1, (-1, 2, HEAD // 2)).unbind(-2)  # [..., T, heads, D / 2] each
     wide = torch.promote_types(x.dtype, torch.float32)
     found = torch.complex(first.to(wide), second.to(wide)) * torch.complex(cos.to(wide), sin.to(wide)).unsqueeze(-2)
@@ -39,7 +39,7 @@ def turned_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned(apart, cos, sin).unflatten(-1, (-1, 2, HEAD // 2)).transpose(-1, -2).flatten(-3)
 
 
-# The op, what it means, and its operands by name, of x [*rows, T, width] or [*rows, T, 2 * HEAD].
+# The op, its meaning, and the names of its operands, of x [*rows, T, width] or [*rows, T, 2 * HEAD].
 LAYERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "rms_norm": (kernels.rms_norm, mean_square_norm, "x weight"),
     "rms_norm-plain": (kernels.rms_norm, lambda x: torch.rms_norm(x, x.shape[-1:], None, 1e-6), "x"),
@@ -69,9 +69,10 @@ ROWS = [pytest.param((2, 5), id="rows"), pytest.param((0, 3), id="none"), pytest
 
 
 def operands(names: str, rows: tuple[int, ...], width: int) -> list[Tensor]:
-    """In float64, of numbers that bf16 has."""
+    """Float64 operands whose numbers bf16 represents exactly."""
     made = {
-        "x": normal(*rows, width), "y": normal(*rows, width, seed=1), "weight": normal(width, seed=2), "bias": normal(width, seed=3),
+        "x": normal(*rows, width), "y": normal(*rows, width, seed=1),
+        "weight": normal(width, seed=2), "bias": normal(width, seed=3),
         "heads": normal(*rows, 2 * HEAD), "of_head": normal(HEAD, seed=2),
         "cos": normal(rows[-1], HEAD // 2), "sin": normal(rows[-1], HEAD // 2, seed=1),
     }  # fmt: skip
@@ -84,7 +85,7 @@ def run(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
 
 
 def outputs_and_gradients(op: Callable[..., Any], names: str, given: Sequence[Tensor]) -> Outputs:
-    """As `run`, of operands in their own memory."""
+    """Like `run`, with operands in their own memory."""
     leaves = [
         each.detach().requires_grad_(name not in ("cos", "sin"))
         for name, each in zip(names.split(), given, strict=True)
@@ -126,8 +127,8 @@ def errs_no_more_than_torch(name: str, dtype: torch.dtype, rows: tuple[int, ...]
         assert error(one, truth) <= 2 * error(other, truth) + 4 * torch.finfo(dtype).eps * scale
 
 
-# By their width: rows for which a program has no registers to keep the weight in backward, or both ways; and, in float32, none for
-# both of layer_norm's sums, whose backward is launched twice then.
+# By width, long rows: a program has no registers to keep the weight in backward, or in both passes. In float32
+# layer_norm's two sums do not fit either: its backward is launched twice.
 LONG = {
     "reads-the-weight-again-in-backward": (torch.bfloat16, 5000, (True, False), 1),
     "reads-the-weight-again": (torch.bfloat16, 8200, (False, False), 2),
@@ -138,12 +139,12 @@ LONG = {
 @pytest.mark.parametrize("of", LONG)
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
 def test_long_rows(name: str, of: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.launching.rows import Tile
+    from weft.kernels.launching.rows import RowTile
     from weft.kernels.layer_norm import launch as of_layer
     from weft.kernels.rms_norm import launch
 
     dtype, width, keeps, launches = LONG[of]
-    tiles = ((Tile.of(width, each), each) for each in (launch.FORWARD_ELEMENTS, launch.BACKWARD_ELEMENTS))
+    tiles = ((RowTile.of(width, each), each) for each in (launch.FORWARD_ELEMENTS, launch.BACKWARD_ELEMENTS))
     assert tuple(launch.keeps_weight(*tile) for tile in tiles) == keeps
     launched: list[int] = []
     backward = of_layer._backward
@@ -178,11 +179,11 @@ def elements_apart(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The same number, or row, at each place: one in memory."""
+    """The same number, or row, at each place, once in memory."""
     return x[..., :1, :].expand(x.shape) if x.ndim > 1 else x[:1].expand(x.shape)
 
 
-# How an op's first operand lies, and how the others do: parts of wider tensors, or what is there once.
+# The memory layouts of an op's first operand and of the rest: slices of wider tensors, or expanded ones.
 STRIDED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "apart": (rows_apart, elements_apart),
     "expanded": (elements_apart, expanded),
@@ -201,8 +202,9 @@ def test_any_strides(name: str, lying: str, device: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-# What a forward and a backward move: passes over x, which are reads and writes of it, and bytes beside. There are N rows of H, or
-# of 32 heads of D; three programs that each read the weight, and write float32 addends of its gradient; a float32 number a row.
+# Traffic of a forward and of a backward: passes over x (each a read or a write of x), and bytes beside. There are N
+# rows of H, or of 32 heads of D. Three programs each read the weight, and write float32 addends of its gradient; a
+# row has float32 statistics.
 N, H, D = 24, 512, 16
 NORM = (6 * H + 4 * N, (2 + 4) * 3 * H + 4 * N)
 OF_LAYER = (2 * 6 * H + 8 * N, (2 + 4 + 4) * 3 * H + 8 * N)
@@ -286,7 +288,7 @@ def test_rope_overwrites_nothing_that_is_needed(device: str) -> None:
     assert torch.equal(kernels.rope(apart, cos, sin, inplace=True), kernels.rope(x, cos, sin)) and torch.equal(apart, x)
     leaf = x.clone().requires_grad_()
     given = leaf * 1
-    squared = given.square()  # keeps it
+    squared = given.square()  # saves `given`
     turned = kernels.rope(given, cos, sin, inplace=True)
     if turned is given:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -1,4 +1,4 @@
-"""The local computation of embedding: its first tensor has no gradient, and its result follows from a rank's rows."""
+"""The local computation of embedding: ids have no gradient, and the result follows from this rank's rows."""
 
 import itertools
 from functools import partial

@@ -11,15 +11,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels.attention import reference as attention
 from weft.kernels.dispatch.op import Op
 from weft.kernels.dispatch.sharded import apply
-from weft.kernels.elementwise import reference as elementwise
+from weft.kernels.elementwise import sharded as elementwise
 from weft.kernels.gelu import function as gelu
-from weft.kernels.layer_norm import reference as layer_norm
+from weft.kernels.layer_norm import function as layer_norms
 from weft.kernels.matmul import function as products
-from weft.kernels.rms_norm import reference as norm
+from weft.kernels.rms_norm import function as rms_norms
 from weft.kernels.rope import function as rope
 from weft.kernels.swiglu import function as swiglu
 
+
+def plain(function):
+    """The plain functions of an op's function.py."""
+    names = ("forward", "backward", "inference")
+    found = {name: getattr(function, f"plain_{name}") for name in names if hasattr(function, f"plain_{name}")}
+    return SimpleNamespace(__name__=function.__name__, **found)
+
+
 matmul = SimpleNamespace(__name__=products.__name__, forward=products.linear, backward=products.linear_backward)
+norm, layer_norm = plain(rms_norms), plain(layer_norms)
 
 
 def op(room):
@@ -137,13 +146,13 @@ def each_case():
 
 
 def each_case_with_a_backward():
-    """Torch differentiates the others."""
+    """The ops with a backward of their own; torch differentiates the rest."""
     cases = [pytest.param(room, *case, id=name) for name, room, *case in CASES if hasattr(room, "backward")]
     return pytest.mark.parametrize(("room", "tensors", "options", "oracle"), cases)
 
 
 def with_gradients(function, tensors, grad=None):
-    """The output, and the gradient of each float64 tensor (None for others) for the upstream gradient `grad`."""
+    """The output, and for the upstream gradient `grad` the gradient of each float64 tensor; None for the rest."""
     leaves = [t.detach().clone().requires_grad_(t.dtype == torch.float64) if t is not None else None for t in tensors]
     output = function(*leaves)
     grad = normal(*output.shape, seed=9) if grad is None else grad
@@ -192,7 +201,8 @@ def test_backward_is_linear_in_the_gradient_and_takes_any_strides(room, tensors,
     for whole, one, other in zip(total, *parts, strict=True):
         if whole is not None:
             torch.testing.assert_close(whole, one + other, atol=1e-12, rtol=1e-12)
-    expanded = torch.ones((), dtype=output.dtype).expand(output.shape)  # what sum() sends back: all strides are 0
+    # the gradient that sum() sends back: all strides are 0
+    expanded = torch.ones((), dtype=output.dtype).expand(output.shape)
     for one, other in zip(
         room.backward(saved, expanded, needed, **options),
         room.backward(saved, expanded.contiguous(), needed, **options),
@@ -261,7 +271,7 @@ def test_rms_norm_in_low_precision_is_hugging_faces_to_the_bit():
 
 def test_layer_norm_sums_its_weights_gradients_over_many_rows_to_the_last_bits_of_float32():
     x, weight, bias, grad = (normal(*shape, dtype=torch.float32) for shape in [(30000, 3), (3,), (3,), (30000, 3)])
-    grad += 0.5  # the sums grow with the rows; added one by one they are 3e-6 off
+    grad += 0.5  # the sums grow with the rows; plain float32 sums would be 3e-6 off
     _, saved = layer_norm.forward(x, weight, bias, eps=1e-5)
     _, dweight, dbias = layer_norm.backward(saved, grad, [False, True, True], eps=1e-5)
     wide = x.double()

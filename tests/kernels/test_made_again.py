@@ -1,6 +1,8 @@
-"""What a product keeps in the place of a norm's or a gate's output, and that it makes the same of it."""
+"""Tensors that a product saves in place of a norm's or a gate's output, from which it recomputes the same output."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ def storages(*tensors: Tensor) -> set[int]:
 
 
 class Saved:
-    """The tensors that are saved within it."""
+    """Collects the tensors saved inside this context."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -39,7 +41,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU is, and a CPU in 16 bits: see the last test."""
+    """Memory as short as a GPU's, or a CPU's in 16 bits: see the last test."""
     monkeypatch.setattr("weft.kernels.dispatch.backend._PLAIN", frozenset())
     monkeypatch.setattr("weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True)
 
@@ -86,19 +88,46 @@ def test_what_it_is_made_of_may_not_change_before_backward() -> None:
         output.sum().backward()
 
 
+@pytest.mark.parametrize("position", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        pytest.param(kernels.swiglu, ((3, 8), (3, 8)), id="swiglu"),
+        pytest.param(kernels.geglu, ((3, 8), (3, 8)), id="geglu"),
+        pytest.param(kernels.rms_norm, ((3, 8), (8,)), id="rms-norm"),
+        pytest.param(
+            lambda x, scale: kernels.layer_norm(x, scale, torch.zeros_like(scale)), ((3, 8), (8,)), id="layer-norm"
+        ),
+    ],
+)
+def test_an_operand_written_between_two_ops_leaves_the_weights_gradient_right(
+    op: Callable[..., torch.Tensor], shapes: tuple[tuple[int, ...], ...], position: int
+) -> None:
+    """The product then saves the output itself: the changed operand would give another output in backward."""
+    *operands, weight = leaves(*shapes, (5, 8))
+    copies = [each * 1 for each in operands]
+    output = op(*copies)
+    with torch.no_grad():
+        copies[position].mul_(-3)
+    (found,) = torch.autograd.grad(kernels.linear(output, weight).sum(), weight)
+    expected = output.detach().double().sum(0).expand(5, 8)
+    allowed = 4 * torch.finfo(found.dtype).eps * expected.abs().max() + 1e-6
+    assert (found.double() - expected).abs().max() <= allowed
+
+
 def test_products_that_share_an_input_make_it_once_in_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.kernels.rms_norm import reference
+    from weft.kernels.rms_norm import function
 
     made = []
-    again = reference.again
-    monkeypatch.setattr(reference, "again", lambda *given, **more: made.append(1) or again(*given, **more))
+    recompute = function.plain_recompute
+    monkeypatch.setattr(function, "plain_recompute", lambda *given, **more: made.append(1) or recompute(*given, **more))
     x, scale, *weights = leaves((3, 8), (8,), (5, 8), (5, 8), (5, 8))
     shared = kernels.rms_norm(x, scale)
     output = sum(kernels.linear(shared, weight).square().sum() for weight in weights)
     made.clear()  # forward makes it, too
     first = torch.autograd.grad(output, [x, *weights], retain_graph=True)
     assert len(made) == 1
-    (alone,) = torch.autograd.grad(output, weights[0], retain_graph=True)  # one of three comes for it
+    (alone,) = torch.autograd.grad(output, weights[0], retain_graph=True)  # a single one of the three gradients
     second = torch.autograd.grad(output, [x, *weights])
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
@@ -118,12 +147,16 @@ def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
     ("call", "message"),
     [
         pytest.param(
-            lambda: kernels.add_rms_norm(normal(3, 8), normal(8)), r"residual of one shape, got \(3, 8\) and \(8,\)", id="rms"
+            lambda: kernels.add_rms_norm(normal(3, 8), normal(8)),
+            r"residual of one shape, got \(3, 8\) and \(8,\)",
+            id="rms",
         ),
         pytest.param(
             lambda: kernels.add_layer_norm(normal(3, 8), normal(8)), r"got \(3, 8\) and \(8,\); expand one", id="layer"
         ),
-        pytest.param(lambda: kernels.add_rms_norm(normal(3, 8), normal(3, 8), normal(3)), r"weight \[H\], got", id="weight"),
+        pytest.param(
+            lambda: kernels.add_rms_norm(normal(3, 8), normal(3, 8), normal(3)), r"weight \[H\], got", id="weight"
+        ),
         pytest.param(
             lambda: kernels.rms_norm_rope(normal(3, 8), normal(8), normal(3, 2), normal(3, 2)),
             r"a weight \[D\] beside tables \[T, D / 2\], got \(8,\) and \(3, 2\)", id="head-weight",
@@ -132,9 +165,13 @@ def test_nothing_is_kept_of_what_needs_no_gradient() -> None:
             lambda: kernels.rms_norm_rope(normal(3, 9), normal(4), normal(3, 2), normal(3, 2)),
             r"rms_norm_rope takes x \[..., T, heads \* D\]", id="heads",
         ),
-        pytest.param(lambda: kernels.geglu(normal(3, 8), normal(3, 4)), "geglu takes two tensors of one shape", id="gate"),
         pytest.param(
-            lambda: kernels.geglu(normal(3), normal(3), approximate="erf"), "geglu: approximate is 'erf'; give one", id="form"
+            lambda: kernels.geglu(normal(3, 8), normal(3, 4)), "geglu takes two tensors of one shape", id="gate"
+        ),
+        pytest.param(
+            lambda: kernels.geglu(normal(3), normal(3), approximate="erf"),
+            "geglu: approximate is 'erf'; give one",
+            id="form",
         ),
     ],
 )  # fmt: skip

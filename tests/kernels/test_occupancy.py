@@ -9,22 +9,23 @@ from weft.kernels.launching.occupancy import occupancy, programs_at_once
 @pytest.mark.parametrize(
     ("target", "warps", "registers", "shared_bytes", "programs"),
     [
-        # 65536 registers are 16384 a quarter. 210 a thread are 6720 a warp, 6912 in steps of 256: two warps a quarter, 8 in all.
+        # 65536 registers are 16384 a quarter. 210 a thread are 6720 a warp, 6912 in steps of 256: two warps a
+        # quarter, 8 in total.
         pytest.param("sm_90", 8, 210, 0, 1, id="registers"),
         # 64 a thread are 2048 a warp: 8 a quarter, 32 in all.
         pytest.param("sm_90", 4, 64, 0, 8, id="no-rounding"),
-        # 65 a thread are 2080 a warp, 2304 in steps: 7 a quarter, 28 in all, and programs of 8 warps leave 4 of them.
+        # 65 a thread are 2080 a warp, 2304 in steps: 7 a quarter, 28 in total, of which programs of 8 warps leave 4.
         pytest.param("sm_90", 8, 65, 0, 3, id="rounded-up"),
         # 228 KiB are 233472 bytes, and 147480 and 1024 more are 148504, in steps of 128 148608: one, and not two.
         pytest.param("sm_90", 4, 32, 147480, 1, id="shared"),
-        # 163 KiB are all that a program can have of 164.
+        # 163 of an A100's 164 KiB are the most for a program.
         pytest.param("sm_80", 4, 32, 163 * 1024, 1, id="all-of-an-a100s"),
         pytest.param("sm_80", 4, 32, 164 * 1024, 0, id="more-than-an-a100s"),
         pytest.param("sm_90", 4, 32, 227 * 1024, 1, id="all-of-an-h100s"),
         # 37 KiB and 1 are a sixth of 228; 128 bytes more are not.
         pytest.param("sm_100", 4, 32, 37 * 1024, 6, id="a-sixth"),
         pytest.param("sm_100", 4, 32, 37 * 1024 + 1, 5, id="less-than-a-sixth"),
-        # 64 warps, of 4 each; 32 programs, of one.
+        # 64 warps are 16 programs of 4; programs of 1 warp are limited to 32.
         pytest.param("sm_90", 4, 16, 0, 16, id="warps"),
         pytest.param("sm_90", 1, 16, 0, 32, id="programs"),
         # 168 a thread are 5376 a warp: three a quarter, 12 in all.

@@ -210,7 +210,7 @@ def plain_tensors_beside() -> list[str]:
         with pytest.raises(LayoutError) as caught:
             call()
         messages.append(str(caught.value))
-    # What the error names is what is taken.
+    # The remedy that the error names is accepted.
     named = bringing_both(dx, distribute(scale, Layout(mesh, "tp: S(0)")))
     torch.testing.assert_close(to_global(named), x * scale)
     part = DTensor.from_local(dscale.to_local(), dscale.device_mesh, dscale.placements, shape=(7,), stride=(1,))
@@ -229,7 +229,8 @@ def test_a_plain_tensor_is_not_told_to_give_what_it_gave(pool) -> None:
         ):
             wanted = {"scale": "dp: R, tp: S(0)", "x": "dp: S(0), tp: S(2)"}[name]
             assert messages[number] == (
-                f"{function}: {name!r} is a plain tensor, which counts as replicated, but in_layouts declares ({wanted}); give "
+                f"{function}: {name!r} is a plain tensor, which counts as replicated, "
+                f"but in_layouts declares ({wanted}); give "
                 f"a DTensor: distribute({name}, Layout(mesh, {wanted!r})) of a global tensor, or DTensor.from_local of "
                 f"this rank's part"
             )
@@ -245,7 +246,7 @@ def no_meta(x: Tensor) -> Tensor:
 
 
 def wrong_on_some(function: Any) -> list[str]:
-    """What each call says where rank 0 has three rows, rank 1 two: of the first call, and of one for rows that fit."""
+    """The errors where rank 0 has three rows and rank 1 two: for five rows, and for four, which fit."""
     layout = {"dp": "S(0)"}
     called = on_local_tensors(in_layouts={"x": layout}, out_layouts=layout, out_shapes=lambda x: x)(function)
     said = []
@@ -277,11 +278,15 @@ def test_on_plain_tensors_it_is_the_function_itself() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param({"in_layouts": {"z": {}}, "out_layouts": {}}, "in_layouts names 'z'; the function takes x, y", id="name"),
+        pytest.param(
+            {"in_layouts": {"z": {}}, "out_layouts": {}}, "in_layouts names 'z'; the function takes x, y", id="name"
+        ),
         pytest.param({"in_layouts": [{}] * 3, "out_layouts": {}}, "has 3 entries", id="too-many"),
         pytest.param({"in_layouts": {"x": {"tp": "T"}}, "out_layouts": {}}, "'T' is not a placement", id="placement"),
         pytest.param({"in_layouts": {"x": "tp: R"}, "out_layouts": {}}, "give placements by axis", id="text"),
-        pytest.param({"in_layouts": {"x": {}}, "out_layouts": {"tp": "S(0)"}}, "where all inputs replicate", id="from-nothing"),
+        pytest.param(
+            {"in_layouts": {"x": {}}, "out_layouts": {"tp": "S(0)"}}, "where all inputs replicate", id="from-nothing"
+        ),
         pytest.param(
             {"in_layouts": {"x": {"tp": "S(0)"}, "y": {}}, "out_layouts": [{"tp": "S(0)"}, {}]},
             "the gradient of 'y', which is R there, has no evident layout; give one in grad_layouts",

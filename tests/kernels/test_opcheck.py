@@ -1,4 +1,4 @@
-"""Every op that is registered with torch is what it declares: torch's own checks, on the arguments that Weft's functions give it."""
+"""Every op registered with torch is as declared: torch's own checks, on the arguments that Weft's functions pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The ops of Weft that are called, and the arguments of the last call of each."""
+    """Records Weft's ops that are called, with the arguments of each op's last call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ TARGET, ANGLES = torch.tensor([1, 0, 4]), normal(3, 2).float()
 KEY = torch.tensor(7, dtype=torch.uint64)
 ASKED = (*of_logits.Place(), *Options(reduction="none", label_smoothing=0.1).flat())
 Arguments = tuple[Any, ...]
-# The names of ops, and what calls them.
+# The names of ops, and a call that runs them.
 CALLS: dict[str, Callable[[], Any]] = {
     "rms_norm rms_norm_backward": lambda: kernels.add_rms_norm(f(3, 16), f(3, 16), f(16)),
     "layer_norm layer_norm_backward": lambda: kernels.add_layer_norm(f(3, 16), f(3, 16), f(16), f(16)),
@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         f(3, 8), f(5, 8), TARGET, None, None, None, None, [True, True, False], 2, None, *ASKED
     ),
 }
-# Those of several processes.
+# Ops that need several processes.
 MESHES = (
     "all_gather_matmul",
     "all_gather_matmul_backward",
@@ -81,14 +81,14 @@ MESHES = (
     "reshard",
     "sum_over",
 )
-# The second takes what the first has started by its number, once: neither can be called again.
+# finish_reshard takes, by its number, what begin_reshard started, and only once: neither can be called again.
 A_PAIR = ("begin_reshard", "finish_reshard")
-# torch's checks compare operands by arithmetic that a CPU has not of 8 bits.
+# torch's checks compare operands with 8-bit arithmetic that a CPU lacks
 OF_8_BITS = ("scaled_product",)
 
 
 def called(run: Callable[[], Any]) -> dict[str, tuple[Any, Any, Any]]:
-    """Forward, and backward of what it gives."""
+    """The ops called by `run` and by the backward of its outputs."""
     with Calls() as calls:
         outputs = run()
         found = [each for each in (outputs if isinstance(outputs, tuple | list) else [outputs]) if each.requires_grad]

@@ -1,4 +1,4 @@
-"""The pages of the ops: each op has a program that calls it, and its name leads there from the first page."""
+"""The ops' documentation pages: each op has a program that calls it, and the index leads from its name to the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.architecture.rules import ROOT
 
 FOLDER = ROOT / "docs/kernels"
 INDEX = (FOLDER / "index.md").read_text()
-ELSEWHERE = {"KeyValueCache", "on_local_tensors"}  # what an op is given, and what makes one: guides have those
+ELSEWHERE = {"KeyValueCache", "on_local_tensors"}  # an argument of ops, and a maker of ops: guides explain both
 
 
 @pytest.mark.parametrize("name", sorted({*kernels.__all__} - ELSEWHERE))
@@ -39,7 +39,7 @@ def test_pages_begin_with_a_program_and_say_their_limits() -> None:
 
 
 def _parameters(name: str) -> set[str]:
-    """Of an op; the form for process groups takes the options of the op itself."""
+    """The parameters of an op; a form for process groups has the options of the op itself."""
     known = set(inspect.signature(getattr(kernels, name)).parameters)
     return known | (_parameters(name.removeprefix("vocab_parallel_")) if "options" in known else set())
 
@@ -50,9 +50,9 @@ PAGES = [*sorted(FOLDER.glob("*.md")), *sorted((ROOT / "docs/api").glob("*kernel
 
 
 def misnamed(text: str) -> list[str]:
-    """The options that a page's prose names beside ops which do not take them: `option`, `option=value`, `op(option=value)`.
+    """The options that a page's prose gives to ops without them: `option`, `option=value`, `op(option=value)`.
 
-    A sentence that names ops speaks of their options; another one of those of the page's ops.
+    A sentence that names ops speaks of their options; any other sentence speaks of the page's ops.
     """
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     of_page, found = {name for name in OPS if re.search(rf"\b{name}\b", text)}, []

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 on every path: the published answers, bits by (key, global index) alone, and no more than a part needs."""
+"""Philox 4x32-10 on every path: published answers, bits by (key, global index) alone, no excess work for a part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = [(), (1,), (7,), (5, 7), (4, 8), (6, 1), (1, 6), (3, 5, 4), (0, 3)]
 
 
 def drawn(part: Part, key: int, device: str, path: str) -> Tensor:
-    """The bits of the elements, int64, as the torch path or a kernel computes them."""
+    """The bits of a part's elements, as int64, by the torch path or by a kernel."""
     out = torch.full(part.sizes, -1, dtype=torch.int64, device=device)
     if path == "torch":
         philox.fill(out, part, key, lambda words: torch.stack(words, -1))
@@ -46,7 +46,7 @@ def path(request: pytest.FixtureRequest, device: str) -> str:
 
 
 def indices(part: Part) -> Tensor:
-    """The row-major index of every element, int64 of its sizes."""
+    """The global row-major index of every element of a part, int64."""
     steps = [torch.arange(size) * stride for size, stride in zip(part.sizes, part.strides, strict=True)]
     grid = torch.meshgrid(*steps, indexing="ij") if steps else [torch.zeros((), dtype=torch.int64)]
     return part.offset + sum(grid, torch.zeros((), dtype=torch.int64))
@@ -62,7 +62,7 @@ def local_parts(shape: tuple[int, ...]) -> list[Part]:
     return list(found)
 
 
-# The answers that are known
+# Published answers
 
 
 def signed(low: int, high: int) -> Tensor:
@@ -191,7 +191,7 @@ def test_runs_beyond_32_bits_are_unravelled(device: str) -> None:
 
 
 def blocks_computed(part: Part, monkeypatch: pytest.MonkeyPatch, draw: Callable[[Part], Any] | None = None) -> int:
-    """By `draw`; of the bits of its elements without."""
+    """Blocks of bits that `draw` computes for a part; without `draw`, those of philox.fill."""
     count = 0
     blocks = philox._blocks
 

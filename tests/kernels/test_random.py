@@ -50,7 +50,7 @@ def test_normal_agrees_with_float64_and_between_paths_to_2_ulp(shape: tuple[int,
 
 
 def at_corners() -> Tensor:
-    """Pairs of words [N, 2] where a cosine or a sine is 0 or next to it, or a logarithm is; and others."""
+    """Pairs of words [N, 2] at and beside zeros of cosine, sine or logarithm; and random pairs."""
     quarters = [q * 2**30 + step for q in range(5) for step in range(-9, 10)]
     eighths = [2**29 + q * 2**30 + step for q in range(4) for step in (-1, 0, 1)]
     angles = [word for word in quarters + eighths if 0 <= word < 2**32]
@@ -140,7 +140,7 @@ def test_normal_in_place_fills_any_strides(device: str) -> None:
     assert storage.count_nonzero() == 20
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

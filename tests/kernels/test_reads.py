@@ -1,4 +1,4 @@
-"""What waits for a device is noticed, and what does not is let through."""
+"""Ops that wait for a device are noticed, and no others."""
 
 from __future__ import annotations
 

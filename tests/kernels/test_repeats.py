@@ -1,4 +1,4 @@
-"""What is computed twice is the same to the bit, forward and backward: no sum depends on who comes first."""
+"""Repeated computations give the same bits, forward and backward: no sum depends on which program comes first."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_op_and_its_gradients(name: str, dtype: torch.dtype, device: str) -> 
 
 @pytest.mark.parametrize("splits", [2, 3])
 def test_a_product_in_splits(splits: int, interpreted: None) -> None:
-    """They are added up in their order, in whichever they were computed: that of the splits in reverse gives another sum."""
+    """The splits are added in their own order, whichever is done first: a reversed order would give another sum."""
     from weft.kernels.matmul import launch
 
     a, b = normal(20, 96).float() * 10.0 ** torch.arange(96).remainder(7), normal(96, 24).float()

@@ -1,4 +1,4 @@
-"""No op has a second derivative but where torch's own function runs, and none that is not zero is passed off as zero: it raises."""
+"""Ops have no second derivative unless torch's own function runs: a nonzero one raises, and never passes for zero."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def of_products(**options):
 
 
 def offsets_like(a: Tensor) -> Tensor:
-    """Where two groups of its rows end."""
+    """The ends of two groups of a's rows."""
     offsets = torch.tensor([1, 3], dtype=torch.int32)
     return distribute(offsets, layout_of(a)) if isinstance(a, DTensor) else offsets
 
 
-# name, function and its tensors; all floating tensors but rope's tables have a gradient
+# name: the function and its tensors. All floating tensors have a gradient, except rope's tables.
 OPS = {
     "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
     "add_layer_norm": (
@@ -75,8 +75,9 @@ OPS = {
     **{f"cross_entropy-{each}": of_logits(reduction=each) for each in ("none", "mean", "sum")},
     **{f"linear_cross_entropy-{each}": of_products(reduction=each) for each in ("none", "mean", "sum")},
 }
-CONSTANT = {"add", "dropout"}  # their gradients: the second derivative by their operands is zero, as torch has it
-# On plain tensors of a CPU: torch's own function, in Weft's place. Of the last one the second derivative is zero.
+# Their gradients do not depend on their operands: the second derivative is zero, as in torch.
+CONSTANT = {"add", "dropout"}
+# On plain CPU tensors torch's own function runs. The last function's second derivative is zero.
 NATIVE = {
     "geglu": lambda gate, up: torch.nn.functional.gelu(gate) * up,
     "gelu": torch.nn.functional.gelu,
@@ -126,7 +127,7 @@ def test_all_ops_are_here() -> None:
 
 
 def penalty_by_grad(loss: Tensor, leaves: list[Tensor]) -> None:
-    """As in a gradient penalty: also a path that torch can differentiate leads to the leaves."""
+    """A gradient penalty, in which the leaves are also reached by a path that torch can differentiate."""
     gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     torch.autograd.grad(sum((each.square().sum() for each in (*gradients, *leaves)), loss), leaves)
 
@@ -147,7 +148,7 @@ def of_one_leaf(loss: Tensor, leaves: list[Tensor]) -> None:
     torch.autograd.grad(gradient.sum(), leaves[:1])
 
 
-# torch differentiates attention, and refuses in words of its own.
+# torch differentiates attention, and refuses with a message of its own
 REFUSED = r"weft\.kernels have no second derivative|derivative for aten::\w+_backward is not implemented"
 WAYS = (penalty_by_grad, penalty_by_backward, everything, of_one_leaf)
 
@@ -172,7 +173,7 @@ def check_refused(name: str, layout: Layout | None) -> None:
 
 
 def check_upstream_refused(name: str, layout: Layout | None) -> None:
-    """With respect to the gradient that arrives, in which every backward is linear."""
+    """The second derivative by the upstream gradient, in which every backward is linear, is refused."""
     run, tensors = (OPS | BY_GROUP)[name]
     operands = leaves_of(tensors, layout)
     output = run(*operands)
@@ -260,7 +261,10 @@ if torch.__version__ < "2.12":
 
 
 def check_refused_where_compiled(name: str, layout: Layout | None = None) -> None:
-    """By torch, in words of its own. Of a penalty by inputs that it is told of it takes the gradients for constants."""
+    """torch refuses compiled functions with its own message.
+
+    With a penalty on given inputs torch takes the gradients for constants.
+    """
     run, tensors = OPS[name]
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -276,7 +280,7 @@ def test_of_compiled_losses(name):
     check_refused_where_compiled(name)
 
 
-@pytest.mark.exhaustive  # its sister is that of plain tensors
+@pytest.mark.exhaustive  # the sample has plain tensors
 @pytest.mark.parametrize("name", LOSSES)
 def test_of_compiled_losses_of_dtensors(pool: Pool, name: str):
     pool.run(check_refused_where_compiled, name, Layout(TWO), ranks=2)
@@ -289,7 +293,7 @@ def test_a_graph_of_the_gradient_that_is_not_used_is_allowed(name):
     leaves = [each for each in operands if each.requires_grad]
     gradients = torch.autograd.grad(run(*operands).sum(), leaves, create_graph=True)
     plain = torch.autograd.grad(run(*operands).sum(), leaves)
-    if name == "swiglu":  # torch derives silu by other ops where there is a graph of it
+    if name == "swiglu":  # with a graph, torch differentiates silu by other ops
         torch.testing.assert_close(gradients, plain)
     else:
         assert all(map(torch.equal, gradients, plain))

@@ -1,4 +1,4 @@
-"""Every op on DTensors in every layout: a LayoutError with its remedy, or what torch gives on whole tensors."""
+"""Every op on DTensors in every layout: a LayoutError with its remedy, or torch's result on whole tensors."""
 
 import itertools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def layouts_of(mesh: ProcessMesh, ndim: int) -> list[Layout]:
 
 
 def upstream_layouts(output: Layout, ndim: int) -> list[Layout]:
-    """All on a 1-D mesh; on others, per axis the natural one, and Partial where the output is whole."""
+    """All layouts on a 1-D mesh; else, per axis, the output's placement, and Partial where the output is replicated."""
     if output.mesh.ndim == 1:
         return layouts_of(output.mesh, ndim)
     choices = [
@@ -52,7 +52,7 @@ def part(whole: Tensor, layout: Layout) -> DTensor:
 
 
 def attempt(function: Callable[[], object]) -> object:
-    """What the function returns, or the text of its LayoutError."""
+    """The function's result, or the text of its LayoutError."""
     try:
         return function()
     except LayoutError as error:
@@ -60,7 +60,10 @@ def attempt(function: Callable[[], object]) -> object:
 
 
 def every_layout_of(name: str, mesh: ProcessMesh) -> dict[str, object]:
-    """By input layouts: an error, or the output and, by upstream layout, an error or the gradients. Local parts."""
+    """For each combination of input layouts: an error, or the output.
+
+    With an output come, for each upstream layout, an error or the gradients. All are local parts.
+    """
     case = CASES[name]
     inputs = [
         [part(whole, layout).requires_grad_(case.needs_grad(i)) for layout in layouts_of(mesh, whole.ndim)]
@@ -105,17 +108,17 @@ def linear_in_grad(case: Case, layouts: list[Layout], axis: str) -> bool:
 # How many of the combinations an op takes on a 1-D mesh, counted by hand from its docstring.
 TAKEN = {
     "linear": 7,  # (R S0 S1 P, R), (R, S0), (S2, S1), (R, P)
-    "linear-bias": 6,  # the same with one token dim less, and the one bias that fits each
-    "linear-relu": 3,  # those whose output is no sum: (R S0, R, R), (R, S0, S0)
-    "linear-of-silu": 5,  # those whose input is no sum: (R S0, R), (R, S0), (S1, S1), (R, P)
+    "linear-bias": 6,  # the same with one token dim less, each with the bias that fits
+    "linear-relu": 3,  # layouts whose output is no sum: (R S0, R, R), (R, S0, S0)
+    "linear-of-silu": 5,  # layouts whose input is no sum: (R S0, R), (R, S0), (S1, S1), (R, P)
     "matmul": 6,  # (R S0 P, R), (R, S1 P), (S1, S0), each with the residual that fits
     "matmul-batch": 7,  # (R P, R), (S0, S0), (S1, R), (R, S2 P), (S2, S1)
-    "qkv_linear": 6,  # those of linear-bias
+    "qkv_linear": 6,  # the same as linear-bias
     "qkv_linear-rope": 3,  # (R, R), (R, S0) by whole heads, and (S0, R) with the tables'
     "swiglu_linear": 3,  # (R S0, R, R), (R, S0, S0)
     "grouped_matmul": 6,  # (R P, R), (R, S0), (R, S2), (R, P), (S1, S1)
     "grouped_matmul-relu": 3,  # (R, R), (R, S0), (R, S2), each with the bias that fits
-    "grouped_matmul-residual": 6,  # those of grouped_matmul, each with the residual that fits
+    "grouped_matmul-residual": 6,  # the same as grouped_matmul, each with the residual that fits
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1
@@ -146,7 +149,7 @@ TAKEN = {
 }
 
 
-# The others take up to half a minute on 2x2, for their many operands.
+# The remaining ops take up to half a minute on 2x2, for their many operands.
 QUICK = ("add", "cross_entropy-mean", "swiglu")
 
 

@@ -1,4 +1,4 @@
-"""Ops on DTensors one by one: what broke others, mixing, ranks outside."""
+"""Single ops on DTensors: other libraries' failures, mixed operands, ranks outside."""
 
 from functools import partial
 
@@ -92,7 +92,7 @@ def test_anchors_8_and_17_the_logged_loss_is_the_mean_over_all_tokens(pool, igno
 
 
 def mixed():
-    """Plain tensors count as replicated, their gradients are plain, and one that would be Partial is refused."""
+    """Plain tensors count as replicated, and their gradients are plain; a gradient that would be Partial is refused."""
     x, weight, bias = normal(3, 8), normal(6, 8), normal(6)
     sharded, row = distribute(x, Layout(TWO, "tp: S(0)")), distribute(weight, Layout(TWO, "tp: S(0)"))
     torch.testing.assert_close(to_global(kernels.linear(sharded, weight, bias)), F.linear(x, weight, bias))
@@ -117,7 +117,7 @@ def mixed():
 def test_plain_tensors_beside_dtensors(pool):
     for first, second in pool.run(mixed, ranks=2):
         assert "linear: a plain tensor of shape (6, 8)" in first
-        assert "(tp: P(sum)); give it a layout with distribute()" in first
+        assert "(tp: P(sum)), which only a DTensor can have; make the tensor a DTensor with distribute()" in first
         assert "linear: a plain tensor of shape (3, 8)" in second
 
 
@@ -177,7 +177,7 @@ def test_a_head_is_never_cut_and_the_sizes_that_work_are_named(pool):
 
 
 def norms_of_heads():
-    """Each rank has two of the four heads, and the weight of all: its gradient says what is missing."""
+    """Each rank has two of the four heads, and the whole weight, whose gradient is Partial."""
     x, weight, grad = normal(3, 16), normal(4), upstream_of((3, 16))
     heads = distribute(x, Layout(TWO, "tp: S(1)")).requires_grad_()
     whole = distribute(weight, Layout(TWO)).requires_grad_()
@@ -201,7 +201,7 @@ def learned_positions():
     """GPT-2's sum of the rows of tokens and of their places, tokens sharded over dp and places over cp."""
     mesh = ProcessMesh.grid(dp=2, cp=2)
     tokens, table, places = ints(7, 4, 6), normal(7, 3), normal(8, 3)
-    positions = torch.tensor([0, 5, 1, 4, 2, 3])  # in the order in which they are dealt over cp
+    positions = torch.tensor([0, 5, 1, 4, 2, 3])  # in the order in which cp distributes them
     laid = distribute(places, Layout(mesh)).requires_grad_()
     with Collectives() as seen:
         rows = kernels.embedding(
@@ -223,7 +223,7 @@ def test_the_table_of_learned_positions_has_a_partial_gradient_over_context(pool
 
 
 def tables_of_positions():
-    """As torch's, wherever the positions lie."""
+    """The same results as torch's, for positions in any layout."""
     positions, frequencies = ints(9, 4, 5), torch.tensor([1.0, 0.3])
     angles = positions.unsqueeze(-1) * frequencies
     for text in ("", "tp: S(0)", "dp: S(0), tp: S(1)"):
@@ -298,7 +298,7 @@ OUTSIDE = {
 
 
 def with_a_rank_outside(name):
-    """Metadata and local sizes of the output and the gradients, and what this rank communicated."""
+    """Metadata and local sizes of the output and the gradients, and this rank's communication."""
     op, wholes, placements = OUTSIDE[name]
     mesh = ProcessMesh([0, 2], ["tp"])
     tensors = [

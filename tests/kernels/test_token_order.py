@@ -1,4 +1,4 @@
-"""Tokens that lie in another order than they are read in, and tensors that travel together: on plain tensors and on meshes."""
+"""Tokens stored in another order than reading order, and tensors exchanged together: plain and on meshes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_dropout_draws_its_mask_for_tokens_as_they_are_read(pool: Pool) -> None:
 
 
 def test_the_mask_that_fused_attention_knows_is_that_of_the_last_queries() -> None:
-    """On a GPU it stands for the mask that a CPU is given."""
+    """On a GPU fused attention's own mask replaces the explicit mask of a CPU."""
     q, k, v = operands(3, 7, B)
     heads = [x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v)]
     mixed = F.scaled_dot_product_attention(*heads, attn_mask=causal_lower_right(3, 7), enable_gqa=True)
@@ -109,7 +109,7 @@ def test_the_mask_that_fused_attention_knows_is_that_of_the_last_queries() -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_runs_of_queries_on_a_gpu(dtype: torch.dtype) -> None:
-    """Forward and backward, grouped queries, heads of 64: no mask is made, and the error is no more than twice a CPU's."""
+    """Forward and backward, grouped queries, heads of 64: no mask is made, and the error is at most twice a CPU's."""
     given = [normal(2, 7 * 32, width).to(dtype) for width in (4 * 64, 2 * 64, 2 * 64)]
     order = [(32 * start, 32 * stop) for start, stop in ORDER]
 
@@ -134,9 +134,17 @@ def test_as_read_and_as_laid_are_each_others_reverse() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        pytest.param(lambda q: attention(q, q, q, head_dim=D, order=[(0, 3)]), r"order is \[\(0, 3\)\], but the tokens are 0 to 7", id="some"),
-        pytest.param(lambda q: attention(q, q, q, head_dim=D, order=[(0, 4), (3, 7)]), "with each token once", id="twice"),
-        pytest.param(lambda q: attention(q[:, :3], q, q, head_dim=D, order=ORDER), "3 queries and 7 keys", id="fewer-queries"),
+        pytest.param(
+            lambda q: attention(q, q, q, head_dim=D, order=[(0, 3)]),
+            r"order is \[\(0, 3\)\], but the tokens are 0 to 7",
+            id="some",
+        ),
+        pytest.param(
+            lambda q: attention(q, q, q, head_dim=D, order=[(0, 4), (3, 7)]), "with each token once", id="twice"
+        ),
+        pytest.param(
+            lambda q: attention(q[:, :3], q, q, head_dim=D, order=ORDER), "3 queries and 7 keys", id="fewer-queries"
+        ),
         pytest.param(lambda q: dropout(q, 0.5, 1, order=[(7, 0)]), "dropout: order is", id="backwards"),
     ],
 )  # fmt: skip
@@ -145,7 +153,7 @@ def test_an_order_that_is_none_is_named(run: Any, message: str) -> None:
         run(normal(2, 7, 4))
 
 
-# Tensors that travel together
+# Tensors exchanged together
 
 
 PACKED = {"two": ((4, 8), 2), "three-by-four": ((16, 8, 8), 4), "one-part": ((3, 5), 1)}

@@ -1,4 +1,7 @@
-"""Graphs that torch records of one call: `torch.jit.trace` is refused, as it would keep what the host decided; others are right or refused."""
+"""Graphs recorded from one call: `torch.jit.trace` is refused, as it would freeze the host's decisions.
+
+Other recorders give a right graph, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def test_jit_trace_is_refused(name, recorded):
     with torch.set_grad_enabled(recorded):
         with pytest.raises(RuntimeError, match=r"torch\.jit\.trace.*use torch\.compile, or torch\.export\.export"):
             torch.jit.trace(lambda *operands: call(*operands), given, check_trace=False)  # which takes no `partial`
-        call(*given)  # afterwards it runs as before
+        call(*given)  # afterwards an eager call still works
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["no-grad", "grad"])
@@ -85,7 +88,7 @@ def test_make_fx_of_tensors_without_data_decides_nothing_by_values(mode, change)
 
 
 def test_make_fx_of_values_and_symbolic_trace_raise():
-    """As torch does where a value is asked for."""
+    """They raise torch's errors for code that needs a value."""
     made = tensors()
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):

@@ -1,4 +1,4 @@
-"""A loss whose gradient is undefined, which is autograd's zero: whoever computed with it returned None for it."""
+"""A loss whose upstream gradient is undefined, autograd's zero: a caller returned None for its gradient."""
 
 import itertools
 from typing import Any
@@ -105,6 +105,7 @@ def test_of_the_custom_op_of_linear_cross_entropy():
     leaves, wide = leaves_of([(4, 3), (7, 3)]), torch.float64
     (loss,) = of_products_compiled(
         *leaves, ints(7, 4), None, None, None,
-        options=Options(), wanted=(wide, wide, None), chunk_tokens=None, compute_dtype=None, place=Place(), disagreement=None,
+        options=Options(), wanted=(wide, wide, None), chunk_tokens=None,
+        compute_dtype=None, place=Place(), disagreement=None,
     )  # fmt: skip
     assert torch.autograd.grad(Ignore.apply(loss), leaves, allow_unused=True) == (None, None)

@@ -1,4 +1,4 @@
-"""Both losses, whole and by shards, on the vocabularies of real models and at the sizes where blocks and integers end."""
+"""Both losses, whole and sharded, on vocabularies of real models and at the limits of blocks and integers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def cut(V: int, shards: int) -> list[int]:
 
 
 def boundaries(V: int, shards: int) -> Tensor:
-    """The first and the last class of every shard that has any."""
+    """The first and the last class of every shard that has classes."""
     stops = torch.tensor(cut(V, shards)).cumsum(0)
     return torch.cat([torch.tensor([0]), stops - 1, stops]).clamp(max=V - 1).unique()
 
 
 def logits_at_boundaries(V: int, shards: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """bf16 logits, a target at each boundary and the last one ignored, and upstream gradients."""
+    """bf16 logits, a target at each boundary and an ignored target, and upstream gradients."""
     generator = torch.Generator().manual_seed(V)
     target = torch.cat([boundaries(V, shards), torch.tensor([-100])])
     logits = (3 * torch.randn(len(target), V, generator=generator)).bfloat16()

@@ -1,4 +1,4 @@
-"""Gradients of weights that wait: the same bits, no product twice, and nothing of them before they are asked for."""
+"""Deferred weight gradients: the same bits, no product twice, and no work before they are asked for."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Ran(TorchDispatchMode):
 
     @property
     def products(self) -> int:
-        """Of matrices."""
+        """Counts products of matrices."""
         return self.ops["mm"] + self.ops["addmm"]
 
 
-COPIES = ("clone", "copy_")  # what torch does to a gradient that another reference keeps alive
+COPIES = ("clone", "copy_")  # torch's ops on a gradient that a second reference keeps alive
 
 
 def parameters() -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""An op that is done keeps no tensor alive: neither its operands, nor what it gave, whichever path it took."""
+"""A finished op keeps no tensor alive, neither operands nor results, on any path."""
 
 from __future__ import annotations
 

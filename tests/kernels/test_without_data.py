@@ -36,7 +36,7 @@ def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda _, x: x * draw(x.shape, 7, dtype=x.dtype, device=x.device)
 
 
-# What runs, given ids or a key of dropout, and its operands. Of several outputs the first has gradients.
+# The op, given ids or a dropout key, and its operands. The first of several outputs has gradients.
 MORE: dict[str, tuple[Callable[..., Any], Tensor | None, tuple[Tensor, ...]]] = {
     "attention-documents": (
         lambda documents, *heads: kernels.attention(*heads, head_dim=4, documents=documents),
@@ -166,7 +166,7 @@ def test_an_op(name: str, way: str, dtype: torch.dtype) -> None:
 
 
 def ways(way: str) -> tuple[Callable[[Tensor], Tensor], Any]:
-    """How a tensor loses its data, and what is entered while an op runs on such."""
+    """A function that strips a tensor of its data, and the context in which ops run on such tensors."""
     if way == "meta":
         return partial(torch.Tensor.to, device="meta"), nullcontext()
     mode = FakeTensorMode()
@@ -183,7 +183,7 @@ def found(run: Callable[..., Any], ids: Tensor | None, operands: list[Tensor]) -
 
 @pytest.fixture
 def one_of_two() -> Iterator[None]:
-    """This process is the first of two, of which there is no other: what is gathered is left as it is."""
+    """This process is the first of two, and the second does not exist: gathered memory stays as it is."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield

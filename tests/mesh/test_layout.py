@@ -1,4 +1,4 @@
-"""Layouts: which part each rank holds (torch.chunk, nested), how they print, parse and compare, what bad input says."""
+"""Layouts: each rank's part (torch.chunk, nested); printing, parsing and comparing; errors for bad input."""
 
 import enum
 import itertools
@@ -199,7 +199,7 @@ def test_bad_placement_text_says_what_is_wrong(text):
 
 
 class TestPlainArguments:
-    """numpy's and torch's ints are taken, other things refused, and neither is remembered for the other."""
+    """numpy's and torch's integers are accepted; other types are refused, though a cache may find 7.0 equal to 7."""
 
     def test_what_equals_an_int_is_not_kept_in_its_place(self):
         mesh = ProcessMesh.grid(dp=3, tp=5)
@@ -264,7 +264,7 @@ def test_the_shard_order_cannot_be_changed():
 
 
 class TestDimsCountedFromTheEnd:
-    """`Shard(-1)` is the last dim of whatever tensor the layout meets; what has no tensor to count on says so."""
+    """`Shard(-1)` is the last dim of whatever tensor the layout is used with; without a tensor it is an error."""
 
     @pytest.mark.parametrize("shape", [(5,), (4, 6), (2, 3, 7)])
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pictures of layouts: who holds what."""
+"""Pictures of layouts, which show each rank's part."""
 
 import io
 import itertools
@@ -101,7 +101,7 @@ def test_pictures(layout, shape, picture):
 @pytest.mark.parametrize("shape", [(5, 4), (1, 3), (0, 2)])
 @pytest.mark.parametrize("mesh", [SCATTERED, ProcessMesh.grid(dp=2, tp=3)], ids=["arbitrary-ranks", "grid"])
 def test_every_rank_stands_in_the_cell_it_holds_and_in_no_other(mesh, shape):
-    """The labels of a rank's cell cut out of the whole what torch.chunk gives that rank; an addend is one value."""
+    """A cell's labels select torch.chunk's part for its ranks; ranks of an addend share their Partial coordinates."""
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     for layout in every_layout(mesh, 2, partials=(Partial("sum"), Partial("max"))):
         partial = [axis for axis in mesh.axis_names if isinstance(layout[axis], Partial)]

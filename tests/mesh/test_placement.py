@@ -1,4 +1,4 @@
-"""Placements: values that print as they are written, and torch's own taken as ours."""
+"""Placements: values that print as they are written; torch's own placements are accepted."""
 
 import pytest
 import torch.distributed.tensor as torch_tensor

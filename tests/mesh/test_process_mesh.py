@@ -1,4 +1,4 @@
-"""Meshes: their coordinates, the meshes made from them, identity by content, and what bad input says."""
+"""Meshes: coordinates, meshes made from meshes, identity by content, and errors for bad input."""
 
 import itertools
 import math
@@ -77,7 +77,7 @@ def test_select_drops_an_axis_by_int_and_keeps_it_by_slice():
 
 @searched(grids(), st.data())
 def test_meshes_made_from_a_mesh_hold_the_ranks_that_torch_indexes(grid, data):
-    """A chain of views; after each, the mesh is the one made from those ranks: equal, of one hash and one digest."""
+    """A chain of views: after each, the mesh equals a mesh made from the same ranks, in hash and digest, too."""
     mesh = ProcessMesh(grid, ["pp", "dp", "cp", "tp"][: grid.ndim])
     for turn in range(data.draw(st.integers(1, 4))):
         axis = data.draw(st.integers(0, mesh.ndim - 1))
@@ -216,7 +216,7 @@ def test_rename_swaps_names_in_one_call():
 
 
 class TestPaddle62125:
-    """get_mesh_with_dim: a sub-mesh along any axis in one call; a mesh is its content, whatever was made before it."""
+    """get_mesh_with_dim: a sub-mesh along any axis in one call; meshes made before have no influence."""
 
     def test_paddle_62125_get_mesh_with_dim_takes_that_slice(self):
         mesh = ProcessMesh.grid(dp=2, pp=2, tp=2)
@@ -262,7 +262,7 @@ class TestPaddle62125:
 
     @pytest.mark.parametrize("seed", ["0", "1"])
     def test_the_digest_is_the_same_in_every_process(self, seed):
-        """And after other meshes were made, and from one version to the next."""
+        """Also after unrelated meshes were made, and from one version to the next."""
         texts = ["grid(dp=2, tp=4)", "grid(dp=2, tp=4).permute('tp', 'dp')", "([3, 1, 2], ['dp'])"]
         made = f"from weft.mesh import ProcessMesh; ProcessMesh.grid(x=7)\nfor text in {texts}:\n"
         made += "    print(eval('ProcessMesh' + '.' * (text[0] == 'g') + text).digest)"

@@ -1,4 +1,4 @@
-"""`weft train` as it is asked in this process, up to the launch; and small folders of models that it may begin with."""
+"""`weft train` called in this process, up to the launch; and small model folders that runs begin with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(config: ModelConfig, folder: Path, *, tokenizer: Tokenizer | None = Non
 
 
 class Asked:
-    """Calls `weft train`, which starts no process; the runs that it would launch."""
+    """Calls `weft train` without starting processes, and collects the runs that it would launch."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self.runs = capsys, list[Run]()
@@ -61,7 +61,7 @@ class Asked:
 
 
 def options_of(config: ModelConfig) -> list[str]:
-    """A recipe of the config's family, and the file that makes it that config."""
+    """Options for a recipe of the config's family, and a file that sets this config."""
     name = {LlamaConfig: "llama-tiny", QwenConfig: "qwen2-tiny", GPTConfig: "gpt-tiny"}[type(config)]
     Path("model.toml").write_text(
         as_toml(name, replace(recipe(name), model=config, data=replace(recipe(name).data, sequence_length=16)))

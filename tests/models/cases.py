@@ -1,4 +1,4 @@
-"""What the tests of models share: small Llamas, transformers' with the same weights, tokens, a whole tensor."""
+"""Shared by the model tests: small Llamas, transformers' Llama with the same weights, tokens, and gathered tensors."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def make(config, seed=0):
 
 def theirs(model):
     """transformers' Llama with the model's weights, in eager attention."""
-    import transformers  # here, as worker processes load this module too and have no use for it
+    import transformers  # imported here: worker processes load this module, too, and never need transformers
 
     config = transformers.LlamaConfig(**write_config(model), attn_implementation="eager")
     other = transformers.LlamaForCausalLM(config).eval()
@@ -66,12 +66,12 @@ def some_tokens(config, B=2, T=33):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, gathered where it is laid out on a mesh."""
+    """A copy of the global tensor; a DTensor is gathered."""
     return (to_global(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Of a model on one process, by the names of its parameters; all have one."""
+    """The gradients of a model on one process, by parameter name. Fails where a parameter has none."""
     found = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -80,10 +80,12 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def deviation(found: Tensor, truth: Tensor, largest: float, of_model: float) -> float:
-    """How far a gradient, or a part of one, is off: the share of its largest element, which may be `ALLOWED`.
+    """The largest error of a gradient or of a part of a gradient; the tests allow `ALLOWED`.
 
-    Some gradients are 0 but for rounding, as of a bias of all keys, which no softmax sees: a rounding of the model's largest is no
-    deviation. largest, of_model: the largest elements of the whole gradient, and of all.
+    The error is a share of the gradient's largest element. Some gradients are 0 but for rounding, as a key bias's,
+    which the softmax cancels: an error of ROUNDING times the model's largest gradient is always within `ALLOWED`.
+
+    largest: the largest element of the whole gradient. of_model: the largest element of all gradients.
     """
     worst = (found - truth).abs().max().item() if truth.numel() else 0.0
     return worst / (largest + of_model * ROUNDING / ALLOWED)
@@ -97,5 +99,5 @@ def deviations(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, 
 
 
 def gradients_off(found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
-    """Gradients that differ from the truth by more than 1e-5 of its largest element, and a rounding of the model's largest."""
+    """A line for each gradient off by more than 1e-5 of its largest element plus a rounding of the model's."""
     return [f"{name} is off by {off:.1e}" for name, off in deviations(found, truth).items() if not off <= ALLOWED]

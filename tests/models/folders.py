@@ -1,4 +1,4 @@
-"""Random small models of `transformers` of every family, saved in folders: what ours are compared with."""
+"""Random small models of `transformers` of every family, saved in folders to compare Weft's models with."""
 
 import copy
 import functools
@@ -141,7 +141,7 @@ def their_model(kind, names=(), seed=0, **options):
     import transformers  # here, as worker processes load this module too and have no use for it
 
     chosen = functools.reduce(lambda all_, name: {**all_, **OPTIONS[kind][name]}, names, {})
-    given = copy.deepcopy({**BASES[kind], **chosen, **options})  # transformers writes into what it is given
+    given = copy.deepcopy({**BASES[kind], **chosen, **options})  # transformers writes into its argument
     config = getattr(transformers, f"{CLASSES[kind]}Config")(**given, attn_implementation="eager")
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -152,7 +152,7 @@ def their_model(kind, names=(), seed=0, **options):
 
 
 def their_saved(folder: Path):
-    """What transformers reads in a folder, of which it misses nothing and leaves nothing."""
+    """transformers' model of a folder, without missing or unexpected tensors."""
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(

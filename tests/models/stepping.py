@@ -1,4 +1,4 @@
-"""A training step of a parallel model in a test, and what it communicates."""
+"""A training step of a parallel model in a test, with its communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from weft.models.parallel.pipeline.run import Microbatch
 from weft.models.step.communication import Communication
-from weft.models.step.find_gradients import Found, find_gradients
+from weft.models.step.find_gradients import StepResult, find_gradients
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync
 
@@ -24,7 +24,7 @@ def observed_step(
     sync: GradientSync | None = None,
     inputs: dict[str, Any] | None = None,
     **options: Any,
-) -> tuple[Found, Communication]:
+) -> tuple[StepResult, Communication]:
     """`observed_microbatches` of one."""
     microbatch = Microbatch(args=(tokens,), kwargs=inputs or {}, targets=targets)
     return observed_microbatches(model, criterion, [microbatch], sync, **options)
@@ -36,8 +36,8 @@ def observed_microbatches(
     microbatches: list[Microbatch],
     sync: GradientSync | None = None,
     **options: Any,
-) -> tuple[Found, Communication]:
-    """What `find_gradients` finds, and what it issues; that none is hidden is seen below all that could hide one."""
+) -> tuple[StepResult, Communication]:
+    """The results of `find_gradients`, and its communication; also checks, below all layers, that none is hidden."""
     issued: dict[Any, Any] = {}
     with Collectives() as seen, CollectiveCount() as count:
         found = find_gradients(
@@ -45,7 +45,7 @@ def observed_microbatches(
             criterion,
             microbatches,
             GradientSync(model) if sync is None else sync,
-            ended=lambda phase: issued.setdefault(phase, []).extend(count.take_each()),
+            after_phase=lambda phase: issued.setdefault(phase, []).extend(count.take_each()),
             **options,
         )
     communication = Communication.of(issued)

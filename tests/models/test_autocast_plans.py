@@ -1,6 +1,6 @@
-"""Under autocast every family on a mesh errs as on one process, whatever its plan, though activations travel in bfloat16.
+"""Under autocast a family errs as much on a mesh, under any plan, as on one process, with bfloat16 activations.
 
-That they do is in test_least_communication.py.
+test_least_communication.py checks that activations are communicated in bfloat16.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def on_a_mesh(family: str, plan: str) -> Found:
 
 
 def error(found: Found, truth: Found) -> float:
-    """The norm of the error of all gradients: that of a small one alone is chance."""
+    """The norm of the error over all gradients together: the error of a single small gradient is chance."""
     return float(torch.stack([(found[name] - true).norm() for name, true in truth.items() if name != "loss"]).norm())
 
 

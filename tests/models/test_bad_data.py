@@ -1,4 +1,4 @@
-"""Data that nobody promised: what each command says and does."""
+"""Unexpected data: the output and the status of each command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOOD = '{"text": "good"}\n'
 
 
 def weft(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The status of a command, and what it wrote."""
+    """The exit status of a command, and its output to both streams."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert isinstance(end.value.code, int)
@@ -58,7 +58,11 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("latin.txt", "latin.txt is not UTF-8 text (byte 1 of the file); convert it", id="not-utf-8"),
         pytest.param("pictures", "hold no text: 0 empty documents, 1 files that are not UTF-8", id="pictures-alone"),
         pytest.param("empty.jsonl", "hold no text: 3 empty documents, 0 files", id="empty-documents-alone"),
-        pytest.param("no-json.jsonl", "no-json.jsonl: line 2, at byte 17, is not JSON; mend the record, or skip bad records with --skip-bad", id="no-json"),
+        pytest.param(
+            "no-json.jsonl",
+            "no-json.jsonl: line 2, at byte 17, is not JSON; mend the record, or skip bad records with --skip-bad",
+            id="no-json",
+        ),
         pytest.param("deep.jsonl", "deep.jsonl: line 1, at byte 0, is not JSON", id="deep-json"),
         pytest.param("no-field.jsonl", "line 2, at byte 17, has no field 'text'", id="no-field"),
         pytest.param("list.jsonl", "line 1, at byte 0, has no field 'text'", id="no-object"),
@@ -66,8 +70,14 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("null.jsonl", "has no text in its field 'text', but null", id="null"),
         pytest.param("latin.jsonl", "line 2, at byte 17, is not UTF-8 (its byte 11)", id="line-not-utf-8"),
         pytest.param("half.jsonl", "has half a surrogate pair in its field 'text'", id="half-a-character"),
-        pytest.param("table.parquet", "table.parquet has no column 'text'; give one of body, n with --column", id="no-column"),
-        pytest.param("table.parquet --column n", "column 'n' is int64, not text; give another with --column", id="column-of-numbers"),
+        pytest.param(
+            "table.parquet", "table.parquet has no column 'text'; give one of body, n with --column", id="no-column"
+        ),
+        pytest.param(
+            "table.parquet --column n",
+            "column 'n' is int64, not text; give another with --column",
+            id="column-of-numbers",
+        ),
         pytest.param("torn.parquet", "torn.parquet is not a Parquet file: ", id="torn-parquet"),
         pytest.param("good.txt --tokenizer nowhere", "nowhere has no tokenizer.json", id="no-tokenizer"),
         pytest.param("good.txt --end </s>", "but bytes end with 256; give a tokenizer too", id="end-of-bytes"),
@@ -101,8 +111,8 @@ def test_what_is_wrong_in_a_process_of_several_is_the_same_line(capsys: pytest.C
     status, out, err = weft(capsys, *command)
     assert (status, out) == (2, "")
     assert (
-        err
-        == "weft data prepare: no-json.jsonl: line 2, at byte 17, is not JSON; mend the record, or skip bad records with --skip-bad\n"
+        err == "weft data prepare: no-json.jsonl: line 2, at byte 17, is not JSON; "
+        "mend the record, or skip bad records with --skip-bad\n"
     )
 
 
@@ -144,7 +154,7 @@ def test_a_line_of_ten_megabytes_is_a_document(kind: str, capsys: pytest.Capture
     assert (status, out[:26]) == (0, "prepared out: 3 documents,")
     ends = [np.fromfile(file, dtype=np.uint64).tolist() for file in sorted(Path("out").glob("documents-*"))]
     lengths = [int(length) for shard in ends for length in np.diff([0, *shard])]
-    assert len(ends) == 10  # the line lies in all of them, and belongs to the one in which it begins
+    assert len(ends) == 10  # the line extends over all shards, and belongs to the shard in which it begins
     assert lengths == ([5, 10_000_001, 5] if kind == "bytes" else [lengths[0], 2_000_002, lengths[0]])
 
 

@@ -47,7 +47,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, and for each kind a folder of transformers and the checkpoint that it is converted to."""
+    """A text, and for each kind a folder of transformers and the checkpoint converted from it."""
     path = tmp_path_factory.mktemp("begun")
     (path / "text.txt").write_text("what is trained, and what it is compared with; " * 20)
     for name, (kind, options) in KINDS.items():
@@ -64,7 +64,7 @@ def run_of(folder: Path, name: str, axes: dict[str, int], plan: dict[str, Any], 
 
 
 def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
-    """The loss of step 1, what is said of it, and the error that ends it. change: added to the weights on the mesh."""
+    """The loss of step 1, its printed lines, and the error that ends it. change: added to the weights on the mesh."""
     trainer, said = Trainer(run, torch.device("cpu")), list[str]()
     trainer.report.line = said.append  # type: ignore[method-assign]
     if run.resume is not None:
@@ -83,7 +83,7 @@ def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
 
 
 def their_loss(folder: Path, name: str) -> float:
-    """What transformers has for the batch of step 1."""
+    """transformers' loss for the batch of step 1."""
     batches = Batches(find_corpus(folder / "text.txt"), sequence_length=16, batch_size=4, seed=0)
     rows = batches.batch(0, slice(None))
     with torch.no_grad():
@@ -133,14 +133,14 @@ def test_without_the_check_it_is_trained_all_the_same(folder: Path, pool: Pool) 
 @pytest.mark.parametrize("alone", [11.0, 2.0, 1.0, 1e-3, 0.0])
 def test_how_near_the_losses_must_be(alone: float, factor: float, within: bool, dtype: str) -> None:
     """Relative to the loss; a loss below 1 has the rounding of logits, which are not as small."""
-    report = Report(speaks=False)
+    report = Report(enabled=False)
     assert report.check(alone + factor * ROUNDING[dtype] * max(alone, 1.0), alone, 2, dtype) is within
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_not_within(loss: float) -> None:
-    assert not Report(speaks=False).check(loss, 5.0, 2, "float32")
-    assert not Report(speaks=False).check(5.0, loss, 2, "float32")
+    assert not Report(enabled=False).check(loss, 5.0, 2, "float32")
+    assert not Report(enabled=False).check(5.0, loss, 2, "float32")
 
 
 def test_a_folder_in_16_bits_is_trained_in_32(tmp_path: Path, folder: Path, pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of a run's configuration that would stop its training are refused; a clip_norm of 0 clips nothing."""
+"""Config numbers that would break a run's training are refused; a clip_norm of 0 clips nothing."""
 
 from __future__ import annotations
 
@@ -78,18 +78,36 @@ def test_every_accepted_edge_trains(name: str) -> None:
         pytest.param(OptimizerConfig, {"lr": -1e-3}, "optimizer.lr is -0.001; it must be above 0", id="rate-below-0"),
         pytest.param(OptimizerConfig, {"lr": math.nan}, "optimizer.lr is nan; it must be above 0", id="rate-nan"),
         pytest.param(OptimizerConfig, {"lr": math.inf}, "optimizer.lr is inf; it must be above 0", id="rate-inf"),
-        pytest.param(OptimizerConfig, {"beta1": 1.0}, "optimizer.beta1 is 1.0; it must be 0 or more, and below 1", id="beta1"),
-        pytest.param(OptimizerConfig, {"beta2": 1}, "optimizer.beta2 is 1; it must be 0 or more, and below 1", id="beta2"),
-        pytest.param(OptimizerConfig, {"beta2": -0.1}, "optimizer.beta2 is -0.1; it must be 0 or more", id="beta2-below-0"),
-        pytest.param(OptimizerConfig, {"clip_norm": -1}, "optimizer.clip_norm is -1; it must be 0 or more", id="clip-below-0"),
+        pytest.param(
+            OptimizerConfig, {"beta1": 1.0}, "optimizer.beta1 is 1.0; it must be 0 or more, and below 1", id="beta1"
+        ),
+        pytest.param(
+            OptimizerConfig, {"beta2": 1}, "optimizer.beta2 is 1; it must be 0 or more, and below 1", id="beta2"
+        ),
+        pytest.param(
+            OptimizerConfig, {"beta2": -0.1}, "optimizer.beta2 is -0.1; it must be 0 or more", id="beta2-below-0"
+        ),
+        pytest.param(
+            OptimizerConfig, {"clip_norm": -1}, "optimizer.clip_norm is -1; it must be 0 or more", id="clip-below-0"
+        ),
         pytest.param(OptimizerConfig, {"clip_norm": math.nan}, "optimizer.clip_norm is nan; it must", id="clip-nan"),
-        pytest.param(OptimizerConfig, {"weight_decay": math.inf}, "optimizer.weight_decay is inf; it must", id="decay-inf"),
-        pytest.param(OptimizerConfig, {"final_share": math.nan}, "optimizer.final_share is nan; it must", id="share-nan"),
+        pytest.param(
+            OptimizerConfig, {"weight_decay": math.inf}, "optimizer.weight_decay is inf; it must", id="decay-inf"
+        ),
+        pytest.param(
+            OptimizerConfig, {"final_share": math.nan}, "optimizer.final_share is nan; it must", id="share-nan"
+        ),
         pytest.param(OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps is -1; it must", id="warmup"),
         pytest.param(DataConfig, {"batch_size": 0}, "data.batch_size is 0; it must be 1 or more", id="batch"),
-        pytest.param(DataConfig, {"sequence_length": 0}, "data.sequence_length is 0; it must be 1 or more", id="sequence"),
-        pytest.param(TrainConfig, {"model": LLAMA, "timeout": 0}, "train.timeout is 0; it must be above 0", id="timeout"),
-        pytest.param(TrainConfig, {"model": LLAMA, "timeout": math.inf}, "train.timeout is inf; it must", id="timeout-inf"),
+        pytest.param(
+            DataConfig, {"sequence_length": 0}, "data.sequence_length is 0; it must be 1 or more", id="sequence"
+        ),
+        pytest.param(
+            TrainConfig, {"model": LLAMA, "timeout": 0}, "train.timeout is 0; it must be above 0", id="timeout"
+        ),
+        pytest.param(
+            TrainConfig, {"model": LLAMA, "timeout": math.inf}, "train.timeout is inf; it must", id="timeout-inf"
+        ),
         pytest.param(TrainConfig, {"model": LLAMA, "steps": 0}, "train.steps is 0; it must be 1 or more", id="steps"),
     ],
 )  # fmt: skip

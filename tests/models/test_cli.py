@@ -1,4 +1,4 @@
-"""What the `weft` command says for its arguments, in this process."""
+"""The output of the `weft` command for its arguments, in this process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from weft.models.train import explanation
 from weft.models.train.recipes import RECIPES
 from weft.reshard import plan
 
-# Those that have options, as they are typed; `weft data` has commands of its own.
+# Commands with options, as a user types them; `weft data` has subcommands.
 WITH_OPTIONS = [*(name for name in COMMANDS if name != "data"), "data prepare", "data train-tokenizer", "data verify"]
 
 
 class Weft:
-    """Calls `weft`: its exit status, and what it wrote to either stream."""
+    """Calls `weft`; returns its exit status and its output to both streams."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -64,9 +64,8 @@ class TestHelp:
     def test_every_option_is_described_and_every_default_is_a_value_or_words(self, weft: Weft, command: str) -> None:
         _, out, _ = weft(*command.split(), "--help")
         options = re.split(r"^ +(?=--?[a-z])", out[out.index("Exit status") :], flags=re.MULTILINE)[1:]
-        assert len(options) >= {"data verify": 1, "convert": 2}.get(
-            command, 4
-        )  # positional arguments are not among them
+        # Positional arguments do not count.
+        assert len(options) >= {"data verify": 1, "convert": 2}.get(command, 4)
         for option in options:
             described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
             assert described, option
@@ -116,7 +115,7 @@ class TestHelp:
             status, printed, err = weft(*(each for each in arguments if each != ">"))
             if into is not None:
                 Path(into).write_text(printed)
-            if command == "generate":  # there is no such checkpoint here, and nothing else is amiss
+            if command == "generate":  # the folder does not exist here; otherwise the command is right
                 assert "outputs/RUN is not a folder" in err
             elif command == "convert":
                 assert "is neither a checkpoint nor a folder for transformers" in err
@@ -137,7 +136,8 @@ class TestHelp:
         program = """
 import sys
 from weft.models.cli import main
-for arguments in (["--help"], ["train", "--help"], ["explain", "--help"], ["layout", "--help"], ["layout", "dp: S(0)", "--mesh", "dp=2"]):
+HELP = (["--help"], ["train", "--help"], ["explain", "--help"], ["layout", "--help"])
+for arguments in (*HELP, ["layout", "dp: S(0)", "--mesh", "dp=2"]):
     try:
         main(arguments)
     except SystemExit as end:
@@ -178,10 +178,14 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            pytest.param("'dp: S(0)'", "the mesh is missing; give its axes and their sizes, as --mesh dp=2,tp=4", id="no-mesh"),
+            pytest.param(
+                "'dp: S(0)'", "the mesh is missing; give its axes and their sizes, as --mesh dp=2,tp=4", id="no-mesh"
+            ),
             pytest.param("'pp: S(0)' --mesh dp=2", "the mesh has no axis 'pp'; its axes are dp", id="axis"),
             pytest.param("R 'pp: R' --mesh dp=2 --shape 4", "'R' in layout 'R' is not 'axis: placement'", id="no-axis"),
-            pytest.param("R --mesh dp", "'dp' in --mesh 'dp' is not 'axis=size'; write it like --mesh dp=2,tp=4", id="mesh"),
+            pytest.param(
+                "R --mesh dp", "'dp' in --mesh 'dp' is not 'axis=size'; write it like --mesh dp=2,tp=4", id="mesh"
+            ),
             pytest.param("R --mesh dp=two", "'dp=two' in --mesh", id="size"),
             pytest.param("R --mesh dp=0", "axis 'dp' has size 0; a size is an int >= 1", id="no-rank"),
             pytest.param("R --mesh dp=2,dp=2", "axis 'dp' is given twice in --mesh", id="axis-twice"),
@@ -192,9 +196,17 @@ class TestLayout:
             pytest.param("'dp: S(1)' --mesh dp=2 --shape 8", "shards dim 1 of a tensor of shape (8,)", id="dims"),
             pytest.param("'dp: R' --mesh dp=2 --shape 8x6", "--shape '8x6' is not a list of sizes", id="shape"),
             pytest.param("'dp: R' --mesh dp=2 --shape -8,6", "--shape '-8,6' is not a list of sizes", id="below-0"),
-            pytest.param("'dp: R' 'dp: S(0)' --mesh dp=2", "needs the shape of the whole tensor; give it, as --shape 8,6", id="no-shape"),
+            pytest.param(
+                "'dp: R' 'dp: S(0)' --mesh dp=2",
+                "needs the shape of the whole tensor; give it, as --shape 8,6",
+                id="no-shape",
+            ),
             pytest.param("'dp: R' 'dp: S(1)' --mesh dp=2 --shape 8", "shards dim 1", id="dims-of-the-target"),
-            pytest.param("'dp: P' 'dp: P(max)' --mesh dp=2 --shape 8", "goes from P(sum) to P(max); reshard to Replicate() in between", id="reductions"),
+            pytest.param(
+                "'dp: P' 'dp: P(max)' --mesh dp=2 --shape 8",
+                "goes from P(sum) to P(max); reshard to Replicate() in between",
+                id="reductions",
+            ),
             pytest.param(
                 "'dp: R' 'dp: S(0)' --mesh dp=2000 --shape 8",
                 "2,000 ranks, but at most 1,024 can be planned for; give a smaller --mesh",
@@ -257,7 +269,7 @@ main(["layout", "R", "--mesh", "dp=2"])
     ],
 )
 def test_ctrl_c_is_answered_from_the_first_import_on(module: str, interrupt: str, tmp_path: Path) -> None:
-    """What Python itself imports as it starts, and the package, come before; nothing else does."""
+    """Only Python's own startup imports, and the package, come before the handler."""
     program = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whether or not these tests heed it

@@ -1,4 +1,4 @@
-"""What a step communicates, recorded from the model on shapes: any rank of any mesh, in any process."""
+"""A step's communication, recorded from the model on shapes: for any rank of any mesh, in any process."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def test_a_users_own_model_and_criterion_are_recorded_as_they_run(dp: int, tp: i
 
 
 def hidden() -> list[tuple[Counter[str], Counter[str]]]:
-    """Of ops that torch's DTensor redistributes unasked, and of a call of torch.distributed: recorded and issued."""
+    """Communication of ops that torch's DTensor redistributes unasked, and of a direct torch.distributed call.
+
+    Both are recorded, and issued.
+    """
     mesh, results = ProcessMesh.grid(dp=2, tp=2), []
     acts: list[Callable[[Any, Any], Any]] = [
         lambda rows, columns: rows + columns,
@@ -134,7 +137,7 @@ def test_what_others_issue_is_recorded_as_well(pool) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_bytes_are_those_that_a_ring_moves(sequence: bool) -> None:
-    """By hand, for one decoder block on even sizes, float32."""
+    """By hand, for one decoder block on even sizes in float32."""
     blocks = [
         record(
             model := on_meta(replace(CONFIG, num_layers=layers)),
@@ -170,12 +173,12 @@ def test_the_bytes_of_a_reshard_are_those_of_its_plan() -> None:
             assert len(taken) == sum(not isinstance(step, Slice) for step in steps.steps)
 
 
-# Where torch 2.11 lists the ranks of a mesh itself; no others are excused.
+# torch 2.11 lists a mesh's ranks in these functions itself; no other functions are exempt.
 TORCHS_MESH = ("_mesh_layout.py", "_pycute/int_tuple.py") if torch.__version__ < "2.12" else ()
 
 
 def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
-    """Python calls are counted, those of generators among them: whatever lists ranks would show."""
+    """Counts Python calls, generators' too: code that lists ranks would show."""
 
     def calls(dp: int) -> tuple[int, Communication]:
         mesh, model = ProcessMesh.grid(dp=dp, tp=8), on_meta()
@@ -193,7 +196,7 @@ def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
             sys.setprofile(before)
         return counted, found
 
-    calls(4)  # what is imported and cached at first
+    calls(4)  # fills caches and imports
     few, small = calls(8)
     many, large = calls(2048)
     assert many < 1.02 * few

@@ -1,4 +1,4 @@
-"""What a folder says beside the network and its weights is there again behind every door, as transformers reads it."""
+"""A folder's files and fields beside network and weights survive every conversion, as transformers reads them."""
 
 import json
 from pathlib import Path

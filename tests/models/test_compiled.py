@@ -1,4 +1,4 @@
-"""Models under torch.compile: one graph a block, or one in all, with the values that they have without it."""
+"""Models under torch.compile: a graph per block, or a graph for the model, and the values of the uncompiled model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def stepped(
 
 
 def collectives_of(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Counter[str]]:
-    """What it returns, and the collectives that it starts; torch.compile runs under no dispatch mode, which counts elsewhere."""
+    """The result of `run`, and the collectives that it starts, by name.
+
+    Counted by the profiler: torch.compile does not compile under a dispatch mode, which counts in other tests.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         found = run()
     return found, Counter(event.name for event in profile.events() if event.name.startswith("c10d::"))
@@ -92,9 +95,9 @@ def compiles(
     context: Literal["all_gather", "ulysses"] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """Compiled, the model computes what it does otherwise, with as many collectives, and is not compiled again.
+    """The compiled model has the eager model's values and number of collectives, and is not compiled again.
 
-    ranks: those that compile, each for itself, all where None; the others take the same steps without.
+    ranks: which ranks compile, each for itself; all where None. The rest take the same steps uncompiled.
     """
     torch._dynamo.reset()
     counters.clear()
@@ -134,7 +137,7 @@ def on_context(config: ModelConfig, context: Literal["all_gather", "ulysses"], r
 
 
 def compiling(config: ModelConfig, case: object) -> Ranks:
-    """All of four ranks for the plain model; else one, another in another case. To compile is all of the time."""
+    """The ranks that compile: all four for the plain model, else one, chosen by the case, as compiling is slow."""
     return None if config is CONFIG else [number_of(case) % 4]
 
 
@@ -155,7 +158,7 @@ def test_a_model_compiles_to_one_graph(way: str, config: ModelConfig) -> None:
     compiles(way, "aot_eager", config, None, False)
 
 
-@pytest.mark.exhaustive  # a minute of the cores each; its sister is the model on one process
+@pytest.mark.exhaustive  # a minute of all cores each; the sample has the model on one process
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("config", CONFIGS[1:])
 @pytest.mark.parametrize("way", WAYS)
@@ -193,7 +196,7 @@ def packed_rows_on_ranks() -> None:
     packed_rows(ProcessMesh.grid(dp=2, tp=2))
 
 
-@pytest.mark.exhaustive  # its sister is the model whose rows are not packed
+@pytest.mark.exhaustive  # the sample has the model without packed rows
 def test_packed_rows_compile_to_one_graph() -> None:
     packed_rows(None)
 
@@ -227,7 +230,7 @@ def whole_on_context(context: Literal["all_gather", "ulysses"]) -> None:
 
 
 def gradients_where(ranks: Sequence[int], zero: int) -> list[float]:
-    """The gradients' norms and that of all of them, where those ranks compile their blocks and the others do not."""
+    """The norm of each gradient and of all together, where the given ranks compile their blocks and the rest do not."""
     torch._dynamo.reset()
     mesh, model = ProcessMesh.grid(dp=2), Llama(CONFIG)
     initialize(model, seed=0)

@@ -57,7 +57,7 @@ def test_every_option_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_begin_as_options_do_come_back(data: DataConfig, read: DataConfig, tmp_path: Path) -> None:
-    """A run of such a folder can be resumed."""
+    """A run in such a folder can be resumed."""
     file = tmp_path / "run.toml"
     file.write_text(as_toml("llama-tiny", replace(OTHER, data=data)))
     assert parsed([], file) == ("llama-tiny", replace(OTHER, data=read))
@@ -129,7 +129,7 @@ def test_an_option_that_there_is_not(tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    """Those of `weft train` that the documents show."""
+    """The `weft train` commands that the documentation shows."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     shown = (re.findall(r"^(?:weft|\./run) (train\b.*)$", page.read_text(), re.MULTILINE) for page in pages)
     return sorted({command for of_page in shown for command in of_page})

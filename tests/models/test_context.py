@@ -1,4 +1,4 @@
-"""Context parallelism: tokens over "cp", with the loss and the gradients of one process, and the fewest collectives."""
+"""Context parallelism, tokens sharded over "cp": the loss and gradients of one process, by the fewest collectives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(config: LlamaConfig = CONFIG) -> Llama:
 
 
 def batch(length: int, packed: bool = False, rows: int = 3) -> dict[str, Any]:
-    """Tokens and targets [rows, length], a third of the targets ignored; packed: in documents, with positions of their own."""
+    """Tokens and targets [rows, length], a third of the targets ignored. packed: documents with own positions."""
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(0, CONFIG.vocab_size, (rows, length), generator=generator)
     targets = torch.randint(0, CONFIG.vocab_size, (rows, length), generator=generator)
@@ -64,7 +64,7 @@ def stepped(model: Llama, tokens: Tensor, targets: Tensor, **inputs: Any) -> tup
 def on_mesh(
     mesh: dict[str, int], config: LlamaConfig, plan: dict[str, Any], given: dict[str, Any], natural: bool
 ) -> Any:
-    """Loss and gradients; natural: with the tokens distributed as they are read."""
+    """Loss and gradients on a mesh. natural: tokens are distributed in reading order."""
     grid = axes(mesh)
     model = make(config)
     chosen = replace(model.parallel_plan(), **plan)
@@ -91,7 +91,7 @@ def on_mesh(
 def check(
     pool: Any, mesh: dict[str, int], config: LlamaConfig, plan: dict[str, Any], given: Any, natural: bool = False
 ) -> None:
-    """The loss within 1e-6 and each gradient within 1e-5 of its largest element."""
+    """Compares with one process: the loss within 1e-6, each gradient within 1e-5 of its largest element."""
     expected, gradients = stepped(make(config), **given)
     for loss, found in pool.run(on_mesh, mesh, config, plan, given, natural, ranks=axes(mesh).size):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -133,7 +133,7 @@ def test_anchor_28_context_parallel_has_the_loss_and_gradients_of_one_process(
 
 
 def table() -> list[Any]:
-    """Every mesh, kind and sequence on or off that make sense, with each of the options, laid out and natural in turn."""
+    """Every mesh and kind, with sequence parallelism and without, under each option, laid out and natural in turn."""
     tied = {"tie_embeddings": True, "attention_bias": True}
     options = [({}, 16, False, True), (DROPS, 16, True, False), (tied, 13, False, False), ({}, 9, True, True)]
     cases = []
@@ -150,7 +150,7 @@ def table() -> list[Any]:
                     )
                     made = "-".join([name, kind, str(length), *words])
                     cases.append(pytest.param(name, kind, change, plan, length, packed, natural, id=made))
-    for kind in KINDS:  # ranks without tokens, and few of them
+    for kind in KINDS:  # some ranks have no tokens, or few
         few = [pytest.param("cp4", kind, DROPS, {}, n, True, False, id=f"cp4-{kind}-{n}") for n in (1, 3, 5, 6)]
         cases += few
     few_heads = {**DROPS, "num_kv_heads": 1}
@@ -165,7 +165,7 @@ def table() -> list[Any]:
     return cases
 
 
-@pytest.mark.exhaustive  # its sample are the tests named after ANCHORS 28
+@pytest.mark.exhaustive  # the tests of anchor 28 are its sample
 @pytest.mark.parametrize(("mesh", "kind", "change", "plan", "length", "packed", "natural"), table())
 def test_every_mesh_has_the_loss_and_gradients_of_one_process(
     mesh: str, kind: str, change: Any, plan: Any, length: int, packed: bool, natural: bool, pool: Any
@@ -174,7 +174,7 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_process(
 
 
 def scores(cp: int, length: int, natural: bool) -> int:
-    """Score elements that this rank computes in a forward, of one head and row: queries times the keys given with them."""
+    """Attention scores that this rank computes in a forward, for one head and row: its queries times their keys."""
     grid = ProcessMesh.grid(cp=cp)
     model = make(replace(CONFIG, num_layers=1))
     plan = replace(model.parallel_plan(), context="all_gather")
@@ -200,7 +200,7 @@ def scores(cp: int, length: int, natural: bool) -> int:
 
 
 def test_causal_work_is_even_over_the_ranks(pool: Any) -> None:
-    length, cp, run = 32, 4, 4  # two runs of 4 queries a rank: one sees (i + 1) * 4 keys, the other (8 - i) * 4
+    length, cp, run = 32, 4, 4  # a rank has two runs of 4 queries, which see (i + 1) * 4 and (8 - i) * 4 keys
     assert pool.run(scores, cp, length, False, ranks=cp) == [run * run * (2 * cp + 1)] * cp
     assert pool.run(scores, cp, length, True, ranks=cp) == [2 * run * 2 * run * (i + 1) for i in range(cp)]
 
@@ -237,7 +237,7 @@ def test_heads_that_ulysses_cannot_cut_are_refused_with_the_degrees_that_work() 
 
 
 class Wrapper(torch.nn.Module):
-    """A user's module around a model, which hands on what it is given."""
+    """A user's module around a model, which passes its arguments on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches under context parallelism: laid out, put back as they are read, and refused where they do not fit."""
+"""Batches under context parallelism: laid out, put back into reading order, and refused where sizes do not fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_on_one_process_a_batch_is_as_it_was_given() -> None:
 
 
 class Bare(torch.nn.Module):
-    """A user's model that attends and takes tokens alone."""
+    """A user's model with attention, whose forward takes tokens alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_batch_that_does_not_fit_is_named(pool: Any) -> None:
 
 
 def without_positions(kind: str, family: str, packed: bool, compiled: bool = False) -> list[Tensor]:
-    """Logits as the tokens are read, of a batch whose positions the model is not given; then those of tokens as they are read."""
+    """Logits in reading order, without positions given: of the laid-out batch, then of tokens in reading order."""
     grid = ProcessMesh.grid(cp=2)
     model = make() if family == "llama" else small_gpt()
     plan = replace(model.parallel_plan(), context=kind)

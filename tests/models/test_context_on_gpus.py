@@ -32,7 +32,7 @@ def trained(device: str, given: dict[str, Any], kind: str | None = None) -> tupl
 
 
 def on_rank(rank: int, ranks: int, device: str, store: str) -> None:
-    """Both kinds beside one process, each rank with a GPU of its own where `device` is "cuda"."""
+    """Both kinds compared with one process; each rank has its own GPU where `device` is "cuda"."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
@@ -59,6 +59,6 @@ def test_on_every_gpu(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (GPUS, "cuda", str(tmp_path / "store")), nprocs=GPUS)
 
 
-@pytest.mark.exhaustive  # its sisters are on the worker processes of the pool
+@pytest.mark.exhaustive  # the sample uses the pool's worker processes
 def test_what_every_gpu_does_on_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (2, "cpu", str(tmp_path / "store")), nprocs=2)

@@ -1,4 +1,4 @@
-"""What a block of a context-parallel model communicates: how much, how often, and beside what."""
+"""The communication of a context-parallel block: its amount, its number, and the work that it overlaps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made() -> Llama:
 
 
 def taken(seen: Collectives) -> list[tuple[str, int]]:
-    """Kinds of collectives, and the bytes that each brought from other ranks, since the last time."""
+    """Kinds of collectives since the last call, with the bytes that each received from further ranks."""
     found = list(zip(seen.kinds, seen.nbytes, strict=True))
     seen.kinds.clear()
     seen.nbytes.clear()
@@ -59,7 +59,7 @@ def test_a_block_gathers_keys_and_values_once_and_scatters_their_gradients_once(
 
 
 def block_events(family: str, recompute: str) -> tuple[list[str], list[str]]:
-    """What one block starts, computes of its queries, and waits for; in the forward and in the backward."""
+    """A block's starts and waits of collectives, and its work on queries, in forward and in backward."""
     grid = ProcessMesh.grid(cp=2)
     rope: tuple[DTensor, ...] = ()
     model: Any
@@ -107,7 +107,7 @@ def test_queries_are_computed_while_keys_and_values_travel(family: str, recomput
 
 
 def compiled_events(recompute: str) -> list[str]:
-    """What a compiled block starts, multiplies and ends, in a forward and a backward."""
+    """A compiled block's started transfers, products and waits, in a forward and a backward."""
     torch._dynamo.reset()
     grid = ProcessMesh.grid(cp=2)
     model = made()
@@ -138,7 +138,7 @@ def test_queries_are_computed_while_keys_and_values_travel_in_a_compiled_block(r
 def test_a_ulysses_block_exchanges_twice_each_way(cp: int, pool: Any) -> None:
     width = CONFIG.num_heads * CONFIG.head_dim
     kv_width = CONFIG.num_kv_heads * CONFIG.head_dim
-    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but what stays
+    arrives = [2 * 16 * w * 4 // cp * (cp - 1) // cp for w in (width + 2 * kv_width, width)]  # all but this rank's own
     for forward, backward in pool.run(one_block, {"cp": cp}, "ulysses", ranks=cp):
         assert forward == [("all-to-all", nbytes) for nbytes in arrives]
         assert backward == [("all-to-all", nbytes) for nbytes in reversed(arrives)]

@@ -1,4 +1,4 @@
-"""What stands around each document of a prepared folder: as the options say, and as the manifest records."""
+"""Tokens around each document of a prepared folder: by the options, and by the manifest."""
 
 from __future__ import annotations
 
@@ -42,19 +42,37 @@ def documents() -> list[list[int]]:
     return [part.tolist() for part in np.split(tokens, ends.astype(int))[:-1]]
 
 
-# The tokenizer; the options; the names of the tokens before and after each document; and what is said.
+# The tokenizer, the options, the names of the tokens before and after each document, and the message.
 CASES: dict[str, tuple[str, list[str], list[str], list[str], str]] = {
     "bos-by-template": ("byte-level-with-template", [], ["<s>"], ["</s>"], "begins with token 1 and ends with token 2"),
-    "bos-and-eos-by-template": ("byte-level-template-of-both", [], ["<s>"], ["</s>"], "begins with token 1 and ends with token 2"),
+    "bos-and-eos-by-template": (
+        "byte-level-template-of-both",
+        [],
+        ["<s>"],
+        ["</s>"],
+        "begins with token 1 and ends with token 2",
+    ),
     "bos-by-class": ("llama-2", [], ["<s>"], ["</s>"], "begins with token 1 and ends with token 2"),
     "none-by-template": ("byte-level-with-an-ignored-option", [], [], ["</s>"], "ends with token 2"),
     "no-bos": ("byte-level-with-template", ["--no-bos"], [], ["</s>"], "ends with token 2"),
-    "bos-that-a-prompt-has-not": ("byte-level-with-an-ignored-option", ["--bos"], ["<s>"], ["</s>"], "begins with token 1 and ends with token 2"),
+    "bos-that-a-prompt-has-not": (
+        "byte-level-with-an-ignored-option",
+        ["--bos"],
+        ["<s>"],
+        ["</s>"],
+        "begins with token 1 and ends with token 2",
+    ),
     "bos-that-a-prompt-has": ("llama-2", ["--bos"], ["<s>"], ["</s>"], "begins with token 1 and ends with token 2"),
     "no-eos": ("llama-2", ["--no-eos"], ["<s>"], [], "begins with token 1 and has no end"),
     "neither": ("llama-2", ["--no-eos", "--no-bos"], [], [], "has no end"),
     "eos": ("llama-2", ["--eos", "--no-bos"], [], ["</s>"], "ends with token 2"),
-    "another-end": ("llama-2", ["--end", "<|im_end|>"], ["<s>"], ["<|im_end|>"], "begins with token 1 and ends with token 5"),
+    "another-end": (
+        "llama-2",
+        ["--end", "<|im_end|>"],
+        ["<s>"],
+        ["<|im_end|>"],
+        "begins with token 1 and ends with token 5",
+    ),
 }  # fmt: skip
 
 

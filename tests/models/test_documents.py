@@ -1,4 +1,4 @@
-"""Files that a stranger may have written: what is opened, and what is made of JSON."""
+"""Files that a stranger may have written: which files are opened, and how JSON is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tokens are drawn from, and where a text ends: the kept sets and the ends of transformers."""
+"""Sets of tokens to draw from, and ends of texts, are transformers'."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def test_no_token_is_drawn_that_is_not_kept(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("top_p", [0.0, -0.1, 1.5, float("nan")])
 def test_a_top_p_out_of_range_is_named(top_p: float) -> None:
-    with pytest.raises(ValueError, match=r"top_p is .*; it must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"top_p is .*; it must be above 0, and at most 1"):
         generate(make(SMALL), some_tokens(SMALL, 1, 2), max_new_tokens=1, top_p=top_p)
 
 
 @pytest.mark.parametrize("count", [-1, 2**24 + 1, 2**70])
 def test_more_tokens_than_memory_has_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"max_new_tokens is {count}; it must be >= 0, and at most 16,777,216"):
+    with pytest.raises(ValueError, match=f"max_new_tokens is {count}; it must be 0 or more, and at most 16,777,216"):
         stream(make(SMALL), some_tokens(SMALL, 1, 2), max_new_tokens=count)
 
 
 class TestEnds:
-    """Greedily, so that what is drawn is known."""
+    """Greedy generation, whose tokens are known."""
 
     def drawn(self, rows: int = 3) -> tuple[Any, torch.Tensor, torch.Tensor]:
         model, prompts = make(SMALL), some_tokens(SMALL, rows, 5)

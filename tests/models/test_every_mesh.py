@@ -1,9 +1,11 @@
-"""Training as on one process, for every family on every mesh of up to 8 processes, under every plan that fits it.
+"""Training on every mesh of up to 8 processes equals training on one process, for every family and every valid plan.
 
-One table over pp, dp, cp and tp, sequence and context, the levels of sharded optimizers and the schedules: the loss and every gradient,
-and the weights after three steps of AdamW with clipping that bites. A family is one config more, a way to lay out or to recompute one
-value more. The ways to recompute take turns beside stages and sharded optimizers: with a mesh and the rest of a plan each of them is seen
-in one family or another. Some steps are recorded on shapes too, by one of their ranks, and issue what was recorded.
+A table over pp, dp, cp and tp, sequence and context parallelism, the ZeRO levels and the pipeline schedules.
+Compared are the loss, every gradient, and the weights after three AdamW steps whose gradients are clipped. A new
+family adds a config; a new way to lay out or to recompute adds a value to its list.
+
+The kinds of recomputation alternate from case to case: some family has each kind together with any mesh and plan.
+For one plan in `RECORDED`, a rank also records the step on shapes, and must issue the recorded collectives.
 """
 
 from __future__ import annotations
@@ -49,23 +51,24 @@ FAMILIES: dict[str, ModelConfig] = {
 }
 CONTEXTS = ("all_gather", "ulysses")
 RECOMPUTES = ("none", "selective", "full")
-ROWS, LENGTH = 5, 11  # neither is divided by any mesh but one of 1 or 5
+ROWS, LENGTH = 5, 11  # no axis of a mesh divides both, or either unless its size is 1 or 5
 MICROBATCHES = 4  # of three rows each, where there are stages
 KEY = derive_key(3, "dropout", 0)
-RECORDED = 16  # one plan in so many: what is recorded takes longer than what runs
-AT_ONCE = 16  # of the plans of a family on a mesh, in one call of the processes
+RECORDED = 16  # one plan in 16 is recorded: recording takes longer than the step
+AT_ONCE = 16  # plans of a family and mesh in one call of the worker processes
 STEPS = 3
 LR, EPS = 1e-2, 1e-3
-CLIP = 0.1  # of gradients whose norm is above 1
-# AdamW divides each gradient by its size: an update is wrong by at most LR / EPS times what a gradient, no larger than CLIP, is.
+CLIP = 0.1  # the gradients' norms are above 1, so they are clipped
+# AdamW divides each gradient by its size, so an update errs by at most LR / EPS times the error of a gradient, which
+# is at most CLIP.
 DRIFT = STEPS * LR / EPS * ALLOWED * CLIP
 Sizes = tuple[int, int, int, int]  # of pp, dp, cp and tp
-Case = tuple[str, int]  # a family, and the number of one of its plans on a mesh
+Case = tuple[str, int]  # a family, and the number of its plan on a mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one process finds: in the first step, and after all."""
+    """Results of one process: the first step's loss and gradients, and the norms and weights of all steps."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -74,22 +77,25 @@ class Trained:
 
 
 def meshes() -> list[Sizes]:
-    """Those of 2 to 8 processes whose tp divides the heads."""
+    """Meshes of 2 to 8 processes whose tp divides the heads."""
     heads = SIZES["num_heads"]
     each = product(range(1, 9), repeat=4)
     return [(pp, dp, cp, tp) for pp, dp, cp, tp in each if 1 < pp * dp * cp * tp <= 8 and heads % tp == 0]
 
 
 def mesh_of(sizes: Sizes) -> ProcessMesh:
-    """Its axes of one process are named too, but for pp, and beside tp on more than three processes of a stage: of three axes
-    DTensor goes through all placements, thousands, for each sum of two gradients."""
+    """The mesh of these sizes; axes of size 1 are named, too, except pp.
+
+    With tp and more than three processes in a stage, axes of size 1 are left out: on three axes DTensor tries
+    thousands of placement combinations for each sum of two gradients.
+    """
     named = sizes[3] == 1 or math.prod(sizes[1:]) <= 3
     axes = zip(("pp", "dp", "cp", "tp"), sizes, strict=True)
     return ProcessMesh.grid(**{axis: size for axis, size in axes if size > 1 or (named and axis != "pp")})
 
 
 def plans(sizes: Sizes, turn: int) -> list[dict[str, Any]]:
-    """What makes sense on such a mesh, as changes of a model's own plan. turn: of the family."""
+    """The plans that fit a mesh, as changes to a model's own plan. turn: the family's index."""
     pp, dp, cp, tp = sizes
     heads = GATED["num_kv_heads"]
     kinds = [kind for kind in CONTEXTS if kind == "all_gather" or heads % (cp * tp) == 0] if cp > 1 else [None]
@@ -130,7 +136,7 @@ def make(config: ModelConfig) -> Any:
 
 
 class Training:
-    """Steps of a model that is laid out, or on one process."""
+    """Training steps of a model on a mesh or on one process."""
 
     def __init__(self, model: Any, microbatches: int) -> None:
         self.model, self._count = model, microbatches
@@ -147,7 +153,7 @@ class Training:
         return find_gradients(self.model, self.criterion, self.microbatches(step), self.sync)
 
     def update(self) -> float:
-        """From the gradients that are there; their norm."""
+        """Clip the gradients, update the weights, and return the gradients' norm."""
         norm = clip_gradients(self.model, CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -174,7 +180,7 @@ def alone(family: str, layers: int, microbatches: int) -> Trained:
 
 
 def needs(sizes: Sizes, changes: dict[str, Any]) -> tuple[int, int]:
-    """As many layers as there are stages, and 2 at least; and the microbatches."""
+    """The least numbers of layers, at least 2 and one for each stage, and of microbatches."""
     pipeline = changes["pipeline"]
     if pipeline is None:
         return SIZES["num_layers"], 1
@@ -184,7 +190,7 @@ def needs(sizes: Sizes, changes: dict[str, Any]) -> tuple[int, int]:
 def each_case(
     sizes: Sizes, cases: Sequence[Case], truths: dict[tuple[str, int, int], Trained]
 ) -> list[tuple[list[str], set[str], tuple[float, float]]]:
-    """By case what is wrong, the parameters that this rank has, and how far the loss, and a gradient at most, are off."""
+    """For each case: its errors, the parameters on this rank, and the errors of the loss and of the worst gradient."""
     found = []
     for family, number in cases:
         changes = plans(sizes, list(FAMILIES).index(family))[number]
@@ -239,7 +245,7 @@ def one_plan(
 
 
 def beside(found: Any, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """What this rank has of a tensor, and that part of the truth; all of it where a stage has one process."""
+    """This rank's shard of a tensor and of the truth; both whole where a stage has one process."""
     if isinstance(found, DTensor):
         truth = truth[layout_of(found).local_slices(found.shape, dist.get_rank())]
         found = found.to_local()
@@ -252,7 +258,7 @@ QUICK: dict[Sizes, list[Case]] = {(1, 1, 2, 1): [("llama", 0), ("llama", 7)], (1
 
 
 def table() -> Iterator[Any]:
-    """A mesh and cases: all on one mesh in one call, which makes its groups once."""
+    """Entries of a mesh and several cases, so that one call of the worker processes makes the mesh's groups once."""
     for sizes in meshes():
         name = "pp{}-dp{}-cp{}-tp{}".format(*sizes)
         quick = QUICK.get(sizes, [])
@@ -287,12 +293,12 @@ def test_paddlenlp_9412_loss_and_gradients_of_one_process_with_recomputation_and
 
 
 def test_the_table_has_every_kind_of_mesh_and_plan() -> None:
-    """A new axis or option has to be added to it."""
+    """Fails when a mesh axis or a plan option is added and the table lacks it."""
     kinds = {tuple(size > 1 for size in sizes) for sizes in meshes()}
     assert kinds == set(product((False, True), repeat=4)) - {
         (False,) * 4,
         (True,) * 4,
-    }  # which has 16 processes at least
+    }  # a mesh of one process is no mesh; all four axes need 16 processes
     every = [changes for sizes in meshes() for turn in range(len(FAMILIES)) for changes in plans(sizes, turn)]
     for option in ("sequence", "context", "recompute", "zero", "pipeline"):
         assert option in {field.name for field in fields(type(make_model(FAMILIES["llama"]).parallel_plan()))}

@@ -1,4 +1,4 @@
-"""`weft explain`: what training would do on any mesh, without processes."""
+"""`weft explain`: a prediction of training on any mesh, without processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.architecture.rules import ROOT
 
 SIXTEEN_THOUSAND = ("llama3-8b", "--mesh.dp", "256", "--mesh.tp", "8", "--mesh.pp", "8", "--plan.zero", "1")
 TABLE, BLOCK = 257 * 128, 128 * (2 * 128 + 2 * 64 + 3 * 384 + 2)  # parameters of llama-tiny's
-SECONDS = 60  # of one CPU, when others are at work; 6 when none is
+SECONDS = 60  # seconds of a CPU that also runs other programs; 6 when idle
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -27,13 +27,13 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def held(out: str) -> dict[str, int]:
-    """Bytes of the rank, by what they are of."""
+    """Bytes of the rank, by kind."""
     rows = re.findall(r"^  (\S[a-z ]*?) +([\d,]+) bytes +[\d.]+ [MG]iB$", out, re.MULTILINE)
     return {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
 
 
 def test_it_says_what_train_prints_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the README shows it."""
+    """The lines that the README shows."""
     out = explained(capsys, "--mesh.dp", "2", "--mesh.tp", "2")
     readme = (ROOT / "README.md").read_text()
     shown = readme[readme.index("layout of the parameters\n") : readme.index("collectives of step 1, as issued")]

@@ -1,4 +1,4 @@
-"""The model that a run leaves at its end, where one lies already: the one or the other is there, whatever kills the run."""
+"""A run's final model replaces an older one: whatever kills the run, the folder holds the older or the new model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def model_of(value: float) -> torch.nn.Module:
 
 
 def value_in(folder: Path) -> float:
-    """Of the whole model in a folder."""
+    """The value of the whole model in a folder."""
     (value,) = {value for each in from_pretrained(folder).parameters() for value in each.unique().tolist()}
     return value
 
 
 def export(folder: Path, value: float, killed_at: int | None = None) -> int:
-    """Saves a model; is killed before the call of that number by which folders are renamed or removed. How many there were."""
+    """Save a model; returns how often folders were renamed or removed. killed_at: SIGKILL comes before that call."""
     count = 0
     rename, rmtree = Path.rename, shutil.rmtree
 

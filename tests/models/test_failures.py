@@ -1,4 +1,4 @@
-"""What went silently wrong in other libraries' parallel training, each as a test under the number it is known by here."""
+"""Silent errors of other libraries' parallel training: a test each, under the number that the error has here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.reshard import GradientSync, distribute, layout_of, reshard
 from tests.models.cases import make, whole
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 31,  # no tp divides it
+    "vocab_size": 31,  # divided by no tp
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_layers": 1,
@@ -45,7 +45,7 @@ def qwen() -> nn.Module:
 
 
 def randomly_filled(model: nn.Module) -> nn.Module:
-    """Its parameters random, norms and biases too: where a norm's weight is 1 a missing factor may not show."""
+    """Fill all parameters at random, norms and biases too: a missing factor may not show where a norm's weight is 1."""
     for index, parameter in enumerate(model.parameters()):
         nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
     return model
@@ -57,7 +57,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def stepped(model: nn.Module, mesh: ProcessMesh | None = None, **options: float) -> Tensor:
-    """The loss, after backward and synchronization: of one process, or on a mesh."""
+    """The loss on one process or on a mesh, after backward and the synchronization of gradients."""
     if mesh is None:
         loss = cross_entropy(model(batch()[0]), batch()[1], **options)
         loss.backward()
@@ -117,7 +117,7 @@ def test_anchor_22_norms_of_queries_and_keys_get_the_gradients_of_all_heads(tp: 
 
 
 class EachHead(nn.Module):
-    """A norm of each head, by one weight for all."""
+    """A norm of each head, with a weight that all heads share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class EachHead(nn.Module):
 
 
 class Users(nn.Module):
-    """A user's model with parameters that a plan leaves whole and that act on shards: positions, norms, a row layer's bias."""
+    """A user's model whose plan replicates parameters that act on shards: positions, norms, a row layer's bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ PIECES = {"replicated": ("norm", "bias"), "heads": ("q_proj", "k_proj", "v_proj"
 
 
 def norms(mesh: ProcessMesh | None = None) -> dict[str, Tensor]:
-    """The norm of some gradients at a time; `torch`'s of one process where there is no mesh."""
+    """The norm of the gradients, a few at a time. mesh: None takes torch's own norm, on one process."""
     model: Any = qwen()
     if mesh is not None:
         parallelize(model, mesh, replace(model.parallel_plan(), sequence=True))
@@ -225,7 +225,7 @@ def test_anchor_26_gradients_on_several_meshes_are_clipped_by_one_norm(norms_on_
 
 
 def norm_of_two() -> Tensor:
-    """Of a module of two models, each on two of the ranks."""
+    """The gradients' norm of a module of two models, on two of the ranks each."""
     both = nn.ModuleList([make(LLAMA, seed) for seed in (0, 1)])
     meshes = [ProcessMesh.grid(dp=1, tp=2), ProcessMesh.grid(dp=2, first_rank=2)]
     for model, mesh in zip(both, meshes, strict=True):
@@ -244,7 +244,7 @@ def test_anchor_26_models_on_other_ranks_have_one_norm(pool) -> None:
 
 
 def trained(tp: int) -> dict[str, Tensor]:
-    """The weights of a tied model after some steps of AdamW, and those that it began with."""
+    """A tied model's weights after some steps of AdamW, and its weights before."""
     model: Any = make(LLAMA)
     mesh = ProcessMesh.grid(dp=1, tp=tp) if tp > 1 else None
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""Every family on a mesh: the loss and each gradient of one process, and the collectives that its plan says."""
+"""Every family on a mesh: one process's loss and gradients, and the plan's collectives."""
 
 from __future__ import annotations
 

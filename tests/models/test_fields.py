@@ -1,4 +1,4 @@
-"""The fields of config.json: each is read, says nothing about the network, or is an error that names it."""
+"""The fields of config.json: each is read, has no effect on the network, or raises an error naming the field."""
 
 import json
 
@@ -263,7 +263,7 @@ def test_fields_that_are_absent_have_the_values_of_transformers():
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_that_was_saved_without_its_head_is_read_where_that_is_tied(kind, tmp_path):
-    """As the published GPT-2: its tensors are named from within the model."""
+    """Like the published GPT-2, whose tensors are named without the outer model's prefix."""
     theirs = their_model(kind, tie_word_embeddings=True)
     theirs.base_model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"

@@ -1,4 +1,4 @@
-"""`weft train --from FOLDER`: the folder's model is trained, and what contradicts it is refused before a process starts."""
+"""`weft train --from FOLDER` trains the folder's model, and refuses contradicting options before a process starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.asked import GPT2, LLAMA, QWEN, TEXT, Asked, begin, options_of, save
 from tests.models.folders import their_model
-from tests.support.limits import PATIENCE
+from tests.support import preloaded
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     "config", [pytest.param(LLAMA, id="llama"), pytest.param(QWEN, id="qwen"), pytest.param(GPT2, id="gpt")]
 )
 def test_the_model_is_the_folders(config: ModelConfig, converted: bool, asked: Asked) -> None:
-    """Every constant of it, as transformers reads the folder; the training options are those of the recipe that is named."""
+    """The model has every constant as transformers reads the folder; a named recipe gives the training options."""
     save(config, Path("hf"))
     if converted:
         convert(Path("hf"), Path("begin"))
@@ -62,20 +62,71 @@ def test_every_config_that_transformers_writes_is_taken(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        pytest.param(LLAMA, ("--model.rope-theta", "10000"), "--model.rope-theta 10000.0 contradicts rope_theta 500000.0", id="theta"),
-        pytest.param(LLAMA, ("--model.num-heads", "2"), "--model.num-heads 2 contradicts num_heads 4", id="heads-of-one-shape"),
-        pytest.param(LLAMA, ("--model.num-heads", "5"), "--model.num-heads 5 contradicts num_heads 4", id="heads-that-fit-nothing"),
-        pytest.param(LLAMA, ("--model.num-kv-heads=4",), "--model.num-kv-heads 4 contradicts num_kv_heads 2", id="one-word"),
-        pytest.param(LLAMA, ("--model.norm-eps", "1e-6"), "--model.norm-eps 1e-06 contradicts norm_eps 1e-05", id="eps"),
-        pytest.param(LLAMA, ("--model.rope-scaling.factor", "4"), "factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16) contradicts rope_scaling Llama3RopeScaling(factor=8.0", id="scaling"),
-        pytest.param(LLAMA, ("--model.max-seq-len", "32"), "--model.max-seq-len 32 contradicts max_seq_len 64", id="shorter"),
-        pytest.param(LLAMA, ("--model.tie-embeddings",), "--model.tie-embeddings True contradicts tie_embeddings False", id="tied"),
+        pytest.param(
+            LLAMA,
+            ("--model.rope-theta", "10000"),
+            "--model.rope-theta 10000.0 contradicts rope_theta 500000.0",
+            id="theta",
+        ),
+        pytest.param(
+            LLAMA, ("--model.num-heads", "2"), "--model.num-heads 2 contradicts num_heads 4", id="heads-of-one-shape"
+        ),
+        pytest.param(
+            LLAMA,
+            ("--model.num-heads", "5"),
+            "--model.num-heads 5 contradicts num_heads 4",
+            id="heads-that-fit-nothing",
+        ),
+        pytest.param(
+            LLAMA, ("--model.num-kv-heads=4",), "--model.num-kv-heads 4 contradicts num_kv_heads 2", id="one-word"
+        ),
+        pytest.param(
+            LLAMA, ("--model.norm-eps", "1e-6"), "--model.norm-eps 1e-06 contradicts norm_eps 1e-05", id="eps"
+        ),
+        pytest.param(
+            LLAMA,
+            ("--model.rope-scaling.factor", "4"),
+            "factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16) "
+            "contradicts rope_scaling Llama3RopeScaling(factor=8.0",
+            id="scaling",
+        ),
+        pytest.param(
+            LLAMA, ("--model.max-seq-len", "32"), "--model.max-seq-len 32 contradicts max_seq_len 64", id="shorter"
+        ),
+        pytest.param(
+            LLAMA,
+            ("--model.tie-embeddings",),
+            "--model.tie-embeddings True contradicts tie_embeddings False",
+            id="tied",
+        ),
         pytest.param(QWEN, ("--model.version", "3"), "--model.version 3 contradicts version 2", id="version"),
-        pytest.param(QWEN, ("--model.sliding-window", "9"), "--model.sliding-window 9 contradicts sliding_window 8", id="window"),
-        pytest.param(QWEN, ("--model.sliding-layers", "0", "1"), "--model.sliding-layers (0, 1) contradicts sliding_layers (1,)", id="layers"),
-        pytest.param(GPT2, ("--model.activation", "gelu_new"), "--model.activation 'gelu_new' contradicts activation 'gelu'", id="activation"),
-        pytest.param(GPT2, ("--model.max-seq-len", "128"), "--model.max-seq-len 128 contradicts max_seq_len 64", id="longer-table"),
-        pytest.param(GPT2, ("--model.no-scale-attention-by-layer",), "--model.scale-attention-by-layer False contradicts scale_attention_by_layer True", id="scale"),
+        pytest.param(
+            QWEN, ("--model.sliding-window", "9"), "--model.sliding-window 9 contradicts sliding_window 8", id="window"
+        ),
+        pytest.param(
+            QWEN,
+            ("--model.sliding-layers", "0", "1"),
+            "--model.sliding-layers (0, 1) contradicts sliding_layers (1,)",
+            id="layers",
+        ),
+        pytest.param(
+            GPT2,
+            ("--model.activation", "gelu_new"),
+            "--model.activation 'gelu_new' contradicts activation 'gelu'",
+            id="activation",
+        ),
+        pytest.param(
+            GPT2,
+            ("--model.max-seq-len", "128"),
+            "--model.max-seq-len 128 contradicts max_seq_len 64",
+            id="longer-table",
+        ),
+        pytest.param(
+            GPT2,
+            ("--model.no-scale-attention-by-layer",),
+            "--model.scale-attention-by-layer False contradicts scale_attention_by_layer True",
+            id="scale",
+        ),
     ],
 )  # fmt: skip
 def test_an_option_that_contradicts_the_folder_is_refused_with_both_values(
@@ -152,24 +203,24 @@ def test_from_and_a_checkpoint_of_no_run_are_two_beginnings(asked: Asked) -> Non
 
 
 def test_a_first_start_with_resume_begins_with_the_folder(asked: Asked) -> None:
-    """The command that starts a run is the one that restarts it."""
+    """The command that starts a run also restarts the run."""
     save(LLAMA, Path("hf"))
     run = asked("--from", "hf", "--output", "run", "--save-every", "5", "--resume", *TEXT)
     assert (run.origin, run.resume, run.config.model) == (Path("hf"), None, LLAMA)
 
 
 def trained(*arguments: str) -> str:
-    """What a run says, of processes of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "weft.models.cli", "train", *arguments],
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    """The output of `weft train` in processes of its own."""
+    done = preloaded.run((sys.executable, "-m", "weft.models.cli", "train", *arguments))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> None:
-    """Its checkpoints know the model, of which no option says the scaling; a run without checkpoints of its own begins another."""
+    """A run's checkpoints hold the whole model, including the rope scaling, which no option can give.
+
+    `--from run` begins with the newest checkpoint or, without checkpoints, with the run's final model.
+    """
     save(LLAMA, Path("hf"))
     ids = {"bos_token_id": 1, "eos_token_id": [7, 9]}
     Path("hf/config.json").write_text(json.dumps(json.loads(Path("hf/config.json").read_text()) | ids))
@@ -237,7 +288,7 @@ def test_a_text_is_not_trained_as_bytes_where_the_folder_has_another_tokenizer(a
     )
     run = asked("--from", "hf", "--data.path", "prepared-one", "--data.sequence-length", "16")
     assert run.corpus.tokenizer.vocab_size == 270
-    # Written by another program, with other spaces, it is the same tokenizer.
+    # The same tokenizer, as another program with other spaces would write the file.
     tokenizer = json.loads(Path("hf/tokenizer.json").read_text())
     Path("hf/tokenizer.json").write_text(json.dumps({**tokenizer, "padding": None}, indent=1))
     asked("--from", "hf", "--data.path", "prepared-one", "--data.sequence-length", "16")
@@ -278,7 +329,10 @@ import sys
 from weft.models.cli import main
 for arguments in (
     *(["train", "--from", name, "--model.num-heads", "8"] for name in ("llama", "qwen-begin", "gpt")),
-    ["train", "gpt-tiny", "--resume", "llama-begin", "--output", "run", "--data.path", "text.txt", "--data.sequence-length", "16"],
+    [
+        "train", "gpt-tiny", "--resume", "llama-begin", "--output", "run",
+        "--data.path", "text.txt", "--data.sequence-length", "16",
+    ],
 ):
     try:
         main(arguments)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.architecture.rules import ROOT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
 CASES, SEED = 66, 20
 
 
 def test_a_sample_of_damaged_files_ends_in_the_right_answer_or_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a process of its own, as its cases fork: torch's threads do not survive a fork."""
+    """In a fork of a process without threads: the cases fork, and torch's threads do not survive a fork."""
     command = [sys.executable, "-m", "tests.faults.fuzz", "--count", str(CASES), "--seed", str(SEED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = preloaded.run(command, cwd=ROOT, timeout=PATIENCE)
     *findings, counts = done.stdout.splitlines()
     assert not findings, done.stdout
     assert done.returncode == 0, done.stderr

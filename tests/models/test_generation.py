@@ -1,4 +1,4 @@
-"""Generation: greedy as transformers does, drawn by seed and position, on every rank what one device gives."""
+"""Generation: transformers' greedy tokens; drawing by seed and position; on every rank the tokens of one device."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ def test_tokens_are_those_without_a_cache(options):
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 def test_prompts_of_different_lengths_are_each_as_alone(use_cache):
-    """Also where one's context is full, and is read anew, while others' are not."""
+    """Also where the context of a single prompt is full, and is read anew."""
     model = make(dataclasses.replace(SMALL, max_seq_len=16))
     prompts = [some_tokens(SMALL, 1, n)[0] for n in (9, 3, 14, 1, 40)]
     found = generate(model, prompts, max_new_tokens=20, use_cache=use_cache)
@@ -102,7 +102,7 @@ def test_tokens_are_streamed_as_the_model_reads():
 
 
 class Told:
-    """A stream for stdout: what is written, and at each flush how many tokens the model had read by then."""
+    """A stream for stdout that records its text, and at each flush the number of tokens read by the model."""
 
     def __init__(self, read):
         self.read, self.text, self.flushed = read, "", []
@@ -131,7 +131,7 @@ def test_the_command_prints_each_byte_as_it_is_drawn(tmp_path, monkeypatch):
     monkeypatch.undo()
     expected = generate(model, torch.tensor([byte_tokenizer().encode("äb")]), max_new_tokens=3)[0].tolist()
     assert told.text == byte_tokenizer().decode(expected) + "\n"
-    assert told.flushed == [0, 3, 4, 5, 5]  # the prompt, three tokens, and what may have been left of a character
+    assert told.flushed == [0, 3, 4, 5, 5]  # the prompt, three tokens, and the possible rest of a character
 
 
 def test_a_stream_leaves_gradients_as_they_are():
@@ -207,7 +207,7 @@ def test_every_rank_generates_what_one_device_does(pool, text, options):
 
 
 def generate_by_heads(sequence, options):
-    """Of prompts of one length and of several, with and without a cache; and what lies where in a cache."""
+    """Outputs for prompts of equal and of different lengths, with and without a cache; and the cache's layout."""
     mesh = ProcessMesh.grid(tp=2)
     model = make(dataclasses.replace(SMALL, max_seq_len=16))
     parallelize(model, mesh, dataclasses.replace(model.parallel_plan(), sequence=sequence))

@@ -1,4 +1,4 @@
-"""GPT-2: its three dropouts, its positions, its config; against transformers the options stand in test_families.py."""
+"""GPT-2: its three dropouts, positions and config. test_families.py compares its options with transformers."""
 
 import copy
 import dataclasses

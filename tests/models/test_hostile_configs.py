@@ -1,4 +1,4 @@
-"""Configs, checkpoints' records and metrics that a stranger has written, and sizes that nobody has: one line and status 2."""
+"""Hostile configs, checkpoint records and metrics, and absurd sizes: each is refused with one line and status 2."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from weft.models.cli import main
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
-from weft.models.train.checkpoints import describe_run, read_saved
 from weft.models.train.config import DataConfig, MeshConfig
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
+from weft.models.train.saved_run import describe_run, read_saved
 from weft.models.train.toml import LARGEST
 
 from tests.models.metrics import some_metrics
@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def little() -> Iterator[None]:
-    """What a test may take of time and memory."""
+    """Fails where a test takes more than SECONDS of processor time or BYTES of memory."""
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - began < SECONDS
@@ -54,7 +54,7 @@ def little() -> Iterator[None]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `weft train` says that refuses its input: one line."""
+    """The one line with which `weft train` refuses its input."""
     status, out, err = weft(capsys, "train", *arguments, "--print-config")
     assert (status, out) == (2, ""), err
     assert err.endswith("\n")
@@ -121,7 +121,7 @@ WHOLE += ["model.intermediate_size", "model.num_kv_heads", "model.head_dim", "pl
 @pytest.mark.parametrize("value", HUGE, ids=["2^62", "2^70", "10^400"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_number_that_no_run_has(name: str, value: int, little: None, capsys: pytest.CaptureFixture[str]) -> None:
-    if (name, value) == ("seed", 2**62):  # which is one
+    if (name, value) == ("seed", 2**62):  # a valid seed
         return
     table, _, option = name.rpartition(".")
     heading = f"[{table}]\n" if table else ""
@@ -172,7 +172,7 @@ def test_divisors_are_all_numbers_that_divide(number: int) -> None:
 
 @pytest.fixture
 def run() -> dict[str, Any]:
-    """What the checkpoint of step 2 says of the run in the folder `run`."""
+    """The record of a run, from the checkpoint of step 2 in the folder `run`."""
     small = recipe("llama-tiny")
     config = replace(
         small,
@@ -300,7 +300,12 @@ def test_the_config_of_a_strangers_run_names_no_place_to_write(
     line: str, run: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path("run/config.toml")
-    path.write_text(f"{line}\n" + "\n".join(each for each in path.read_text().splitlines() if not each.startswith(("# ", line.partition(" ")[0]))))  # fmt: skip
+    path.write_text(
+        f"{line}\n"
+        + "\n".join(
+            each for each in path.read_text().splitlines() if not each.startswith(("# ", line.partition(" ")[0]))
+        )
+    )  # fmt: skip
     for what in (["--output", "run", "--resume"], ["--resume", "run/checkpoint-2", "--output", "new"]):
         with pytest.raises(SystemExit) as ended:
             main(["train", *what, "--print-config"])

@@ -1,4 +1,4 @@
-"""Prepared data and tokenizers that a stranger has written: what does not fit the files is one line and status 2."""
+"""Hostile prepared data and tokenizers: claims that do not fit the files give one line and status 2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.models.data.tokenizer import byte_tokenizer, find_tokenizer
 from tests.models.test_bad_data import weft
 
 MANIFEST, TOKENS, ENDS = Path("out/manifest.json"), Path("out/tokens-00000.bin"), Path("out/documents-00000.bin")
-COUNT, DOCUMENTS = 1806, 2  # tokens of the two documents below, the ends among them
+COUNT, DOCUMENTS = 1806, 2  # tokens of the two documents below, their ends included
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def signed(content: dict[str, Any]) -> None:
-    """Writes the manifest with the sum that its writer would give it."""
+    """Write the manifest with a valid checksum."""
     content.pop("sha256", None)
     content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     MANIFEST.write_text(json.dumps(content))
@@ -48,7 +48,7 @@ def rewritten(path: Path, content: bytes, number: int) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command says that refuses its input: one line."""
+    """The one line with which a command refuses its input."""
     status, out, err = weft(capsys, *arguments)
     assert (status, out) == (2, "")
     assert err.endswith("\n")
@@ -149,7 +149,16 @@ def test_a_name_of_a_tokenizers_file_stays_in_the_folder(name: str, capsys: pyte
         assert "a plain name within the folder is needed" in refused(capsys, *door)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "tokens-00000.bin", "documents-00000.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "tokens-00000.bin",
+        "documents-00000.bin",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    ],
+)
 @pytest.mark.parametrize("what", ["pipe", "folder", "link to nothing", "nothing", "/dev/zero"])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_no_plain_file_is_not_waited_for(
@@ -183,7 +192,10 @@ def test_what_is_no_plain_file_is_not_waited_for(
 )
 def test_documents_that_do_not_end_one_after_another(ends: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     rewritten(ENDS, np.array(ends, dtype="<u8").tobytes(), 1)
-    said = f"out/{ENDS.name} is not what was prepared: its 2 documents do not end one after another, the last at token {COUNT}"
+    said = (
+        f"out/{ENDS.name} is not what was prepared: "
+        f"its 2 documents do not end one after another, the last at token {COUNT}"
+    )
     assert said in refused(capsys, "data", "verify", "out")
     data = find_data(Path("out"))
     with pytest.raises(ValueError, match="do not end one after another"):
@@ -242,7 +254,9 @@ def test_a_manifest_that_is_no_document(text: str, door: tuple[str, ...], capsys
     assert "out/manifest.json is not a manifest of prepared data: the file " in refused(capsys, *door)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"]
+)
 @pytest.mark.parametrize(
     "content",
     [

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what transformers writes is read, and what is written transformers reads."""
+"""Hugging Face folders: Weft reads transformers' folders, and transformers reads Weft's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What of Hugging Face folders cannot be read or written is told, and nothing is left behind."""
+"""Hugging Face folders that cannot be read or written give an error, and leave nothing behind."""
 
 import json
 from unittest.mock import patch
@@ -100,13 +100,13 @@ def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tmp_path):
     with (
         patch.object(huggingface, "read_slices", side_effect=AssertionError),
         pytest.raises(
-            ValueError, match=r"q_proj has 4 heads of 8, .* over 'tp' of size 8 .*; sizes that work: 1, 2, 4"
+            ValueError, match=r"q_proj has 4 heads of 8 features, .* over 'tp' of size 8 .*; sizes that work: 1, 2, 4"
         ),
     ):
         from_pretrained(tmp_path / "model", ProcessMesh.grid(tp=8))
 
 
-# What cannot be written
+# Models that cannot be written
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""Hugging Face folders on a mesh: each rank reads its parts, and one folder is written."""
+"""Hugging Face folders on a mesh: each rank reads its parts, and together the ranks write a folder."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -20,7 +20,7 @@ from tests.models.test_huggingface import CLOSE
 
 
 def test_each_rank_reads_its_slice_alone(tmp_path):
-    """The slices that ranks of a layout hold, read one by one, are those of the whole tensor; uneven and empty too."""
+    """Reading the slices of a layout's ranks one by one gives the whole tensor's; also uneven and empty slices."""
     model = make(SMALL)
     save_pretrained(model, tmp_path / "model")
     weight = model.embed_tokens.weight.detach()  # 61 rows
@@ -37,7 +37,7 @@ MESH = ProcessMesh.grid(dp=2, tp=2)
 
 
 def lay_out(model, mesh, plan):
-    """Parameters as DTensors on the device they are on: rows over tp, but for one over both axes and one over none."""
+    """Make parameters DTensors on their device: rows over tp, except for one over both axes and one over none."""
     made = {}
     for module in model.modules():
         for name, old in list(module._parameters.items()):

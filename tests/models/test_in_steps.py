@@ -1,4 +1,4 @@
-"""Sequence parallelism whose products travel in steps, where a table says so: the numbers of the pair, and other transfers."""
+"""Sequence parallelism whose collectives overlap with products, where a table says so: same values, other transfers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("reduce-scatter", "all-gather")
 
 
 def table(dp: int, ranks: int, seconds: float) -> dict[Product, Timed]:
-    """A measurement of each product that may travel. seconds: in steps, where the pair took one."""
+    """A measurement of each product that may overlap. seconds: its time in steps; without overlap it takes 1."""
     products: list[tuple[Form, tuple[int, int]]] = [("matmul_reduce_scatter", sizes) for sizes in ROWS]
     products.append(("all_gather_matmul", HEAD))
     found = [Product.of(form, "cpu", torch.float64, ranks, B * T // dp, *sizes) for form, sizes in products]
@@ -45,7 +45,7 @@ def table(dp: int, ranks: int, seconds: float) -> dict[Product, Timed]:
 def step(
     mesh: ProcessMesh, rows: dict[Product, Timed], adapt: tuple[str, ...] = (), compiled: bool = False, **changes: Any
 ) -> tuple[dict[str, Tensor], Counter[str], Counter[str]]:
-    """The loss and each gradient, and what a step issues in forward and in backward. changes: of the plan."""
+    """The loss and the gradients, and the collectives issued in forward and in backward. changes: to the plan."""
     with patch.dict(choice.MEASURED, rows, clear=True):
         model: Any = Llama(CONFIG).double()
         initialize(model, seed=0)
@@ -56,7 +56,8 @@ def step(
         ids = torch.randint(48, (B, T + 1), generator=torch.Generator().manual_seed(0))
         data = Layout(mesh, "dp: S(0)")
         tokens, target = (distribute(each.contiguous(), data) for each in (ids[:, :-1], ids[:, 1:]))
-        with nullcontext() if compiled else CollectiveCount() as count:  # torch compiles nothing under such a mode
+        # Torch compiles nothing under this dispatch mode.
+        with nullcontext() if compiled else CollectiveCount() as count:
             loss = cross_entropy(run(tokens), target)
             forward = count.take() if count else Counter()
             loss.backward()
@@ -69,7 +70,7 @@ Issued = tuple[Counter[str], Counter[str]]
 
 
 def both(dp: int, tp: int) -> tuple[Issued, Issued]:
-    """What the pair issues, and the steps."""
+    """Collectives issued by collective and product in turn, and by the steps that overlap."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     values, *pair = step(mesh, {})
     slower, *issued = step(mesh, table(dp, tp, seconds=2.0))
@@ -94,12 +95,15 @@ def test_what_was_measured_faster_in_steps_travels_so(pool: Pool, dp: int, tp: i
         forward, backward = ({kind: b[kind] - a[kind] for kind in KINDS} for b, a in zip(pair, in_steps, strict=True))
         assert forward == {"reduce-scatter": reductions, "all-gather": gathers}
         assert backward == {"reduce-scatter": gathers, "all-gather": reductions}
-        # A gather's input is gathered again beside the products of its weight's gradient.
+        # An all-gather's input is gathered a second time, beside the product of its weight's gradient.
         assert [each["send"] // (tp - 1) for each in in_steps] == [reductions + gathers, reductions + 2 * gathers]
 
 
 def left_alone() -> list[Issued]:
-    """What steps issue whose products stay as they are, and what the pair does."""
+    """Collectives issued under recomputation with a table, under recomputation without a table, and with adapters.
+
+    Recomputation and adapters rule out steps: the table changes nothing.
+    """
     mesh, rows = ProcessMesh.grid(dp=1, tp=2), table(1, 2, seconds=0.5)
     selective: dict[str, Any] = {"recompute": "selective", "blocks": ("layers.*",)}
     adapted = step(mesh, rows, adapt=("layers.*.self_attn.o_proj", "layers.*.mlp.down_proj"))
@@ -113,7 +117,7 @@ def test_recomputed_blocks_and_adapted_layers_are_as_without_a_table(pool: Pool)
 
 
 def compiled() -> int:
-    """How many transfers between two ranks a compiled step starts; its numbers are checked."""
+    """How many transfers between two ranks a compiled step starts; its values are compared, too."""
     torch._dynamo.reset()
     mesh = ProcessMesh.grid(dp=1, tp=2)
     truth, *_ = step(mesh, {})

@@ -1,4 +1,4 @@
-"""A model that first computes in `torch.inference_mode()` trains after: nothing that is kept from call to call is born there."""
+"""A model first called under `torch.inference_mode()` trains afterwards: no cached tensor was made in that mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone(name: str) -> Gradients:
 
 
 def first_in_inference_mode(name: str, axes: dict[str, int], plan: dict[str, Any]) -> tuple[Gradients, Gradients]:
-    """The gradients of a step after an evaluation, and those of another after both and a sample of tokens."""
+    """Gradients of a step after an evaluation, and of a second step after an evaluation and a sample of tokens."""
     model, mesh = make(name, 2), ProcessMesh.grid(**axes)
     parallelize(model, mesh, replace(model.parallel_plan(), **plan))
     found = []

@@ -1,4 +1,4 @@
-"""Initial values: those of one process on every mesh."""
+"""Initial values on every mesh are one process's."""
 
 import torch
 from torch.distributed.tensor import DTensor

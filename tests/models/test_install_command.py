@@ -1,4 +1,4 @@
-"""What the user types to install a package: for this interpreter, by what there is."""
+"""The command that installs a package for this interpreter, by the tools present."""
 
 from __future__ import annotations
 

@@ -31,12 +31,16 @@ def disk_that_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Killed(BaseException):
-    """As by SIGKILL: nothing is cleaned up."""
+    """Stands for SIGKILL: nothing is cleaned up."""
 
 
 @contextmanager
 def killed(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> Iterator[None]:
-    """What is done in it ends as the next file of such a name after so many is about to get it; it was of another process."""
+    """Raise Killed inside the block when a file is about to be renamed to a name containing `name`.
+
+    after: how many such files are renamed before. The process id is faked, so that leftovers belong to another
+    process.
+    """
     renamed, rename = 0, os.rename
 
     def ending(source: str, target: Path) -> None:
@@ -79,7 +83,7 @@ def test_what_was_interrupted_goes_on_to_the_same_bytes(
 def test_what_was_ended_at_any_file_goes_on_to_the_same_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them is written aside first, and what is left there is not in the way, nor left for good."""
+    """Each file is written under a temporary name; a leftover neither blocks the next preparation nor stays."""
     given = write_jsonl(tmp_path / "in", TEXTS)
     prepare([given], tmp_path / "whole", tokenizer=byte_tokenizer(), part_bytes=300)
     with killed(monkeypatch, name):
@@ -100,7 +104,7 @@ def test_what_others_write_aside_is_theirs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("output", ["in/out", "in/deep/out", "in/../in/out"])
 def test_an_output_within_an_input_is_none(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted, gone on with and called once more, it is what it is elsewhere."""
+    """Interrupted, resumed and called once more, the output equals an output elsewhere."""
     monkeypatch.chdir(tmp_path)
     write_text(Path("in"), TEXTS)
     make = {"tokenizer": byte_tokenizer(), "part_bytes": 200}
@@ -115,11 +119,11 @@ def test_an_output_within_an_input_is_none(output: str, tmp_path: Path, monkeypa
 
 
 class TestRecords:
-    """What says how far a preparation was, with a bit flipped while it is interrupted."""
+    """A preparation is interrupted, and a bit of its progress records is flipped."""
 
     @pytest.fixture(autouse=True)
     def interrupted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two shards are made, of a number that is more."""
+        """Interrupted after two shards, with more to come."""
         monkeypatch.chdir(tmp_path)
         write_jsonl(Path("in"), TEXTS)
         self.prepare(Path("whole"))
@@ -138,7 +142,7 @@ class TestRecords:
 
     @pytest.mark.parametrize("name", ["progress.json", "part-00000.json"])
     def test_any_flipped_bit_changes_nothing_in_the_end(self, name: str, portion: Portion) -> None:
-        """What does not fit is made again."""
+        """Work whose record does not fit is done again."""
         for at in portion.of(range(len(self.whole[name])), every=20):
             self.again()
             content = bytearray(self.whole[name])
@@ -179,7 +183,7 @@ class TestRecords:
             assert contents(Path("out")) == contents(Path("whole"))
 
     def test_a_beginning_that_no_record_tells_is_refused_and_left(self) -> None:
-        """It may be of another preparation, or of another program."""
+        """The files may be another preparation's, or another program's."""
         Path("out/progress.json").write_text("{}")
         for path in Path("out").glob("part-*.json"):
             path.unlink()

@@ -1,4 +1,4 @@
-"""More ranks than key heads: each head lies on several ranks, and the step is that of one process, with no more collectives."""
+"""More ranks than key heads: ranks share heads, and a step equals one process's without further collectives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batch(rows: int = 3, length: int = 10) -> tuple[Tensor, Tensor]:
 
 
 def one_step(dp: int, tp: int, config: LlamaConfig, sequence: bool, length: int) -> dict[str, Any]:
-    """Loss and gradients; what is issued is what one of the ranks recorded."""
+    """Loss and gradients; also checks the collectives issued against the record that one rank made."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     plan = replace(model.parallel_plan(), sequence=sequence)
@@ -82,13 +82,14 @@ EACH += [(2, 4, heads, sequence) for heads in (1, 2) for sequence in (False, Tru
 def test_one_loss_and_gradients_with_as_few_collectives(dp, tp, heads, sequence, pool) -> None:
     config = replace(CONFIG, num_kv_heads=heads)
     dense = make(config)
-    length = 16 if tp == 8 else 10  # tokens that tp 8 does not divide travel otherwise under sequence parallelism
+    # Sequence parallelism communicates tokens in another way where tp 8 does not divide them.
+    length = 16 if tp == 8 else 10
     tokens, target = batch(length=length)
     loss = cross_entropy(dense(tokens), target)
     loss.backward()
     for found in pool.run(one_step, dp, tp, config, sequence, length, ranks=dp * tp):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
-        assert found["local"] == config.head_dim * max(1, heads // tp)  # no head but its own is computed on a rank
+        assert found["local"] == config.head_dim * max(1, heads // tp)  # a rank computes its own heads alone
         assert not gradients_off(found["gradients"], gradients_of(dense))
         if heads < tp:
             assert "dp: R, tp_heads: S(0), tp_copies: R" in found["layouts"]
@@ -176,7 +177,7 @@ def test_positions_documents_and_an_optimizer_of_the_two_meshes(pool) -> None:
 
 
 def attend(heads: int, key_layout: str, query_layout: str) -> str:
-    """What attention says of keys that lie so."""
+    """The layout of attention's output for keys in this layout, or the error."""
     fine = ProcessMesh.grid(tp_heads=2, tp_copies=2)
     generator = torch.Generator().manual_seed(0)  # the same on every rank
     query, key = (torch.randn(2, 6, width, generator=generator) for width in (8 * 4, heads * 4))
@@ -193,10 +194,10 @@ def attend(heads: int, key_layout: str, query_layout: str) -> str:
 def test_attention_takes_keys_of_fewer_heads_where_each_rank_has_those_that_it_reads(pool) -> None:
     both = "tp_heads: S(2), tp_copies: S(2)"
     assert set(pool.run(attend, 2, "tp_heads: S(2)", both)) == {both}
-    assert set(pool.run(attend, 1, "", both)) == {both}  # one head is read by all
-    for found in pool.run(attend, 4, "tp_heads: S(2)", both):  # two heads on a rank, of which each copy reads one
+    assert set(pool.run(attend, 1, "", both)) == {both}  # all ranks read the single head
+    for found in pool.run(attend, 4, "tp_heads: S(2)", both):  # a rank has two heads, and each copy reads one of them
         assert "reshard" in found
-    for found in pool.run(attend, 2, "tp_copies: S(2)", both):  # cut the other way round
+    for found in pool.run(attend, 2, "tp_copies: S(2)", both):  # cut in the opposite order
         assert "reshard" in found or "order" in found
 
 
@@ -216,4 +217,4 @@ def test_degrees_that_do_not_fit_list_those_that_do(heads: int, kv_heads: int, w
     with pytest.raises(ValueError, match=r"degrees that work: 1, 2"):
         check_tensor_parallel(config, ways)
     around = ParallelPlan(tensor={"layers.*.mlp.up_proj": ColwiseParallel(), "lm_head": ColwiseParallel()})
-    assert few_heads(model, resolve(model, around), ways) == {}  # a plan that leaves the heads whole is taken
+    assert few_heads(model, resolve(model, around), ways) == {}  # a plan that keeps the heads whole is accepted

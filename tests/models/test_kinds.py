@@ -1,4 +1,4 @@
-"""Files of every kind: what is a document of each, by whatever name, and what is refused by name."""
+"""Files of every kind: the documents in each, whatever its name, and files refused by name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def write(name: str, content: str | bytes) -> Path:
 
 
 def documents(folder: str | Path = "out") -> list[str]:
-    """Of a prepared folder of bytes."""
+    """The documents of a prepared folder of bytes."""
     found: list[str] = []
     for number in range(len(read_manifest(Path(folder)).shards)):
         tokens = np.fromfile(Path(folder, f"tokens-{number:05}.bin"), dtype=np.uint16)
@@ -161,7 +161,7 @@ def test_a_field_that_is_missing_is_an_error_that_lists_those_there_are(
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_failed_leaves_nothing_that_is_in_the_way(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a part was made already, and where what failed had been interrupted."""
+    """Also where a part was complete, and where the failed preparation had been interrupted."""
     write("a.txt", "good " * 300_000)
     write("b.jsonl", lines("body"))
     command = ["data", "prepare", "a.txt", "b.jsonl", "--output", "deep/out", "--shard-mib", "1", "--workers", workers]
@@ -175,13 +175,21 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("a.jsonl.gz", gzip.compress(b"{}"), "a.jsonl.gz is compressed by gzip, not text in UTF-8; unpack the file first"),
+            (
+                "a.jsonl.gz",
+                gzip.compress(b"{}"),
+                "a.jsonl.gz is compressed by gzip, not text in UTF-8; unpack the file first",
+            ),
             ("a.txt", gzip.compress(b"text"), "a.txt is compressed by gzip"),
             ("a.jsonl", gzip.compress(b"text"), "a.jsonl is compressed by gzip"),
             ("a.bz2", bz2.compress(b"text"), "a.bz2 is compressed by bzip2"),
             ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04", "a.jsonl.zst is compressed by zstd"),
             ("a.data", parquet, "a.data is a Parquet file, not text in UTF-8; name it .parquet"),
-            ("a.txt", "Kette".encode("utf-16"), "a.txt is text in UTF-16 or UTF-32, not text in UTF-8; convert it to UTF-8"),
+            (
+                "a.txt",
+                "Kette".encode("utf-16"),
+                "a.txt is text in UTF-16 or UTF-32, not text in UTF-8; convert it to UTF-8",
+            ),
             ("a.csv", b"\xfe\xff\x00t", "a.csv is text in UTF-16"),
             ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl is text in UTF-16 or UTF-32"),
             ("a", b"text\x00text", "a is binary (byte 4 is 0), not text in UTF-8"),
@@ -189,7 +197,11 @@ class TestRefused:
             ("a.jsonlines", lines, "a.jsonlines holds JSON, and its suffix '.jsonlines' does not say so"),
             ("a.dat", lambda: json.dumps(records()), "a.dat holds JSON"),
             ("a.geojson", '{\n "type": "FeatureCollection"\n}', "a.geojson holds JSON"),
-            ("a.json", '{\n "data": []\n}', "a.json holds no records: neither a list of objects nor an object in each line"),
+            (
+                "a.json",
+                '{\n "data": []\n}',
+                "a.json holds no records: neither a list of objects nor an object in each line",
+            ),
             ("a.json", "[1, 2]", "a.json holds no records"),
             ("a.json", "Call me Ishmael.", "a.json holds no records"),
         ],
@@ -216,8 +228,16 @@ class TestRefused:
         ("name", "content", "message"),
         [
             ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n{"text" "c"}\n', "a.jsonl: line 4, at byte 29, is not JSON"),
-            ("a.jsonl", '{"text": "a"}\n{"text": null}\n', "a.jsonl: line 2, at byte 14, has no text in its field 'text', but null"),
-            ("a.json", '[{"text": "a"}, {"id": 1}]', "a.json: item 2 has no field 'text' (it has id: name one with --field)"),
+            (
+                "a.jsonl",
+                '{"text": "a"}\n{"text": null}\n',
+                "a.jsonl: line 2, at byte 14, has no text in its field 'text', but null",
+            ),
+            (
+                "a.json",
+                '[{"text": "a"}, {"id": 1}]',
+                "a.json: item 2 has no field 'text' (it has id: name one with --field)",
+            ),
             ("a.json", '[{"text": "a"}, 7]', "a.json: item 2 has no field 'text': it is int, not an object"),
             ("a.json", '[{"text": 4}]', "a.json: item 1 has no text in its field 'text', but int"),
             ("a.json", '[{"text": "a"}', "a.json begins as a list of objects, and is not JSON: "),
@@ -286,7 +306,7 @@ class TestFolders:
         assert isinstance(find_data(None), Corpus)
 
     def test_links_to_files_are_followed(self) -> None:
-        """As the cache of Hugging Face has them: names that link to files without a suffix."""
+        """As in Hugging Face's cache, names link to files without a suffix."""
         blob = write("blobs/0a1b2c", lines())
         Path("snapshot").mkdir()
         Path("snapshot/train.jsonl").symlink_to(blob.resolve())
@@ -305,8 +325,8 @@ class TestFolders:
             status, out, _ = weft(capsys, "data", "prepare", "in", "--output", "out", "--workers", "1")
         assert status == 0 and documents() == ["text"]
         assert (
-            "passed over 4 entries: in/gone.txt (a link to nothing), in/more (a link to a folder), in/pipe (a fifo), ..."
-            in out
+            "passed over 4 entries: in/gone.txt (a link to nothing), in/more (a link to a folder), "
+            "in/pipe (a fifo), ..." in out
         )
         assert read_manifest(Path("out")).shards[0].passed[-1] == "in/socket (a socket)"
         assert find_data(Path("in")).passed[:2] == ("in/gone.txt (a link to nothing)", "in/more (a link to a folder)")

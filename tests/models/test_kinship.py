@@ -1,4 +1,4 @@
-"""A folder is labelled with a family where the model's parameters and forward are the family's, and is refused otherwise."""
+"""A folder gets a family's label if the model's parameters and forward are the family's; else saving is refused."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ from tests.models.cases import SMALL, make, some_tokens
 
 
 class Ungated(nn.Module):
-    """Another MLP, whose parameters are among those of a Llama's."""
+    """An MLP whose parameters are a subset of a Llama MLP's."""
 
     def __init__(self, config):
         super().__init__()
@@ -260,7 +260,7 @@ PLANS = {
 
 
 def parallel(axes, plan, kind, folder, compiles):
-    """Of a model laid out and called: its family, and the error of saving a stranger so laid out."""
+    """The family of a model laid out and called on a mesh, and the error of saving a stranger with the same layout."""
     mesh = ProcessMesh.grid(**axes)
     model = make(SMALL)
     if kind == "adapted":

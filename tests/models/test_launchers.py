@@ -1,4 +1,4 @@
-"""What srun and mpirun say of a process, in the words of torchrun."""
+"""The variables that srun and mpirun set for a process, translated to torchrun's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from weft.models.train.recipes import recipe
 from weft.models.train.run import Run
 
 from tests.architecture.rules import ROOT
+from tests.support import preloaded
 from tests.support.limits import PATIENCE
 from tests.support.pool import Pool
 
@@ -132,7 +133,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens at, of those that a job's number stands for."""
+    """A free port, from the range that job numbers map to."""
     for port in range(15000 + os.getpid() % 1000, 30000):
         with socket.socket() as asking:
             if asking.connect_ex(("127.0.0.1", port)):
@@ -141,7 +142,7 @@ def free_port() -> int:
 
 
 def said_to_two(launcher: str) -> list[dict[str, str]]:
-    """What the launcher says to each of two processes on this machine."""
+    """The launcher's variables for each of two processes on this machine."""
     port = free_port()
     if launcher == "srun":
         of_all = {
@@ -155,7 +156,7 @@ def said_to_two(launcher: str) -> list[dict[str, str]]:
 
 
 def joined(said: list[dict[str, str]]) -> tuple[int, str, float]:
-    """The rank and the place on its machine that this process has by these variables, and the sum of both ranks' numbers."""
+    """This process's rank and local rank by the launcher's variables, and the sum of both ranks' numbers."""
     own = said[dist.get_rank()]
     dist.destroy_process_group()  # of the pool
     before = dict(os.environ)
@@ -212,12 +213,28 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
         pytest.param({"MASTER_PORT": "0"}, "MASTER_PORT is 0; a port is 1 to 65535", id="no-port"),
         pytest.param({"MASTER_PORT": "-5"}, "MASTER_PORT is -5; a port is 1 to 65535", id="below-0"),
         pytest.param({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', which is not a number", id="port-in-words"),
-        pytest.param({"MASTER_PORT": None}, "RANK and WORLD_SIZE are set, but MASTER_PORT is not; set it in every process to", id="no-port-at-all"),
-        pytest.param({"MASTER_ADDR": None}, "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to", id="no-address"),
-        pytest.param({"MASTER_ADDR": ""}, "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to", id="empty-address"),
+        pytest.param(
+            {"MASTER_PORT": None},
+            "RANK and WORLD_SIZE are set, but MASTER_PORT is not; set it in every process to",
+            id="no-port-at-all",
+        ),
+        pytest.param(
+            {"MASTER_ADDR": None},
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to",
+            id="no-address",
+        ),
+        pytest.param(
+            {"MASTER_ADDR": ""},
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it in every process to",
+            id="empty-address",
+        ),
         pytest.param({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is not a number", id="size"),
-        pytest.param({"RANK": "zero"}, "RANK is 'zero', which is not a number", id="rank", marks=pytest.mark.exhaustive),
-        pytest.param({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2; ranks are 0 to WORLD_SIZE - 1", id="rank-of-another"),
+        pytest.param(
+            {"RANK": "zero"}, "RANK is 'zero', which is not a number", id="rank", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2; ranks are 0 to WORLD_SIZE - 1", id="rank-of-another"
+        ),
     ],
 )  # fmt: skip
 def test_a_world_that_cannot_meet_is_one_line(
@@ -242,7 +259,7 @@ def test_a_world_that_cannot_meet_is_one_line(
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses on which a process waits for others, as the kernel writes them."""
+    """The addresses on which a process listens, in the kernel's notation."""
     sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
     rows = [
         line.split()
@@ -253,10 +270,10 @@ def listening(pid: int) -> set[str]:
 
 
 def heard_on(folder: str, rank: int) -> None:
-    """Writes what a process of `weft train` listens on, with its group of gloo."""
+    """Write the addresses on which a process of `weft train` listens, with its gloo group."""
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
     dist.barrier()
-    # The name of this machine may lead to the loopback, so the settings are compared, too.
+    # The machine's name may resolve to the loopback anyway, so the settings are compared, too.
     assert [os.environ.get(name) for name in INTERFACES] == ["lo", "lo"]
     Path(f"{folder}/{rank}").write_text("\n".join(listening(os.getpid())))
     dist.barrier()
@@ -268,10 +285,14 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def test_processes_of_its_own_meet_on_the_loopback(tmp_path: Path) -> None:
-    """Whatever the name of the host leads to. In a process of its own: the processes of `launch` inherit the environment of the first call."""
+    """Processes listen on the loopback alone, whatever the host's name resolves to.
+
+    Runs in a process of its own: the processes of `launch` inherit the environment of the first call.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in (*WORLD, *INTERFACES)}
     script = f"from tests.models.test_launchers import launch_listening; launch_listening({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=True, timeout=PATIENCE)
+    done = preloaded.run([sys.executable, "-c", script], env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     heard = [set((tmp_path / str(rank)).read_text().split()) for rank in range(2)]
     assert heard[0] and heard[0] | heard[1] <= LOOPBACK
 

@@ -1,4 +1,4 @@
-"""Collectives and bytes of every family under every plan are the least that is known; `benchmarks/least.py` has the formulas."""
+"""Each family under each plan issues the least known collectives and bytes; formulas are in `benchmarks/least.py`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_least_of_a_block_by_hand() -> None:
 
 
 def test_the_least_of_the_ends_by_hand() -> None:
-    """Of 256 tokens: their rows of the table, 65,536 bytes, are added up over 2 ranks, and 12 bytes a token are gathered."""
+    """For 256 tokens: 2 ranks add up the embedding rows, 65,536 bytes, and gather 12 bytes a token."""
     row = Row(name="tensor", mesh={"tp": 2})
     forward, backward = (least_of_the_ends(FAMILIES["GPT-2"], row, phase) for phase in ("forward", "backward"))
     assert forward == Amount(Counter({"all-reduce": 1, "all-gather": 1}), 65536 + 256 * 12)
@@ -48,7 +48,11 @@ def test_the_least_of_the_ends_by_hand() -> None:
 
 
 def test_the_least_of_gradients_by_hand() -> None:
-    """Under tp alone those of 3 norms of 64, where they meet shards of tokens; adapters' of rank 4 over dp 2, and A of q over tp too."""
+    """Norms under sequence parallelism, and adapters of rank 4 over dp 2 and tp 2.
+
+    Under tp alone only the gradients of the 3 norms, of 64 elements, are reduced: each rank's come from its shard
+    of the tokens. Adapters' gradients are reduced over dp; those of A of q and B of o over tp, too.
+    """
     norms = Row(name="sequence", mesh={"tp": 2}, plan={"sequence": True})
     assert least_of_gradients(FAMILIES["Llama"], norms) == Amount(Counter({"all-reduce": 1}), 3 * 64 * 4)
     adapters = Row(name="adapters", mesh={"dp": 2, "tp": 2}, adapters=4)

@@ -1,4 +1,4 @@
-"""Llama on one device, against transformers' Llama with the same weights; its config; its initial values."""
+"""Llama on one device, against transformers' Llama with the same weights; its config and its initial values."""
 
 import copy
 import dataclasses
@@ -90,7 +90,8 @@ def test_bfloat16_errs_no_more_than_transformers_does():
     truth = model.double()(tokens)
     low, other = copy.deepcopy(model).bfloat16(), theirs(model.float())
     frequencies = other.model.rotary_emb.inv_freq
-    other.bfloat16().model.rotary_emb.inv_freq = frequencies  # in float32, as it is when it loads weights
+    # float32, as transformers keeps them when it loads weights
+    other.bfloat16().model.rotary_emb.inv_freq = frequencies
     error, allowed = ((logits.double() - truth).abs().mean() for logits in (low(tokens), other(tokens).logits))
     assert error <= 1.2 * allowed
 

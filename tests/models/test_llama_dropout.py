@@ -1,4 +1,4 @@
-"""Dropout in Llama: where it stands, what its masks depend on, and recomputation."""
+"""Dropout in Llama: its places, the values that determine masks, and recomputation."""
 
 import dataclasses
 from unittest.mock import patch
@@ -22,7 +22,7 @@ each_dropout = pytest.mark.parametrize("config", [pytest.param(DROPPING, id="str
 
 
 def loss_and_gradients(model, run, key):
-    """Of the sum of squared logits; `run` takes a layer and its arguments."""
+    """The sum of squared logits, and its gradients; `run` takes a layer and its arguments."""
     tokens = some_tokens(SMALL)
     cos, sin = rotary_tables(SMALL.rotary, 64, tokens.device)
     x = model.dropout(model.embed_tokens(tokens), key)
@@ -115,7 +115,7 @@ def test_recomputation_draws_the_same_masks(config):
 
 
 def test_recomputation_draws_the_same_masks_after_other_microbatches():
-    """As pipeline schedules run them: two forwards, then two backwards."""
+    """The order of pipeline schedules: two forwards, then two backwards."""
     model = make(DROPPING)
     expected = [loss_and_gradients(model, lambda f, *a: f(*a), key)[1]() for key in (11, 12)]
     backwards = [loss_and_gradients(model, again, key)[1] for key in (11, 12)]

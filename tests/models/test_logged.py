@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
-from weft.models.train.metrics_file import METRICS, Sum, check_logged, read_logged
+from weft.models.train.metrics_file import METRICS, RunningChecksum, check_logged, read_logged
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 
@@ -20,7 +20,7 @@ from tests.support.sample import Portion
 
 
 def write(folder: Path, steps: range, end: str = "") -> Path:
-    """A file with the lines of these steps, and whatever comes after them."""
+    """A file with the lines of these steps, followed by the given text."""
     lines = [json.dumps(asdict(some_metrics(step=step, loss=float(step)))) + "\n" for step in steps]
     (folder / METRICS).write_text("".join(lines) + end)
     return folder / METRICS
@@ -37,7 +37,7 @@ def test_the_lines_up_to_a_step_are_read_as_they_stand(until: int | None, tmp_pa
 def test_a_run_that_has_written_none_yet_has_none(tmp_path: Path) -> None:
     assert read_logged(tmp_path / METRICS, 3) == []
     assert read_logged(write(tmp_path, range(0)), 3) == []
-    assert read_logged(write(tmp_path, range(4, 6)), 3) == []  # it went on in a folder of its own
+    assert read_logged(write(tmp_path, range(4, 6)), 3) == []  # the run went on in a new folder
 
 
 def test_what_comes_after_the_step_is_not_looked_at(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_lines_that_are_missing_are_told_of(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion: Portion, tmp_path: Path) -> None:
-    """Each bit of the second of three lines, its end too. A file without sums does not tell one number from another."""
+    """Flips each bit of the second of three lines, its end too. Without checksums a changed digit cannot be told."""
     path = write(tmp_path, range(1, 4))
     whole = path.read_bytes()
     first, second, _ = whole.splitlines(keepends=True)
@@ -77,15 +77,15 @@ def test_a_flipped_bit_is_told_of_with_its_line_or_is_in_a_number_of_it(portion:
 
 
 def of_first(path: Path, lines: int) -> dict[str, Any]:
-    """What a checkpoint keeps of the first lines of a file."""
-    total = Sum()
+    """The record that a checkpoint keeps of a file's first lines."""
+    total = RunningChecksum()
     for line in path.read_text().splitlines(keepends=True)[:lines]:
         total.add(line)
     return total.as_json()
 
 
 def test_with_its_sum_each_flipped_bit_is_told(portion: Portion, tmp_path: Path) -> None:
-    """Of the first two lines of three; what comes after them is not looked at."""
+    """Flips bits of the first two of three lines; bytes after them are not checked."""
     path = write(tmp_path, range(1, 4))
     saved, whole = of_first(path, 2), path.read_bytes()
     for bit in portion.of(range(8 * saved["bytes"]), every=8):
@@ -111,7 +111,7 @@ def test_with_its_sum_a_file_that_is_cut_short_is_told(left: int | None, tmp_pat
 
 
 def test_none_of_no_lines_are_missing(tmp_path: Path) -> None:
-    check_logged(tmp_path / METRICS, Sum().as_json())
+    check_logged(tmp_path / METRICS, RunningChecksum().as_json())
 
 
 def test_a_run_that_cannot_go_on_leaves_them_as_they_are(tmp_path: Path) -> None:

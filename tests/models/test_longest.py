@@ -1,4 +1,4 @@
-"""How long a context may be with each kind of rope scaling: what transformers generates, and where a context is halved."""
+"""The longest context under each kind of rope scaling: as transformers generates, and where a context is halved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models.cases import SMALL, make, some_tokens
 from tests.models.folders import their_model
 
 LLAMA3 = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=4)
-# What config.json says, the longest context in tokens, and the scaling of a config of 8 tokens that has it too.
+# By name: the rope scaling in config.json, and the longest context in tokens.
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "none": ({}, 16),
     "linear": ({"rope_type": "linear", "factor": 4.0}, 64),

@@ -70,7 +70,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def adapted_step(config: LlamaConfig, plan: dict[str, Any], after: bool, recorder: int) -> dict[str, Any]:
-    """Loss and gradients, layouts, and what a step issues; the recorder also what it recorded before."""
+    """Loss, gradients, layouts and the communication of a step; the recorder adds the communication it recorded."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
     model, rank = make(config), torch.distributed.get_rank()
     chosen = replace(model.parallel_plan(), **plan)
@@ -134,7 +134,7 @@ def test_adapters_add_nothing_to_a_block_and_reduce_their_own_gradients_alone(se
         for model in (make(), lora(make(), RANK, ALPHA, [*TARGETS, "layers.*.mlp.up_proj"]))
     )
     assert adapted.select(phase="forward") == bare.select(phase="forward")
-    # Backward ends at the first adapters: it brings no gradient to what came before them.
+    # Backward ends at the first adapters: nothing before them needs a gradient.
     entered = Counter({"reduce-scatter": 1} if sequence else {"all-reduce": 1})
     ended = Counter({"all-gather": 1} if sequence else {})
     assert bare.select(phase="backward").counts - adapted.select(phase="backward").counts == entered + ended
@@ -146,7 +146,7 @@ def test_adapters_add_nothing_to_a_block_and_reduce_their_own_gradients_alone(se
     assert received == {
         ("dp",): layers * parts * 4,
         ("dp", "tp"): layers * sums * 4 * 3 // 2,
-    }  # 2 * (n - 1) / n of them
+    }  # 2 * (n - 1) / n of the bytes
     assert found.nbytes < bare.select(phase="gradients").nbytes / 4
 
 
@@ -166,7 +166,7 @@ def test_folded_in_the_model_is_a_plain_one_that_computes_the_same(pool) -> None
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in make().named_parameters()]
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.initial_value("norm.weight") == make().initial_value("norm.weight")
-    lora(model, 1, 1, ["lm_head"])  # it may be given others
+    lora(model, 1, 1, ["lm_head"])  # lm_head may get adapters afterwards
     for weights in pool.run(folded, True):
         for name, weight in stirredly_folded().items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-7, msg=name)
@@ -217,7 +217,7 @@ def test_peft_reads_what_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["tokenizer", "base", "neither"])
 def test_the_tokenizer_is_saved_beside_adapters(given: str, tmp_path: Path) -> None:
-    """The one that is given, or else that of the folder of their model, with all its files."""
+    """A given tokenizer, or else the model folder's, with all its files."""
     import transformers
 
     model = stirred(lora(make(), RANK, ALPHA, TARGETS))

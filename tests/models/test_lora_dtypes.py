@@ -1,4 +1,4 @@
-"""Adapters beside a model of 16 bits: in float32 unless asked, so that small updates move them; under every layout."""
+"""Adapters on a 16-bit model: float32 by default, so that small updates are not rounded away; under every layout."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def adapted(base=torch.bfloat16, **options):
 
 
 def stirred(model):
-    """Adapters that do something: B is 0 at the start."""
+    """Fill the adapters' B, which starts at 0, so that the adapters have an effect."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("lora.B"):
@@ -148,8 +148,8 @@ def rows():
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def trained(model, steps=20):
-    """The loss and the gradients of the first step, and the share of the adapters' numbers that `steps` steps did not move."""
+def trained(model, steps=5):
+    """The loss and gradients of the first step, and the share of adapters' numbers unchanged after `steps` steps."""
     own = adapters(model)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4, weight_decay=0)
     before = {name: local(each).clone() for name, each in own.items()}

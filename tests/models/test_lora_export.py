@@ -1,4 +1,4 @@
-"""A model with adapters, written for those who know none: they are folded into what is written."""
+"""A model with adapters, saved for programs without adapters: the adapters are folded into the saved weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def exported(folder: Path, config: LlamaConfig, axes: dict[str, int], plan: dict[str, Any]) -> None:
-    """The model with its adapters beside its weights, and then, but for stages, with them folded in."""
+    """Save the model with its adapters beside its weights; then, except with stages, with the adapters folded in."""
     model = stirred(lora(make(config), RANK, ALPHA, TARGETS))
     if axes:
         parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), **plan))
@@ -46,7 +46,7 @@ def exported(folder: Path, config: LlamaConfig, axes: dict[str, int], plan: dict
 def test_what_is_exported_has_the_adapters_folded_in_and_the_model_stays_as_it_is(
     change: dict[str, Any], axes: dict[str, int], plan: dict[str, Any], tmp_path: Path, pool
 ) -> None:
-    """The same files, to the bit, as of the model in which they were folded first."""
+    """The files have the same bits as those of a model whose adapters were folded before."""
     config = replace(CONFIG, **change)
     pool.run(exported, tmp_path, config, axes, plan, ranks=math.prod(axes.values()))
     if "pp" in axes:

@@ -1,4 +1,4 @@
-"""adapter_config.json by its known fields: each is read as peft reads it, or is a ValueError that names its value."""
+"""adapter_config.json by its known fields: each is read as peft reads it, or raises a ValueError naming the value."""
 
 import dataclasses
 import json
@@ -98,14 +98,14 @@ def base(tmp_path_factory):
 
 
 def tuned(base, **options):
-    """peft's model with random adapters, of a base that is read anew; None where peft cannot make it so."""
+    """peft's model with random adapters on a base that is read anew; None where peft cannot make the model."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
     given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options}
     try:
         made = peft.get_peft_model(model, peft.LoraConfig(**given)).eval()
-    except Exception:  # it raises whatever the missing data or package of that option raises
+    except Exception:  # the error depends on the option's missing data or package
         return None
     for name, parameter in made.named_parameters():
         if "lora_B" in name:
@@ -191,7 +191,7 @@ def test_a_wider_adapter_without_its_own_alpha_is_refused(tmp_path):
 @pytest.mark.parametrize("alpha", [4, 7.5])
 @pytest.mark.parametrize("target", ["c_fc", "c_proj"])
 def test_pefts_adapters_of_transposed_layers(alpha, target, tmp_path):
-    """fan_in_fan_out says how a layer keeps its weight, whatever it says."""
+    """fan_in_fan_out must not matter: the layer itself says how its weight is stored."""
     for fan in (True, False):
         config = peft.LoraConfig(
             r=2, lora_alpha=alpha, target_modules=[target], fan_in_fan_out=fan, init_lora_weights=False

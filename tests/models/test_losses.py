@@ -16,7 +16,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import forward_backward, parallelize
 from weft.models.losses import LossSum, first_gradient
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.moving.collectives import Waits, measured_by
+from weft.reshard.moving.collectives import WaitTimer, measure_waits
 
 from tests.models.cases import SMALL, gradients_off, make, some_tokens, whole
 from tests.models.stepping import observed_microbatches
@@ -37,7 +37,7 @@ def reshard_if(loss: Tensor) -> Tensor:
 
 
 def a_batch() -> tuple[Tensor, Tensor]:
-    """Targets of which each rank counts another number, one of them a few."""
+    """A batch in which ranks count different numbers of targets, and one rank only a few."""
     tokens = some_tokens(SMALL, 4, 9)
     targets = tokens[:, 1:].clone()
     targets[0, 1:] = targets[1, 3:] = IGNORED
@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, microbatches: in
             assert not gradients_off(found, gradients)
 
 
-class Noted(Waits):
+class Noted(WaitTimer):
     """Says when a collective is waited for."""
 
     def __init__(self, events: list[str]) -> None:
@@ -87,7 +87,7 @@ def events_of_a_step() -> list[str]:
         output.register_hook(lambda grad: events.append("backward"))
         return cross_entropy(output, targets, denominator=denominator)
 
-    with measured_by(Noted(events)):
+    with measure_waits(Noted(events)):
         forward_backward(model, criterion, *a_batch())
     return events
 
@@ -100,11 +100,13 @@ def test_a_rank_goes_back_without_waiting_for_the_others(pool: Pool) -> None:
 
 
 def communication_of_microbatches() -> str:
-    from weft.models.step.forward_backward import divide, weighing
+    from weft.models.step.forward_backward import divide, weight_criterion
 
     model, (tokens, targets) = on_ranks({"dp": 2}), a_batch()
     parts = divide(model, tokens, targets, 2, {})
-    _, communication = observed_microbatches(model, weighing(cross_entropy, parts, targets), parts, GradientSync(model))
+    _, communication = observed_microbatches(
+        model, weight_criterion(cross_entropy, parts, targets), parts, GradientSync(model)
+    )
     return str(communication)
 
 
@@ -114,7 +116,7 @@ def test_the_losses_of_all_microbatches_are_summed_at_once(pool: Pool) -> None:
 
 
 def gradient_of(placement: str) -> tuple[float, float, str]:
-    """Of a scalar of which rank 0 has 3 and rank 1 has 0, or all have 3: its sum, and its first gradient."""
+    """The sum and the first gradient of a scalar loss: 3 on rank 0 and 0 on rank 1, or 3 on both."""
     loss = distribute(torch.tensor(3.0), Layout(ProcessMesh.grid(dp=2), f"dp: {placement}"))
     first = first_gradient(loss)
     return LossSum([loss, loss], torch.device("cpu")).wait().item(), first.to_local().item(), str(first.placements)

@@ -1,4 +1,4 @@
-"""Ranks that meet in a store which an attempt before them has used."""
+"""Ranks that meet in a store used by an earlier attempt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_ranks_that_are_started_again_find_nothing_of_those_before(late: int) ->
         before = [each.result() for each in meeting(store, list(range(RANKS)), threads)]
         before[0].set("address", "where nobody is now")
         begun = meeting(store, [rank for rank in range(RANKS) if rank != late], threads)
-        threading.Event().wait(0.1)  # those that are there have read the name of the attempt before
+        threading.Event().wait(0.1)  # ranks present have read the earlier attempt's name
         again = [each.result() for each in [*begun, *meeting(store, [late], threads)]]
     again[0].set("word", "of one")
     assert all(each.get("word") == b"of one" for each in again)

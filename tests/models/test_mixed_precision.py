@@ -1,4 +1,4 @@
-"""Models in 16 bits: under autocast, with parameters in bfloat16 and float32 gradients, and in float16 with a scaler."""
+"""Models in 16 bits: autocast, bfloat16 parameters with float32 gradients, and float16 with a scaler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def torch_loss(logits: Tensor) -> Tensor:
 
 
 def laid_out(dp: int, tp: int, model: Llama, **plan: Any) -> tuple[Llama, Tensor, Tensor]:
-    """The model on a mesh, and its tokens and targets."""
+    """The model on a mesh, its tokens and its targets."""
     tokens, target = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()
     if dp * tp == 1:
         return model, tokens, target
@@ -69,7 +69,7 @@ def under_autocast(dp: int, tp: int, lower: torch.dtype, fused: bool, plan: dict
 
 @functools.cache
 def of_transformers(lower: torch.dtype | None) -> Found:
-    """Of torch's own ops: under autocast, or in float64."""
+    """Loss and gradients of transformers' model, by torch's ops: under autocast to `lower`, or in float64."""
     model = make(CONFIG)
     other = theirs(model)
     if lower is None:
@@ -82,7 +82,7 @@ def of_transformers(lower: torch.dtype | None) -> Found:
 
 
 def error(found: Found, truth: Found) -> float:
-    """The norm of the error of all gradients: that of a small one alone is chance."""
+    """The norm of the error over all gradients together: the error of a single small gradient is chance."""
     return float(torch.stack([(found[name] - true).norm() for name, true in truth.items() if name != "loss"]).norm())
 
 
@@ -135,7 +135,7 @@ def test_parameters_in_16_bits_get_gradients_in_float32(pool: Any, dtype: torch.
 
 
 def with_masters(dp: int, tp: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
-    """Steps of parameters of that dtype, to which the float32 masters are rounded."""
+    """Steps with parameters in `dtype`, rounded after each step from float32 masters."""
     model, tokens, target = laid_out(dp, tp, make(CONFIG))
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.to(dtype)
@@ -169,7 +169,7 @@ def test_float32_masters_of_bf16_parameters_move_alike_on_a_mesh(pool: Any) -> N
 
 
 def steps_in(dtype: torch.dtype, dp: int, tp: int, asked: torch.dtype | None) -> list[float]:
-    """Losses of a few steps, with a scaler where that is float16. asked: of the gradients; the parameters' where None."""
+    """Losses of five steps, with a scaler in float16. asked: the gradients' dtype; None for the parameters' own."""
     model, tokens, target = laid_out(dp, tp, make(CONFIG).to(dtype))
     for parameter in model.parameters():
         parameter.grad_dtype = asked or dtype
@@ -200,7 +200,7 @@ def test_a_model_in_float16_with_a_scaler_trains_as_one_in_float32(pool: Any) ->
 
 
 def scaled_steps(frozen: bool) -> list[tuple[float, float]]:
-    """Of two steps in float16 the scale afterwards, and how far the parameters moved. In the first, one shard has an inf."""
+    """Two float16 steps, the first with an inf in one shard: the scale after each, and how far parameters moved."""
     model, tokens, target = laid_out(2, 2, make(CONFIG).half())
     model.embed_tokens.requires_grad_(not frozen)
     for parameter in model.parameters():
@@ -212,7 +212,7 @@ def scaled_steps(frozen: bool) -> list[tuple[float, float]]:
         before = [whole(parameter) for parameter in model.parameters()]
         scaler.scale(reshard(cross_entropy(model(tokens), target))).backward()
         sync.wait()
-        if step == 0 and torch.distributed.get_rank() % 2:  # those with one half of the weight
+        if step == 0 and torch.distributed.get_rank() % 2:  # the ranks with one half of the weight
             model.layers[0].mlp.up_proj.weight.grad.to_local()[0, 0] = float("inf")
         scaler.unscale_(optimizer)
         scaler.step(optimizer)

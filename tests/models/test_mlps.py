@@ -1,4 +1,4 @@
-"""MLPs compute together what nobody sees between: a gate and up, on a mesh too, and GPT's activation with the second product."""
+"""MLPs fuse ops whose intermediate nobody observes: gate and up, on a mesh too, and GPT's activation with down."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def found(run: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> list[Te
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each call of the op."""
+    """A list with an entry for each call of kernels.swiglu_linear."""
     calls: list[int] = []
     own = kernels.swiglu_linear
     monkeypatch.setattr(kernels, "swiglu_linear", lambda *tensors: calls.append(1) or own(*tensors))
@@ -61,7 +61,7 @@ def test_it_is_one_op_of_the_same_values_and_gradients(fused: list[int]) -> None
 
 
 class Other(nn.Linear):
-    """As a library puts it in the place of a layer."""
+    """A library's layer in place of the model's."""
 
 
 SEEN: dict[str, Callable[[GatedMLP], Any]] = {
@@ -136,7 +136,7 @@ COLUMNS = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_p
 
 
 def on_a_mesh() -> tuple[list[Tensor], int]:
-    """What two ranks find, and how often they call the op."""
+    """The results on two ranks, and the number of calls of kernels.swiglu_linear."""
     calls, own = [], kernels.swiglu_linear
     kernels.swiglu_linear = lambda *tensors: calls.append(1) or own(*tensors)  # type: ignore[assignment]
     try:

@@ -1,4 +1,4 @@
-"""Numbers that are not finite end a run, and no checkpoint holds them."""
+"""Numbers that are not finite end a run, and no checkpoint saves them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELPS = "A lower --optimizer.lr"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a name that is in what is said of a rank that does not answer: it is not for these to be taken for that."""
+    """The folder's name occurs in the message for a silent rank: errors here must not be taken for that message."""
     folder = tmp_path / "timeout"
     (folder / "run").mkdir(parents=True)
     (folder / "text.txt").write_text("what was saved is whole. " * 40)
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def end_of(folder: Path, after: Callable[[Trainer, int], None] | None = None, **options: Any) -> str:
-    """What is said of a run on two ranks that ends by itself. after: is called after each step, with its number."""
+    """The error of a run on two ranks that ends by itself. after: called after each step, with its number."""
     run = run_in(folder, 2)
     take = Trainer.step
 
@@ -65,7 +65,7 @@ def ended_by_its_rate(folder: Path, options: dict[str, Any]) -> str:
 
 def ended_by_a_norm(folder: Path) -> str:
     def far(trainer: Trainer, step: int) -> None:
-        if step == 3:  # its loss is 1e25 or so, and the square of a gradient no float32
+        if step == 3:  # the loss is about 1e25, and a squared gradient overflows float32
             with torch.no_grad():
                 trainer.model.norm.weight.fill_(1e25)  # type: ignore[union-attr]
 
@@ -107,7 +107,7 @@ def test_what_is_being_written_is_waited_for_and_named(folder: Path, pool: Pool)
     assert newest_complete(folder / "run") == (folder / "run/checkpoint-2", [])
 
 
-@pytest.mark.exhaustive  # its sisters are those above
+@pytest.mark.exhaustive  # the sample has the cases above
 def test_the_command_says_so_in_a_line(folder: Path) -> None:
     rate = ("--optimizer.lr", "1e38", "--optimizer.weight-decay", "1e3", "--optimizer.warmup-steps", "0")
     mesh = ("--mesh.dp", "2", "--mesh.tp", "1", "--model.num-layers", "1")

@@ -1,4 +1,4 @@
-"""A field of config.json that is null, or 0, is what transformers makes of it, or a ValueError that names it."""
+"""A null or 0 in config.json has transformers' meaning, or raises a ValueError that names the field."""
 
 import json
 
@@ -10,7 +10,7 @@ from weft.models.rope import compute_rotary_frequencies
 
 from tests.models.folders import BASES, CLASSES, LLAMA3, close, their_model, tokens_for
 
-# What a rotary family's settings may be.
+# Possible settings of a rotary family.
 ROPES = {
     "llama3": {"rope_type": "llama3", "factor": 4.0, **LLAMA3},
     "yarn": {
@@ -38,13 +38,13 @@ def read(config):
 
 
 def their_logits(folder, tokens):
-    """transformers' of a folder; None where it cannot make or call such a model."""
+    """The logits of transformers for a folder; None where transformers cannot make or call the model."""
     import transformers
 
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         return model(tokens).logits
-    except Exception:  # it raises whatever its arithmetic with None raises
+    except Exception:  # the error is any that arithmetic with None raises
         return None
 
 
@@ -56,7 +56,7 @@ def test_every_field_is_as_in_transformers_or_refused_by_name(kind, value, tmp_p
     path, tokens = tmp_path / "model/config.json", tokens_for(theirs)
     whole = json.loads(path.read_text())
     ours = FAMILIES[kind].weights._FIELDS[kind] if kind.startswith("qwen") else FAMILIES[kind].weights.FIELDS
-    fields = [*ours.names, *ours.fixed, *ours.elsewhere, *ours.meaningless, "bos_token_id", "is_decoder"]
+    fields = [*ours.names, *ours.fixed, *ours.read_by_family, *ours.ignored, "bos_token_id", "is_decoder"]
     for name in portion.of(fields, every=3):
         path.write_text(json.dumps({**whole, name: value}))
         try:

@@ -1,4 +1,4 @@
-"""The models compute with Weft's ops and nothing else: what torch's dispatcher sees of a step comes from inside of one."""
+"""Models compute with Weft's ops alone: besides, torch's dispatcher sees only the few ops listed here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS = {
 
 
 class Outside(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The names of the ops that no function of weft.kernels asked for."""
+    """Records the names of ops that no function of weft.kernels called."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class Outside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-# By torch's own names, and why they are there.
+# The allowed ops by torch's names, with the reason for each.
 FORWARD = {"slice": "rope's tables of as many tokens as there are", "arange": "the positions of a GPT"}
 BACKWARD = {
     "ones_like": "the gradient of the loss",
@@ -71,7 +71,7 @@ WITH_DROPPED_WEIGHTS = dict.fromkeys(
 
 
 def outside(config: ModelConfig) -> tuple[set[str], set[str]]:
-    """The ops of a step that come from outside, in forward and in backward."""
+    """The names of a step's ops outside weft.kernels, in forward and in backward."""
     model = make_model(config)
     initialize(model, seed=0)
     tokens = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(0))

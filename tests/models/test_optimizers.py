@@ -1,4 +1,4 @@
-"""The optimizers by name, what of a model decays, and the learning rate over the steps."""
+"""The optimizers by name, the parameters that decay, and the learning rate over the steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from weft.models import (
     save_checkpoint,
 )
 from weft.models.train.config import NOT_ELEMENTWISE, OPTIMIZERS, OptimizerConfig
-from weft.models.train.optimizer import learning_rate, make_optimizer
+from weft.models.train.learning_rate import learning_rate
+from weft.models.train.optimizer import make_optimizer
 from weft.reshard import distribute, layout_of, to_global
 
 from tests.models.cases import SMALL, some_tokens
@@ -38,11 +39,15 @@ ONE_LAYER = {"vocab_size": 7, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
     ("options", "expected"),
     [
         pytest.param({"schedule": "constant"}, [0.5, 1.0, *[1.0] * 8], id="constant"),
-        pytest.param({"schedule": "linear"}, [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125], id="linear"),
+        pytest.param(
+            {"schedule": "linear"}, [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125], id="linear"
+        ),
         pytest.param({"schedule": "wsd"}, [0.5, *[1.0] * 8, 0.55], id="wsd-a-fifth"),
         pytest.param({"schedule": "wsd", "decay_steps": 4}, [0.5, *[1.0] * 6, 0.775, 0.55, 0.325], id="wsd-four"),
         pytest.param({"schedule": "wsd", "decay_steps": 0}, [0.5, *[1.0] * 9], id="wsd-none"),
-        pytest.param({"schedule": "linear", "final_share": 0.0, "warmup_steps": 0}, [1 - i / 10 for i in range(10)], id="to-zero"),
+        pytest.param(
+            {"schedule": "linear", "final_share": 0.0, "warmup_steps": 0}, [1 - i / 10 for i in range(10)], id="to-zero"
+        ),
     ],
 )  # fmt: skip
 def test_the_rate_over_ten_steps(options: dict[str, object], expected: list[float]) -> None:
@@ -80,7 +85,7 @@ def stepped(name: str, mesh: ProcessMesh | None, zero: int = 0) -> list[Tensor]:
 
 
 def differences(names: list[str], zero: int) -> list[float]:
-    """By how much each differs at most from the updates of one process, beside how far those went."""
+    """By optimizer, the largest distance from one process's weights, relative to the length of the update."""
     mesh = ProcessMesh.grid(dp=2, tp=2)
     initial = Llama(SMALL)
     initialize(initial, seed=0)
@@ -92,7 +97,7 @@ def differences(names: list[str], zero: int) -> list[float]:
 
 
 def with_others(*few: str) -> list[Any]:
-    """These optimizers, and in a second case all others."""
+    """Two cases: the named optimizers, and all the rest."""
     others = [name for name in OPTIMIZERS if name not in few]
     return [pytest.param(list(few), id="-".join(few)), pytest.param(others, id="others", marks=pytest.mark.exhaustive)]
 
@@ -123,7 +128,7 @@ def small(mesh: ProcessMesh | None = None, zero: int = 0) -> nn.Module:
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
-    """The weights after steps with gradients that are the same on every mesh."""
+    """The weights after steps with gradients that are equal on every mesh."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -139,7 +144,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def saved_and_read(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By optimizer, the weights after three steps: of the whole model, on shards, and from what was saved after the second."""
+    """By optimizer, weights after three steps: whole, on shards, and resumed on both from a save after two steps."""
     mesh, found = ProcessMesh.grid(dp=2), {}
     for number, name in enumerate(names):
         config = OptimizerConfig(name=name, lr=1e-2)
@@ -170,7 +175,7 @@ def test_the_state_of_every_optimizer_is_saved_and_read(names: list[str], tmp_pa
 
 
 def decayed(axes: dict[str, int] | None) -> dict[str, float]:
-    """By parameter, how much of it is left after a step without gradients to speak of."""
+    """By parameter, the share that is left after a step of weight decay with zero gradients."""
     model = GPT(GPTConfig(**ONE_LAYER))
     if axes is not None:
         parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), zero=1))

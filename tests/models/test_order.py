@@ -1,4 +1,4 @@
-"""The order of samples: a permutation by a key, the turns of a mixture, and batches that no mesh, rank or restart changes."""
+"""The order of samples: a keyed permutation, a mixture's turns, and batches independent of mesh, rank and restart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_permutation_takes_every_place_once(counts: range | list[int]) -> None
 
 
 def test_a_permutation_leaves_no_order_and_each_key_has_its_own() -> None:
-    """Of 4,000 places: neighbours, and the same place under two keys, are as far apart as chance has it, a third."""
+    """Neighbours, and a place under two keys, are on average a third of the 4,000 places apart, as by chance."""
     count = 4000
     one, two = (
         np.array([permute(place, count, derive_key(0, "order", n)) for place in range(count)]) for n in range(2)
@@ -64,7 +64,7 @@ def test_of_any_number_of_samples_each_source_has_its_share_rounded(weights: lis
     taken = Counter[int]()
     for sample in range(700):
         source, number = turns(sample)
-        assert number == taken[source]  # its own samples are numbered one after another
+        assert number == taken[source]  # each source's samples are numbered in turn
         taken[source] += 1
         for each, share in enumerate(shares):
             assert abs(taken[each] - share * (sample + 1)) < 1
@@ -86,7 +86,7 @@ def disk_that_needs_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def books(tmp_path: Path) -> Path:
-    """130 documents of 5 to 40 letters, each of its own."""
+    """130 documents, each a letter repeated 5 to 40 times."""
     for number in range(130):
         folder = tmp_path / "books" / f"{number % 3}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ MESHES = [
 def test_anchor_32_paddlenlp_9412_data_is_in_one_order_on_every_mesh_and_each_rank_reads_its_own_alone(
     data: Data, mesh: dict[str, int], microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of each rank as the trainer asks for them, each rank and each step with a reader of its own: as after a restart."""
+    """Rows as the trainer requests them, with a new reader for each rank and step, as after a restart."""
     whole = batches(data)
     rows = BATCH // microbatches
     layout = Layout(ProcessMesh.grid(**mesh), {"dp": Shard(0)} if "dp" in mesh else {})
@@ -155,7 +155,7 @@ def test_anchor_32_paddlenlp_9412_data_is_in_one_order_on_every_mesh_and_each_ra
                 assert len(read) == part.stop - part.start
                 assert all(stop - start == T + 1 for start, stop in read)
                 found.setdefault(part.start, mine)
-                assert torch.equal(found[part.start], mine)  # those along cp and tp
+                assert torch.equal(found[part.start], mine)  # ranks along cp and tp read the same rows
             laid = torch.cat([found[start] for start in sorted(found)])
             assert torch.equal(laid, expected[number * rows : (number + 1) * rows])
 
@@ -201,7 +201,7 @@ def test_documents_that_are_held_out_are_held_out_whole(books: Path, length: int
 
 
 def test_a_packed_row_says_where_documents_begin(prepared: Path) -> None:
-    """Told from the ends that stand in the tokens."""
+    """The starts follow from the end tokens in the row."""
     made = Batches(find_data(prepared), sequence_length=64, batch_size=BATCH, seed=1, packed=True)
     rows = made.batch(0, slice(None))
     assert rows.positions is not None and rows.documents is not None

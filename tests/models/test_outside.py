@@ -1,4 +1,4 @@
-"""`weft train --model MODULE:CLASS`: a model from outside, its config by options, its parameters counted in the model."""
+"""`weft train --model MODULE:CLASS`: a user's model, configured by options; its parameters are counted in the model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class Bigram(torch.nn.Module):
 
     def parallel_plan(self):
         styles = {"embed_tokens": VocabParallel(), "mlp.down_proj": RowwiseParallel()}
-        return ParallelPlan(tensor=styles | dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "lm_head"), ColwiseParallel()))
+        columns = ("mlp.gate_proj", "mlp.up_proj", "lm_head")
+        return ParallelPlan(tensor=styles | dict.fromkeys(columns, ColwiseParallel()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ ROTARY = (*SIZES, "--model.intermediate-size", "48")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the module and a text are, from which modules of others are not seen."""
+    """The working folder, with the user's module and a text. The tests' own folder is not on sys.path."""
     (tmp_path / "my_models.py").write_text(MODULE)
     (tmp_path / "text.txt").write_text("a model of one's own, and what it is trained on; " * 40)
     monkeypatch.chdir(tmp_path)
@@ -181,12 +182,13 @@ def test_parameters_are_counted_in_the_model(
     out = capsys.readouterr().out
     assert out.startswith(f"{name}: ") and f" {words}, on text.txt" in out
     if name == "Thin":
-        assert config.model.num_parameters - sum(shapes.values()) == 2 * 3 * 32 * 24  # what would be inherited
+        # An inherited num_parameters would count these, too.
+        assert config.model.num_parameters - sum(shapes.values()) == 2 * 3 * 32 * 24
 
 
 @pytest.mark.exhaustive
 def test_a_run_of_a_model_from_outside(folder: Path) -> None:
-    """On processes of its own, which import the module too; it is saved as a checkpoint, goes on, and another begins with it."""
+    """In processes of its own, which import the module, too: trained, saved, resumed, and begun from."""
     elsewhere = folder / "modules"
     elsewhere.mkdir()
     (folder / "my_models.py").rename(elsewhere / "my_models.py")
@@ -263,13 +265,29 @@ def test_help_shows_the_options_of_its_config(folder: Path, capsys: pytest.Captu
     ("arguments", "said"),
     [
         pytest.param(("--model", "my_models"), "--model 'my_models' is not MODULE:CLASS; write it like", id="no-class"),
-        pytest.param(("--model", "nowhere:Net"), "there is no module 'nowhere'; start in its folder, or put", id="no-module"),
+        pytest.param(
+            ("--model", "nowhere:Net"), "there is no module 'nowhere'; start in its folder, or put", id="no-module"
+        ),
         pytest.param(("--model", "my_models.deep:Net"), "there is no module 'my_models.deep'", id="no-submodule"),
-        pytest.param(("--model", "my_models:Bigramm"), "my_models has no model 'Bigramm'; did you mean Bigram?", id="typo"),
-        pytest.param(("--model", "my_models:number"), "my_models has no model 'number'; give a class", id="no-module-class"),
-        pytest.param(("--model", "my_models:NoPlan"), "the class has no initial_value and no parallel_plan; initial", id="no-plan"),
-        pytest.param(("--model", "my_models:Own"), "the config that __init__ takes is a int; annotate it with", id="other-config"),
-        pytest.param(("--model", "my_models:Bare"), "the config that __init__ takes is not annotated; annotate it", id="no-annotation"),
+        pytest.param(
+            ("--model", "my_models:Bigramm"), "my_models has no model 'Bigramm'; did you mean Bigram?", id="typo"
+        ),
+        pytest.param(
+            ("--model", "my_models:number"), "my_models has no model 'number'; give a class", id="no-module-class"
+        ),
+        pytest.param(
+            ("--model", "my_models:NoPlan"),
+            "the class has no initial_value and no parallel_plan; initial",
+            id="no-plan",
+        ),
+        pytest.param(
+            ("--model", "my_models:Own"), "the config that __init__ takes is a int; annotate it with", id="other-config"
+        ),
+        pytest.param(
+            ("--model", "my_models:Bare"),
+            "the config that __init__ takes is not annotated; annotate it",
+            id="no-annotation",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_model_is_refused(
@@ -284,9 +302,15 @@ def test_what_is_no_model_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        pytest.param(("--mesh.cp", "2", "--mesh.tp", "1"), "its forward takes no positions, but plan.context all_gather changes", id="context"),
+        pytest.param(
+            ("--mesh.cp", "2", "--mesh.tp", "1"),
+            "its forward takes no positions, but plan.context all_gather changes",
+            id="context",
+        ),
         pytest.param(("--compile",), "has no blocks, which --compile compiles one by one", id="compile"),
-        pytest.param(("--data.path", "prepared"), "its forward takes no positions and no documents, which keep", id="packed"),
+        pytest.param(
+            ("--data.path", "prepared"), "its forward takes no positions and no documents, which keep", id="packed"
+        ),
     ],
 )  # fmt: skip
 def test_what_its_forward_would_not_be_told_is_refused(

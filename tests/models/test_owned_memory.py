@@ -1,4 +1,4 @@
-"""Each rank's parameters own the memory of their shards, and no more: they can be copied, saved and freed alone."""
+"""Each rank's parameters own memory of their shards' size, and no more: they can be copied, saved and freed alone."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def local(parameter):
 
 
 def memory_of(kind, door, axes, folder):
-    """By parameter, the bytes of its storage and of its values; and the bytes that torch.save writes beyond the values."""
+    """By parameter, the bytes of its storage and of its values; and the bytes that torch.save adds to the values'."""
     mesh = ProcessMesh.grid(**axes) if axes else None
     if door == "parallelized":
         model = parallelize(KINDS[kind](), mesh)

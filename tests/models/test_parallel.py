@@ -85,7 +85,7 @@ def on(mesh: ProcessMesh, *tensors: Tensor) -> list[Tensor]:
 def one_step(
     dp: int, tp: int, config: LlamaConfig, plan: dict[str, Any], recorder: int, bucket_bytes: int = BUCKET_BYTES
 ) -> dict[str, Any]:
-    """Loss, gradients and what this rank communicates, as issued; the recorder also as recorded before."""
+    """Loss, gradients and this rank's issued communication; the recorder adds the communication recorded before."""
     mesh = ProcessMesh.grid(dp=dp, tp=tp)
     model = make(config)
     chosen = replace(model.parallel_plan(), **plan)
@@ -112,9 +112,8 @@ def test_paddlenlp_9412_wildcard_names_lay_out_a_model_with_its_loss_gradients_a
     tokens, target = batch()
     loss = cross_entropy(dense(tokens, dropout_key=KEY), target)
     loss.backward()
-    recorder = number_of((dp, tp, change, plan)) % (
-        dp * tp
-    )  # a recording takes as long as the step: each rank makes it in some cases
+    # Recording takes as long as the step, so one rank records, another for each case.
+    recorder = number_of((dp, tp, change, plan)) % (dp * tp)
     for rank, found in enumerate(pool.run(one_step, dp, tp, config, plan, recorder, ranks=dp * tp)):
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
         assert found["recorded"] == (found["issued"] if rank == recorder else None)

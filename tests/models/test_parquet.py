@@ -20,7 +20,7 @@ from tests.models.test_kinds import disk_that_needs_no_sync, documents, parquet 
 
 class TestParquet:
     def read(self, columns: Columns | None = None) -> int:
-        """How many texts there are, none of them kept."""
+        """The number of texts; none is kept."""
         columns = columns or Columns()
         left_out = LeftOut(empty=0, skipped=[], bad=0, passed=[])
         parts = find_parts([Path("a.parquet")], columns, 1 << 20)
@@ -68,7 +68,7 @@ class TestParquet:
         assert documents() == [text for text in texts if text]
 
     def test_damage_of_any_byte_ends_in_texts_or_in_an_error(self) -> None:
-        """In a process of its own, which pyarrow ends where it reads damaged statistics."""
+        """In a process of its own, which pyarrow may crash when it reads damaged statistics."""
         Path("a.parquet").write_bytes(parquet())
         script = """
 import sys

@@ -1,4 +1,4 @@
-"""A loaded Llama, Qwen or GPT of transformers with Weft's ops: the same loss and gradients, and none of it after undo."""
+"""A loaded Llama, Qwen or GPT of transformers with Weft's ops: the same loss and gradients; undo restores the model."""
 
 import copy
 import inspect
@@ -181,7 +181,7 @@ def with_torchs_z_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: A
 
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_a_trainer_is_given_a_loss_function(is_patched: bool, tmp_path: Any) -> None:
-    """Also of a patched model: a Trainer with a function asks the model for logits, without labels."""
+    """A patched model, too: a Trainer with a loss function asks the model for logits, without labels."""
     model = loaded("llama")
     if is_patched:
         patch(model)

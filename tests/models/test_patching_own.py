@@ -1,4 +1,4 @@
-"""A patched model whose head, loss, activation or forward is not that of transformers computes as it did, or is refused."""
+"""Patched models with a user's head, loss, activation or forward compute as before, or are refused."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_what_is_the_models_own_stays(name: str, change: str, first: str) -> Non
 
 
 def test_another_loss_changes_the_loss() -> None:
-    """What the test above compares is another loss."""
+    """The loss of the test above differs from the model's own."""
     own, plain = loaded("llama"), loaded("llama")
     set_loss(own)
     assert abs(gradients(own)[0] - gradients(plain)[0]) > 1e-3

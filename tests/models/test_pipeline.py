@@ -55,7 +55,7 @@ def make(name: str, layers: int = SIZES["num_layers"]) -> nn.Module:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and targets, of which some do not count, more in some microbatches than in others."""
+    """Tokens and targets; some targets are ignored, more in some microbatches than in others."""
     tokens = torch.randint(0, 31, (ROWS, 10), generator=torch.Generator().manual_seed(0))
     tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     targets[0, 1:] = targets[5, :3] = -100
@@ -63,7 +63,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any]) -> dict[str, Any]:
-    """What this rank has after a step: the loss, its own gradients, whole, its bytes and its pipeline's numbers."""
+    """This rank's results of a step: the loss, its stage's gradients gathered, its bytes and its pipeline's numbers."""
     mesh = ProcessMesh.grid(**axes)
     model = make(name, layers_for(axes, pipeline))
     own = replace(model.parallel_plan(), **plan, pipeline=PipelinePlan(**{"microbatches": MICROBATCHES, **pipeline}))
@@ -82,7 +82,7 @@ def one_step(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: di
 
 
 def layers_for(axes: dict[str, int], pipeline: dict[str, Any]) -> int:
-    """One more than there are stages, of which interleaving has two on a rank."""
+    """One layer more than there are stages; interleaving has two stages on a rank."""
     return axes["pp"] * (2 if pipeline.get("schedule") == "interleaved" else 1) + 1
 
 
@@ -91,7 +91,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def expected(name: str, microbatches: int, layers: int = SIZES["num_layers"]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process; with dropout of one that takes the same microbatches, else of the whole batch."""
+    """Loss and gradients on one process: of the whole batch, or with dropout of the same microbatches."""
     model = make(name, layers)
     tokens, targets = batch()
     if name == "dropout":
@@ -133,7 +133,7 @@ Truth = tuple[float, dict[str, Tensor]]
 def each_case(
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], truths: list[Truth]
 ) -> tuple[list[str], list[set[str]], list[tuple[float, float]]]:
-    """What is wrong, by case; and of each the gradients that this rank has, and how far the loss, and one of these at most, are off."""
+    """For each case: its errors, the names of this rank's gradients, and the errors of loss and worst gradient."""
     wrong, seen, off = [], [], []
     for (pipeline, name), (loss, gradients) in zip(cases, truths, strict=True):
         found = one_step(axes, name, plan, pipeline)
@@ -167,7 +167,7 @@ def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
     greatest(*check(axes, plan, cases, pool))
 
 
-@pytest.mark.exhaustive  # its sisters have fewer microbatches than stages, or fewer processes
+@pytest.mark.exhaustive  # the sample has cases with fewer microbatches than stages, or fewer processes
 @pytest.mark.parametrize(
     ("axes", "plan", "schedule", "name"),
     [
@@ -261,9 +261,10 @@ def test_activations_in_flight_and_idle_slots_of_what_ran(
 
 
 def steps(axes: dict[str, int], count: int) -> dict[str, Any]:
-    """AdamW with clipping that bites: the norms, the losses, and the weights that this rank has.
+    """Norms, losses and this rank's weights over AdamW steps whose gradients are clipped.
 
-    AdamW divides each gradient by its size. eps is that of a usual one: those as small as rounding would become whole steps.
+    AdamW divides each gradient by its size; eps has a usual gradient's size, so that gradients as small as a
+    rounding do not become whole steps.
     """
     model = make("tied")
     if axes:

@@ -1,4 +1,4 @@
-"""Steps of a pipeline whose gradients add up: each sums its own addends over the stages, and what was there before is kept."""
+"""Pipeline steps that accumulate gradients: a step sums its own addends over stages, and keeps earlier gradients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BETWEEN = {
 
 
 def steps(axes: Mapping[str, int], zero: int, schedule: Any, between: str, own_sync: bool) -> list[Gradients]:
-    """The gradients after each of three steps, with something between them."""
+    """The gradients after each of three steps; `between` is done between the steps."""
     model = make("tied", 2)
     if axes:
         pipeline = PipelinePlan(schedule=schedule, microbatches=MICROBATCHES)
@@ -103,7 +103,7 @@ def test_gradients_of_several_steps_add_up(
 
 
 def given_beforehand() -> list[Tensor]:
-    """A gradient that the program has put there itself; and the tied weight's is the same tensor after a step."""
+    """The program has put a gradient into `.grad` itself; the tied weight's `.grad` is the same tensor after a step."""
     model = make("tied", 2)
     parallelize(
         model,

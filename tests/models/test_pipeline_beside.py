@@ -1,4 +1,4 @@
-"""Stages beside what else a plan and a model may have: sharded parameters, frozen ones, adapters, autocast, compiled blocks."""
+"""Stages beside sharded parameters, frozen parameters, adapters, autocast and compiled blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.models import (
     record,
     save_lora,
 )
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.cases import gradients_off, whole
 from tests.models.test_pipeline import MICROBATCHES, batch, make
@@ -53,7 +53,7 @@ def gradients(model: nn.Module, criterion: Any = cross_entropy) -> Gradients:
 
 
 def assert_same(found: list[Gradients], truth: Gradients) -> None:
-    """All of one process's, each on one rank or more."""
+    """All gradients equal one process's, and each is on at least one rank."""
     for each in found:
         assert not gradients_off(each, truth)
     assert {name for each in found for name in each} == truth.keys()
@@ -75,14 +75,14 @@ PARTS = 2  # microbatches where steps are recorded
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_bytes_over_dp_in_a_step(schedule: Any, zero: Any, bucket_bytes: int, times: int) -> None:
-    """Parameters are gathered once whatever the number of microbatches; their gradients scattered when a bucket is full."""
+    """Parameters are gathered once for any number of microbatches; gradients are scattered when a bucket is full."""
     model, n = make("llama", 2), 4
     for rank, held in ((0, ("embed_tokens", "layers.0")), (n, ("layers.1", "norm", "lm_head"))):
         P = sum(p.numel() for name, p in model.named_parameters() if name.startswith(held))
         cut = PipelinePlan(microbatches=PARTS, schedule=schedule)
         plan = replace(model.parallel_plan(), zero=zero, pipeline=cut)
         found = record(model, ProcessMesh.grid(pp=2, dp=n), plan, batch=(8, 8), rank=rank, bucket_bytes=bucket_bytes)
-        together = 0  # norms' gradients of both microbatches, which came before the products that wait
+        together = 0  # norm gradients of both microbatches, which precede the deferred products
         if rank == n and schedule == "zero_bubble" and times > 2:
             together = sum(
                 p.numel() for name, p in model.named_parameters() if name.startswith(held) and "norm" in name
@@ -96,8 +96,8 @@ def held_after_a_step() -> tuple[int, int]:
     model = make("llama", 2)
     on_mesh(model, {"pp": 2, "dp": 2}, replace(model.parallel_plan(), zero=3))
     forward_backward(model, cross_entropy, *batch())
-    wholes = {each for unit in units_of(model) for each in unit.wholes().values()}
-    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes), len(wholes)
+    full_parameters = {each for unit in gathering_units(model) for each in unit.full_parameters().values()}
+    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in full_parameters), len(full_parameters)
 
 
 def test_between_steps_shards_alone_are_held(pool: Any) -> None:
@@ -121,12 +121,12 @@ def test_a_frozen_stage_passes_gradients_through(schedule: str, trained: str, po
     assert_same(pool.run(frozen, trained, {"pp": 3}, schedule, ranks=3), frozen(trained, {}, schedule))
 
 
-LAYERS = 4  # of those with adapters
+LAYERS = 4  # of the models with adapters
 TARGETS = ["layers.*.self_attn.q_proj", "layers.*.mlp.down_proj"]
 
 
 def adapted(axes: dict[str, int], folder: str) -> Gradients:
-    """The gradients of adapters after a step of them."""
+    """The adapters' gradients, after one step has changed the adapters."""
     model = lora(make("llama", LAYERS), rank=2, alpha=4.0, targets=TARGETS, seed=1)
     on_mesh(model, axes)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
@@ -174,5 +174,5 @@ def in_bfloat16(axes: dict[str, int]) -> Gradients:
 
 
 def test_stages_under_autocast(pool: Any) -> None:
-    """What goes from stage to stage is as it would be on one process: its gradients are, to the rounding of float32."""
+    """Stages exchange the tensors that one process would pass on: gradients agree to the rounding of float32."""
     assert_same(pool.run(in_bfloat16, {"pp": 2}, ranks=2), in_bfloat16({}))

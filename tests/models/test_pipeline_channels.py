@@ -1,4 +1,4 @@
-"""Messages between stages on real processes: which groups they travel on, and what waits for what."""
+"""Messages between stages on real processes: the groups they use, and which messages wait for which."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models.test_pipeline import MICROBATCHES, batch, make
 
 
 def traffic(ranks: int, schedule: str) -> list[tuple[list[int], set[tuple[str, int]]]]:
-    """Of each group that messages of a step travel on: its ranks, and which ways this rank uses it, and to whom."""
+    """For each group that carries messages of a step: its ranks, and this rank's directions and peers in the group."""
     model, ways = make("llama"), defaultdict[Any, set[tuple[str, int]]](set)
     plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, schedule=schedule))  # type: ignore[operator]
     parallelize(model, ProcessMesh.grid(pp=ranks), plan)
@@ -44,7 +44,7 @@ def traffic(ranks: int, schedule: str) -> list[tuple[list[int], set[tuple[str, i
     [
         pytest.param(3, "1f1b", [2, 4, 2], id="1f1b"),
         pytest.param(3, "zero_bubble", [2, 4, 2], id="zero-bubble", marks=pytest.mark.exhaustive),
-        pytest.param(2, "interleaved", [6, 6], id="interleaved"),  # four stages, so three places between two of them
+        pytest.param(2, "interleaved", [6, 6], id="interleaved"),  # four stages have three boundaries
     ],
 )
 def test_anchor_30_each_direction_between_two_stages_has_a_group_of_its_own(
@@ -54,12 +54,12 @@ def test_anchor_30_each_direction_between_two_stages_has_a_group_of_its_own(
     assert [len(of_rank) for of_rank in found] == groups
     for rank, of_rank in enumerate(found):
         for members, ways in of_rank:
-            ((_, other),) = ways  # one way, to or from one rank
+            ((_, other),) = ways  # a single direction, to or from a single rank
             assert members == sorted((rank, other))
 
 
 def received_early() -> list[float]:
-    """The second message is asked for before it is sent, and it is sent after an answer, and a sum over all ranks."""
+    """The second message is received early: it is sent only after an answer and an all-reduce."""
     here, cpu = dist.get_rank(), torch.device("cpu")
     mesh = ProcessMesh([here], ["dp"])
     forward, backward = (Channel(f"of a test, {way}", (0, 1), here, mesh, cpu, {}) for way in ("F", "B"))
@@ -81,5 +81,5 @@ def received_early() -> list[float]:
 
 
 def test_anchor_30_a_message_that_is_received_early_holds_up_nothing(pool: Any) -> None:
-    """Not what is sent the other way, not a collective, and not this rank itself: else they would wait for each other."""
+    """An early receive blocks neither the other direction, nor a collective, nor its own rank."""
     assert pool.run(received_early, ranks=2) == [[10.0, 20.0], [12.0, 22.0]]

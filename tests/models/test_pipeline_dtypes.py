@@ -1,4 +1,4 @@
-"""Dtypes between stages: of a loss that the last stage alone computes, and of parameters that one stage has."""
+"""Dtypes between stages: of the loss, computed on the last stage only, and of parameters on a single stage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _digits(dtype: torch.dtype) -> float:
 
 
 def parameters_of_all_stages() -> dict[str, torch.dtype]:
-    """What a rank is given of each parameter, of a model in bfloat16 with a last norm and a head in float32."""
+    """The dtype of each parameter on a rank, for a bfloat16 model with a float32 last norm and head."""
     model = make(SMALL).bfloat16()
     model.norm.float()
     model.lm_head.float()

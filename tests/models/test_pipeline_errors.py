@@ -1,4 +1,4 @@
-"""What a pipeline cannot be: one clear error, before any process group is used."""
+"""Invalid pipelines: one clear error, before any process group is used."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_command_ends_with_status_2(arguments: str, message: str, capsys: An
 
 
 def on_stages() -> str:
-    """What is asked of a model that is cut, and needs all of it."""
+    """Calls that need the whole model are refused when the model is cut into stages."""
     model = parallelize(make("llama"), ProcessMesh.grid(pp=2), ParallelPlan(pipeline=PipelinePlan()))
     prompts = batch()[0]
     for act, kind, message in (

@@ -79,7 +79,7 @@ def test_what_was_not_written_so_is_refused(told: bytes) -> None:
 
 
 def handed_over(message: Any) -> Any:
-    """A message with DTensors, and one that cannot be told."""
+    """Sends a message with DTensors, and a message that a channel cannot describe."""
     here, cpu = dist.get_rank(), torch.device("cpu")
     mesh = ProcessMesh([here], ["dp"])
     channel = Channel("of a test", (0, 1), here, mesh, cpu, {})

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline launches: the ops of its own stages, each once."""
+"""Each rank of a pipeline launches the ops of its own stages, each once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.test_pipeline import MICROBATCHES, batch, make
 
 
 class Launched(TorchDispatchMode):
-    """The ops that run on tensors with data, by name, and those on shapes alone."""
+    """Records ops by name: those on tensors with data, and those on shapes alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,9 +36,8 @@ def launched(axes: dict[str, int], schedule: str) -> Counter[str]:
         plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=MICROBATCHES, schedule=schedule))
         parallelize(model, ProcessMesh.grid(**axes), plan)
     tokens, targets = batch()
-    forward_backward(
-        model, cross_entropy, tokens, targets, microbatches=MICROBATCHES
-    )  # what is made once is there then
+    # Makes everything that is made once.
+    forward_backward(model, cross_entropy, tokens, targets, microbatches=MICROBATCHES)
     with Launched() as mode:
         forward_backward(model, cross_entropy, tokens, targets, microbatches=MICROBATCHES)
     return mode.ops

@@ -1,4 +1,4 @@
-"""Masks that are given from outside: every stage that uses one has its microbatches' part of it."""
+"""Masks given by the caller: every stage that uses a mask gets its microbatches' part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Found = tuple[float, dict[str, Tensor]]
 
 
 def documents() -> Tensor:
-    """Of each token the number of its document: their ends differ from row to row."""
+    """The document number of each token; documents end at different tokens in each row."""
     rows, tokens = batch()[0].shape
     ends = torch.rand(rows, tokens, generator=torch.Generator().manual_seed(2)) < 0.3
     return ends.cumsum(1)
@@ -56,7 +56,7 @@ MORE = pytest.mark.exhaustive
 )
 def test_documents_are_seen_on_every_stage(axes: dict[str, int], plan: dict[str, Any], name: str, pool: Any) -> None:
     truth = with_documents(name, None, {}, documents=documents())
-    assert abs(with_documents(name, None, {})[0] - truth[0]) > 1e-4 * truth[0]  # they hide something
+    assert abs(with_documents(name, None, {})[0] - truth[0]) > 1e-4 * truth[0]  # the documents hide some keys
     ranks = ProcessMesh.grid(**axes).size
     assert_same(pool.run(from_outside, axes, plan, name, ranks=ranks), truth)
 
@@ -66,7 +66,7 @@ def from_outside(axes: dict[str, int], plan: dict[str, Any], name: str) -> Found
 
 
 class Averaging(nn.Module):
-    """Layers that each take means over the tokens that a mask lets them see, weighed by a layer that all of them read."""
+    """Layers that take means over the tokens shown by a mask, weighted by a layer that all of them share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,4 +121,4 @@ def test_a_mask_of_a_model_of_ones_own(axes: dict[str, int], schedule: str, pool
     truth, found = averaged(None, None), pool.run(averaged, axes, schedule, ranks=axes["pp"])
     assert_same(found, truth)
     for _, gradients in found:
-        assert {"weigh.weight", "weigh.bias"} <= gradients.keys()  # it is present on all stages
+        assert {"weigh.weight", "weigh.bias"} <= gradients.keys()  # the shared layer is on all stages

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: predicted without processes, and measured on them."""
+"""The memory of a pipeline's rank: predicted without processes, and measured on processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide
 from weft.models.step.memory import predict_memory
 from weft.reshard import GradientSync
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.test_zero_numbers import held_by, held_since
 
@@ -45,9 +45,9 @@ def plan_of(zero: int, pipeline: dict[str, Any], recompute: str = "none") -> Par
 def measured(
     axes: dict[str, int], plan: ParallelPlan, config: LlamaConfig, observers: tuple[int, ...]
 ) -> dict[str, int]:
-    """Bytes on this rank after the first step: of what stays, when all microbatches are back, and of activations at the most.
+    """Bytes on this rank in steps after the first: kept once all microbatches are back, and the activations' peak.
 
-    observers: the ranks that measure; to read what the profiler saw takes most of the time.
+    observers: the ranks that measure. Reading the profiler's events takes most of the time.
     """
     observes = dist.get_rank() in observers
     gc.collect()
@@ -62,25 +62,25 @@ def measured(
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(logits, targets, denominator=float(tokens.numel()))
 
-    # From the start: it tells what is freed of that alone which it saw made.
+    # From the start: the profiler counts freed memory only if it saw the allocation.
     with profile(enabled=observes, profile_memory=True) as profiler:
         find_gradients(model, criterion, parts, sync)
         optimizer.step()
         optimizer.zero_grad()
         pipeline = pipeline_of(model)
         assert pipeline is not None
-        actions: list[record_function] = []  # of the reading that is made
+        actions: list[record_function] = []  # of the current reading
         stays: list[int] = []
         gradients: list[int] = []
-        parameters: list[int] = []  # which zero=3 keeps whole from their first use until all microbatches are back
+        parameters: list[int] = []  # zero=3 keeps them whole from first use until all microbatches are back
 
         def begin(reading: int) -> None:
             actions.append(record_function(f"action {len(actions)}, {reading}"))
             actions[-1].__enter__()
 
-        def ended(reading: int, phase: str) -> None:
+        def after_phase(reading: int, phase: str) -> None:
             assert pipeline is not None
-            pipeline.finish_sends()  # what is on its way is not counted
+            pipeline.finish_sends()  # messages on their way are not counted
             actions[-1].__exit__(None, None, None)
             gradients.append(held_by([each.grad for each in model.parameters() if each.grad is not None]))
             parameters.append(held_of_parameters(model))
@@ -94,7 +94,7 @@ def measured(
                 each.clear()
             parameters_before = held_of_parameters(model)
             begin(reading)
-            find_gradients(model, criterion, parts, sync, ended=partial(ended, reading))
+            find_gradients(model, criterion, parts, sync, after_phase=partial(after_phase, reading))
             actions[-1].__exit__(None, None, None)
     if not observes:
         return {}
@@ -105,10 +105,10 @@ def measured(
     after_each = map(sum, zip(gradients, parameters, strict=True))
     for number, (action, after_it) in enumerate(zip(pipeline.ran, after_each, strict=False)):
         key = action.stage, action.microbatch
-        if (
-            action.kind in "FI"
-        ):  # what these leave, but for parameters and their gradients, is kept until the microbatch is back
-            # The least of the readings: what a thread of gloo is the last to let go is not freed in the action.
+        # Forwards and input gradients leave memory which, apart from parameters and their gradients, is kept until the
+        # microbatch is back.
+        if action.kind in "FI":
+            # The least of the readings: memory that a gloo thread holds last is freed after the action.
             left = min(seen[f"action {number}, {reading}"] for reading in range(READINGS))
             kept[key] = kept.get(key, 0) + left - (after_it - before_it)
         else:
@@ -118,9 +118,9 @@ def measured(
 
 
 def held_of_parameters(model: nn.Module) -> int:
-    """Bytes of the shards, and of what is whole."""
-    wholes = (whole.leaf for unit in units_of(model) for whole in unit.wholes().values())
-    return held_by([*model.parameters(), *wholes])
+    """Bytes of the shards and of the gathered parameters."""
+    full_parameters = (full.leaf for unit in gathering_units(model) for full in unit.full_parameters().values())
+    return held_by([*model.parameters(), *full_parameters])
 
 
 FIVE_LAYERS = replace(CONFIG, num_layers=5)
@@ -154,7 +154,7 @@ def test_a_rank_of_a_stage_holds_what_was_predicted(
 
 
 def test_no_level_holds_more_than_the_one_before() -> None:
-    """With stages the third holds as much as the second, until all microbatches are back."""
+    """With stages level 3 holds as much as level 2, until all microbatches are back."""
     mesh = ProcessMesh.grid(pp=2, dp=4)
     levels = [predict_memory(Llama(CONFIG), mesh, plan_of(zero, {"schedule": "1f1b"})) for zero in range(4)]
     first, second, third, fourth = (level.nbytes for level in levels)

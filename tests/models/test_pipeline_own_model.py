@@ -1,4 +1,4 @@
-"""A model of a user's own cut into stages: what is beside its layers goes where it is used."""
+"""A user's own model cut into stages: modules beside its layers are placed where they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.test_pipeline import MICROBATCHES, SCHEDULES, batch
 
 
 class Residual(nn.Module):
-    """A model of a user's own: layers that give pairs, a table that all of them read, and one that follows from it."""
+    """A user's own model: layers that return pairs, a table that all layers read, and a table derived from it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a step on stages communicates, recorded on shapes by each of its ranks, and issued."""
+"""A step on stages: communication recorded on shapes by each rank, and issued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.models import ParallelPlan, PipelinePlan, parallelize, record
 from weft.models.decoder import CausalModel
 from weft.models.families import make_model
 from weft.models.step.communication import Communication
-from weft.models.step.forward_backward import divide, weighing
+from weft.models.step.forward_backward import divide, weight_criterion
 
 from tests.models.stepping import observed_microbatches
 from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, batch, make
@@ -38,22 +38,22 @@ def both(
     count: int = 1,
     recorder: int | None = None,
 ) -> Both:
-    """Recorded before the step, and issued by it. recorder: the one rank that records; all where None."""
+    """The communication recorded before a step, and issued by it. recorder: the rank that records; None for all."""
     mesh, (tokens, targets) = ProcessMesh.grid(**axes), batch()
     key = torch.tensor(77, dtype=torch.uint64)
     inputs = {"dropout_key": key} if isinstance(model, CausalModel) else {}
     options = {"microbatches": count, "clip_norm": 1e9, "inputs": inputs}
     recorded, rank = None, dist.get_rank()
-    if recorder in (None, rank):  # it takes longer than what runs
+    if recorder in (None, rank):  # recording takes longer than the step
         recorded = record(model, mesh, plan, batch=(tokens, targets), criterion=criterion, rank=rank, **options)
     parallelize(model, mesh, plan)
     parts = divide(model, tokens, targets, plan.pipeline.microbatches if plan.pipeline else count, inputs)
-    _, issued = observed_microbatches(model, weighing(criterion, parts, targets), parts, clip_norm=1e9)
+    _, issued = observed_microbatches(model, weight_criterion(criterion, parts, targets), parts, clip_norm=1e9)
     return recorded, issued
 
 
 def of_family(axes: dict[str, int], name: str, plan: dict[str, Any], pipeline: dict[str, Any], recorder: int) -> Both:
-    """As many layers and microbatches as the schedule needs at least."""
+    """A family's model with the least layers and microbatches that the schedule needs."""
     model = make(name, axes["pp"] * (2 if pipeline.get("schedule") == "interleaved" else 1))
     cut = PipelinePlan(microbatches=axes["pp"], **pipeline)
     return both(model, axes, replace(model.parallel_plan(), **plan, pipeline=cut), cross_entropy, recorder=recorder)
@@ -149,7 +149,7 @@ def on_meta(layers: int = 3, **changes: Any) -> Any:
     ],
 )
 def test_a_norm_is_one_all_reduce(axes: dict[str, int], plan: dict[str, Any]) -> None:
-    """Over all axes and stages, and where key heads lie on a mesh of their own: four ranks have two of them."""
+    """It spans all axes and stages, also where key heads have a mesh of their own: four ranks share two heads."""
     mesh, stages = ProcessMesh.grid(**axes), axes.get("pp", 1)
     model = on_meta(stages, num_kv_heads=2)
     cut = PipelinePlan(microbatches=2) if "pp" in axes else None
@@ -176,7 +176,7 @@ def test_the_bytes_from_stage_to_stage_are_those_of_the_activations() -> None:
     assert second.select(kind="send", phase="forward").count == 2
 
 
-@pytest.mark.exhaustive  # its sister is in test_communication.py, without stages
+@pytest.mark.exhaustive  # the sample has test_communication.py's, without stages
 def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
     def step(dp: int) -> None:
         recorded(13, pp=2, dp=dp, tp=4)
@@ -196,7 +196,7 @@ def test_a_rank_of_16384_is_recorded_with_the_calls_of_a_rank_of_64() -> None:
             sys.setprofile(before)
         return counted
 
-    step(4)  # what is imported and cached at first
+    step(4)  # fills caches and imports
     few = calls(8)
     assert calls(2048) < 1.02 * few
 

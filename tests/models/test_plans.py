@@ -1,4 +1,4 @@
-"""Plans beside models: prepared inputs and outputs, plans merged, models called by keywords, and what does not fit."""
+"""Plans: prepared inputs and outputs, merged plans, models called by keywords, and misfits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokens_mixed(x: Tensor) -> Tensor:
 
 
 class Mixer(nn.Module):
-    """A user's own layer: it needs whole tokens, whatever lies around it."""
+    """A user's own layer, which needs whole tokens whatever the layout around it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,12 +210,19 @@ def conflicts() -> list[Any]:
     return [
         pytest.param(
             {"left": own, "": head},
-            r"'lm_head' and 'left.lm_head' give 'left.lm_head' two styles|'left.lm_head' and 'left.lm_head' give .* two "
-            r"styles: ColwiseParallel\(\) and RowwiseParallel\(\); the first is of the plan merged for 'left', .* for ''",
+            r"'lm_head' and 'left.lm_head' give 'left.lm_head' two styles|"
+            r"'left.lm_head' and 'left.lm_head' give .* two styles: ColwiseParallel\(\) and RowwiseParallel\(\); "
+            r"the first is of the plan merged for 'left', .* for ''",
             id="two-styles",
         ),
-        pytest.param({"left": own, "": other}, "'left' with sequence=False, and by that of '' with sequence=True", id="flags"),
-        pytest.param({"left": own, "rigth": own}, "'rigth' was merged for a module that Both does not have; .* right", id="no-module"),
+        pytest.param(
+            {"left": own, "": other}, "'left' with sequence=False, and by that of '' with sequence=True", id="flags"
+        ),
+        pytest.param(
+            {"left": own, "rigth": own},
+            "'rigth' was merged for a module that Both does not have; .* right",
+            id="no-module",
+        ),
         pytest.param(
             {"left": own, "right": misspelt},
             r"'right\.layers\.\*\.mlp\.upproj' matches no module of right, a Llama; .* right\.layers\.0\.mlp\.up_proj",
@@ -250,17 +257,27 @@ def test_a_merged_plan_has_no_options_of_its_own() -> None:
         pytest.param({"left": "column"}, "given 'column', which is no style", id="text"),
         pytest.param({"left": [ColwiseParallel(), RowwiseParallel()]}, "gives 'left' styles that contradict", id="two"),
         pytest.param(
-            {"left": [ColwiseParallel(), PrepareInput({"input": {"tp": "S(1)"}})]}, "'left' styles that contradict", id="cut"
+            {"left": [ColwiseParallel(), PrepareInput({"input": {"tp": "S(1)"}})]},
+            "'left' styles that contradict",
+            id="cut",
         ),
         pytest.param(
-            {"out": RowwiseParallel(), "o*": PrepareInput({0: {"tp": "R"}})}, "'out' and 'o[*]' give 'out' two styles", id="whole"
+            {"out": RowwiseParallel(), "o*": PrepareInput({0: {"tp": "R"}})},
+            "'out' and 'o[*]' give 'out' two styles",
+            id="whole",
         ),
         pytest.param(
-            {"out": PrepareOutput({"tp": "R"}), "o*": PrepareOutput({"tp": "S(1)"})}, "give 'out' two styles", id="outputs"
+            {"out": PrepareOutput({"tp": "R"}), "o*": PrepareOutput({"tp": "S(1)"})},
+            "give 'out' two styles",
+            id="outputs",
         ),
-        pytest.param({"": PrepareInput({"z": {"tp": "R"}})}, r"names the input 'z', but Mixer.forward takes \(x", id="input"),
+        pytest.param(
+            {"": PrepareInput({"z": {"tp": "R"}})}, r"names the input 'z', but Mixer.forward takes \(x", id="input"
+        ),
         pytest.param({"": PrepareInput({4: {"tp": "R"}})}, "names the input 4", id="position"),
-        pytest.param({"": PrepareInput({"x": {"model": "R"}})}, "names axis 'model'; the mesh has tp, and the names", id="axis"),
+        pytest.param(
+            {"": PrepareInput({"x": {"model": "R"}})}, "names axis 'model'; the mesh has tp, and the names", id="axis"
+        ),
         pytest.param({"": PrepareOutput({"model": "R"})}, "names axis 'model'", id="output-axis"),
     ],
 )  # fmt: skip
@@ -295,9 +312,15 @@ def test_preparations_print_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        pytest.param(ProcessMesh.grid(dp=2, model=2), "an axis 'model', which a plan does not know; the names are tp", id="name"),
+        pytest.param(
+            ProcessMesh.grid(dp=2, model=2), "an axis 'model', which a plan does not know; the names are tp", id="name"
+        ),
         pytest.param(ProcessMesh.grid(tp_heads=2), "an axis 'tp_heads'", id="part"),
-        pytest.param(ProcessMesh.grid(pp=2, tp=2), r"an axis .pp., and the plan has no pipeline; .* one stage alone, on mesh.get_mesh_with_dim", id="stage"),
+        pytest.param(
+            ProcessMesh.grid(pp=2, tp=2),
+            r"an axis .pp., and the plan has no pipeline; .* one stage alone, on mesh.get_mesh_with_dim",
+            id="stage",
+        ),
         pytest.param(ProcessMesh([0, 1]), "an axis 'axis0'", id="no-names"),
     ],
 )  # fmt: skip
@@ -325,7 +348,10 @@ def test_a_module_under_two_names_is_found_by_either() -> None:
 
 
 def again() -> list[str]:
-    """Twice with the same mesh and plan, and otherwise; and what was laid out in parts."""
+    """Errors of laying out a model again with a new plan or mesh, in part, or inside a module.
+
+    The same mesh and plan change nothing.
+    """
     mesh = ProcessMesh.grid(dp=2, tp=2)
     model = parallelize(make(CONFIG), mesh)
     parameters = list(model.parameters())

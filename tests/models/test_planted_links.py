@@ -13,7 +13,8 @@ from weft.mesh import ProcessMesh
 from weft.models.parallel import ParallelPlan
 from weft.models.train.files import append, write_anew
 from weft.models.train.recipes import recipe
-from weft.models.train.results import NotWritten, Results, Trackers
+from weft.models.train.results import NotWritten, Results
+from weft.models.train.trackers import Trackers
 
 from tests.models.metrics import some_metrics
 
@@ -22,14 +23,14 @@ OTHERS = "not of this run\n"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run that goes on, beside a file of somebody else's."""
+    """The folder of a run that is resumed, beside a stranger's file."""
     (tmp_path / "run").mkdir()
     (tmp_path / "file").write_text(OTHERS)
     return tmp_path / "run"
 
 
 def taken_up(folder: Path) -> Results:
-    """A run that goes on there at its beginning."""
+    """The results of a run that resumes there, at its beginning."""
     results = Results(folder, writes=True)
     config = replace(recipe("llama-tiny"), resume="newest")
     results.begin("llama-tiny", config, ParallelPlan(), ProcessMesh.grid(dp=1), [])

@@ -1,4 +1,4 @@
-"""`weft data prepare`: the same bytes however it was run, and one line for input that cannot be used."""
+"""`weft data prepare`: the same bytes however it is run, and one line for unusable input."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_document_is_there_once_in_order_with_its_end(
 
 
 def test_texts_are_taken_from_the_field_and_the_column_that_are_named(tmp_path: Path) -> None:
-    """Beside others with text, of which one has the name that is taken where none is given."""
+    """Files also have other text fields, one of them with the default name."""
     files = [
         write_jsonl(tmp_path / "in", TEXTS, field="body", text="not this"),
         write_parquet(tmp_path / "in", TEXTS[::-1], column="content", text="nor this", body="nor that"),
@@ -190,7 +190,7 @@ class TestTokenizers:
 
     @pytest.mark.exhaustive  # it imports transformers
     def test_what_transformers_saved_is_the_same_tokenizer(self, learned: Path, tmp_path: Path) -> None:
-        """With its template of a chat, and with files of bytes that another program has written once more."""
+        """With a chat template, and with bytes that transformers wrote anew."""
         import transformers
 
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(learned)

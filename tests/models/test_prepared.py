@@ -1,4 +1,4 @@
-"""A prepared folder that was whole, and what is said once it is not, or does not fit the run."""
+"""A complete prepared folder, and the message when it is damaged or does not fit the run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_flipped_bit_is_found_by_verify(name: str, capsys: pytest.CaptureFixtu
 def test_a_tokenizer_that_is_another_is_not_trained_with(
     change: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would go with every checkpoint. The folder that was given has all files that are read of one."""
+    """The tokenizer would be saved with every checkpoint. The given folder has all files that a tokenizer may have."""
     assert weft(capsys, "data", "train-tokenizer", "good.txt", "--vocab-size", "270", "--output", "bpe")[0] == 0
     Path("bpe/special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert weft(capsys, "data", "prepare", "good.txt", "--tokenizer", "bpe", "--output", "other")[0] == 0
@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_found_by_the_rank_whose_share_it_is(number: int) -> No
 
 
 def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(portion: Portion) -> None:
-    """Spaces between its parts, and the name of its own sum, say nothing of the data."""
+    """Spaces between the manifest's parts, and its checksum's name, say nothing of the data."""
     path, whole, found = Path("out/manifest.json"), Path("out/manifest.json").read_bytes(), 0
     manifest = read_manifest(Path("out"))
     for bit in portion.of(range(8 * len(whole)), every=40):
@@ -118,7 +118,7 @@ def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(portion: Port
 
 
 def test_a_manifest_without_a_sum_is_read() -> None:
-    """As those are that were written before it had one."""
+    """Manifests of older versions have no checksum."""
     path, manifest = Path("out/manifest.json"), read_manifest(Path("out"))
     content = json.loads(path.read_text())
     del content["sha256"]
@@ -161,7 +161,11 @@ def test_a_manifest_that_is_another_is_refused(
     ("arguments", "message"),
     [
         pytest.param("--data.sequence-length 256", "out has 881 tokens", id="enough"),
-        pytest.param("--data.sequence-length 450 --model.max-seq-len 512", "out has 881 tokens, fewer than two sequences of data.sequence_length 450", id="fewer-than-two-sequences"),
+        pytest.param(
+            "--data.sequence-length 450 --model.max-seq-len 512",
+            "out has 881 tokens, fewer than two sequences of data.sequence_length 450",
+            id="fewer-than-two-sequences",
+        ),
         pytest.param("--model.vocab-size 256", "model.vocab_size 256 is below 257", id="bytes"),
         pytest.param("--data.mixture out=1", "data.path out and data.mixture are both given", id="both"),
     ],
@@ -225,7 +229,9 @@ def test_a_vocabulary_larger_than_the_models_is_refused(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param(["other.txt", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"),
+        pytest.param(
+            ["other.txt", "--output", "out"], "out holds other data, prepared from good.txt", id="another-whole"
+        ),
         pytest.param(["good.txt", "--output", "nothing/.."], "exists and holds something else", id="something-else"),
         pytest.param(["good.txt", "--output", "good.txt"], "good.txt cannot be made: ", id="a-file"),
         pytest.param(["good.txt", "--output", "/proc/x"], "/proc/x cannot be made: ", id="nobody-writes-there"),

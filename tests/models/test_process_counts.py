@@ -1,4 +1,4 @@
-"""How many processes a run starts: a mesh that is given says it, and else the machine does."""
+"""The number of processes that a run starts: the given mesh's, else the machine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are started together: no way for one of them, or for the one that started them, to end leaves any."""
+"""Processes that are started together: however one of them or their starter ends, no process is left."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 
 from tests.support.limits import PATIENCE
 
-# Starts three that do what the first argument names, with the second, and says how one of them failed. A program of its own: the
-# process that others are forked from is one for each that starts some, and the tests' own has torch loaded.
+# A program that starts three processes, which call the function named by the first argument with the second, and that
+# reports how one of them failed. It is separate because a process has a single fork server for all its children, and
+# the tests' own has torch loaded.
 PROGRAM = """
 import os, signal, sys, tempfile, time
 from pathlib import Path
@@ -66,10 +67,11 @@ if __name__ == "__main__":
 """
 
 
-# Starts one that ends with it, as a launcher of another make would, and waits.
+# A program that starts a process bound to end with it, as another launcher would, and waits.
 LAUNCHER = """
 import subprocess, sys
-computes = "from weft.models.processes import end_with_parent; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
+imports = "from weft.models.processes import end_with_parent"
+computes = imports + "; end_with_parent(); print('there', flush=True)\\nwhile True: pass"
 subprocess.run([sys.executable, "-c", computes])
 """
 
@@ -78,14 +80,14 @@ subprocess.run([sys.executable, "-c", computes])
 def running(
     folder: Path, function: str = "sleep", ctrl_c: signal.Handlers = signal.SIG_DFL
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The program and its three processes. Fails unless all of them end, whatever was done to them.
+    """The program and its three processes; fails unless all of them end.
 
-    ctrl_c: how it is answered, as a shell sets it.
+    ctrl_c: the handler of SIGINT, as a shell sets it.
     """
 
     def answer() -> None:
         signal.signal(signal.SIGINT, ctrl_c)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores SIGHUP
 
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), function, ""]
@@ -108,7 +110,7 @@ def running(
 
 
 def of_session(session: int) -> list[int]:
-    """The processes of a session that have not ended: the ranks, and what forks them."""
+    """The ids of a session's living processes: the ranks, and the server that forks them."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -165,9 +167,9 @@ def test_ctrl_c_is_heard_by_all_and_told_by_one(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGINT
 
 
-@pytest.mark.exhaustive  # its sister is the one that ignores SIGTERM after another has failed
+@pytest.mark.exhaustive  # the sample has the process that ignores SIGTERM after another failed
 def test_who_is_told_to_end_has_the_time_that_is_given_and_is_killed_then(tmp_path: Path) -> None:
-    """The one that ignores it lives as long as the program: its patience, and ends with it."""
+    """The process that ignores SIGTERM lives for the program's patience, and ends with the program."""
     with running(tmp_path, "linger") as (process, _):
         told = time.monotonic()
         process.send_signal(signal.SIGINT)
@@ -195,7 +197,7 @@ def test_they_end_with_the_one_that_they_are_forked_from(tmp_path: Path) -> None
 
 
 def said(folder: Path, *arguments: str) -> tuple[list[str], str]:
-    """By the program: the lines of its processes, sorted, and how one of them failed. Fails unless all of them end."""
+    """The sorted lines of the program's processes, and how one of them failed. Fails unless all processes end."""
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), *arguments]
     with subprocess.Popen(
@@ -213,8 +215,17 @@ def test_each_is_given_its_rank_and_the_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        pytest.param("raise ValueError('no such thing')", r"1: rank 1 failed:\nTraceback [\s\S]*ValueError: no such thing\n", id="raises"),
-        pytest.param("raise SystemExit(7)", "7: rank 1 exited with status 7; the other processes were ended", id="exits", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "raise ValueError('no such thing')",
+            r"1: rank 1 failed:\nTraceback [\s\S]*ValueError: no such thing\n",
+            id="raises",
+        ),
+        pytest.param(
+            "raise SystemExit(7)",
+            "7: rank 1 exited with status 7; the other processes were ended",
+            id="exits",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("os.abort()", "-6: rank 1 killed by SIGABRT; the other processes were ended", id="is-killed"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""An attention's projections are one op where nobody comes between them, in every family, and one by one where somebody does."""
+"""Attention projects q, k and v in one op, in every family, unless a user's hook or layer comes between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TABLES = (ANGLES.cos(), ANGLES.sin())
 
 def llama(bias: bool = False, norm: bool = False) -> Attention:
     return Attention(
-        H, num_heads=4, num_kv_heads=2, head_dim=D, qkv_bias=bias, output_bias=False, qk_norm_eps=1e-6 if norm else None,
+        H, num_heads=4, num_kv_heads=2, head_dim=D, qkv_bias=bias,
+        output_bias=False, qk_norm_eps=1e-6 if norm else None,
         window=None, dropout=0.0, name="attention",
     )  # fmt: skip
 
@@ -56,7 +57,7 @@ def given() -> Tensor:
 
 
 def one_by_one(attention: Any) -> Any:
-    """The same, with a hook that does nothing."""
+    """The same attention with an idle hook on k_proj, which rules out the fused op."""
     attention.k_proj.register_forward_hook(lambda *_: None)
     return attention
 
@@ -70,7 +71,7 @@ def found(attention: Any, x: Tensor) -> list[Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each call of the op."""
+    """A list with an entry for each call of kernels.qkv_linear."""
     seen: list[int] = []
     own = kernels.qkv_linear
     monkeypatch.setattr(kernels, "qkv_linear", lambda *given, **more: seen.append(1) or own(*given, **more))
@@ -124,7 +125,7 @@ COLUMNS = {"[qkv]_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
 
 
 def on_a_mesh() -> tuple[list[Tensor], int]:
-    """What two ranks find, and how often they call the op."""
+    """The results on two ranks, and the number of calls of kernels.qkv_linear."""
     calls, own = [], kernels.qkv_linear
     kernels.qkv_linear = lambda *given, **more: calls.append(1) or own(*given, **more)  # type: ignore[assignment]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from weft.models.published import PUBLISHED
 
-# What huggingface.co says of the safetensors of each model, a tied table counted once.
+# huggingface.co's parameter counts of each model's safetensors, with a tied table counted once.
 PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

@@ -1,6 +1,6 @@
-"""The recipes train such that rounding does not grow: one loss on every mesh, step by step.
+"""The recipes train without amplifying rounding: one loss on every mesh, step by step.
 
-All of their 200 steps, by the command itself: `tests/end_to_end/test_train.py`.
+`tests/end_to_end/test_train.py` runs all their 200 steps with the command.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.models.train.trainer import Trainer
 
 from tests.support.pool import Pool
 
-STEPS = 45  # with initial weights of a scale that does not fit, they are 0.6% apart by then
-FEW = 8  # which show that the two take the same steps
-SMALLER = DataConfig(batch_size=4, sequence_length=64)  # which is noisier, and quicker
+STEPS = 45  # initial weights of a wrong scale make the losses differ by 0.6% by then
+FEW = 8  # enough to show that both take the same steps
+SMALLER = DataConfig(batch_size=4, sequence_length=64)  # noisier and faster
 
 
 def trained(name: str, dp: int, tp: int, steps: int) -> list[Metrics]:
@@ -49,7 +49,7 @@ def test_paddlenlp_9412_training_by_one_command_has_one_loss(pool: Pool) -> None
 
 
 def same_losses(name: str, steps: int, rel: float, pool: Pool) -> list[float]:
-    """The losses of one process, which are those of two."""
+    """The losses of one process, after a comparison with two processes'."""
     (alone,) = ([each.loss for each in found] for found in pool.run(trained, name, 1, 1, steps, ranks=1))
     for metrics in pool.run(trained, name, 1, 2, steps, ranks=2):
         assert [each.loss for each in metrics] == pytest.approx(alone, rel=rel)

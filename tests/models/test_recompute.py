@@ -1,4 +1,4 @@
-"""Blocks that backward computes again: the same bits, less that is kept, and the collectives that are issued again."""
+"""Recomputed blocks: the same bits, less saved memory, and the forward's collectives issued again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILIES = [
 
 
 class Held(TorchDispatchMode):
-    """The bytes of what was computed within it and is still held, by whomever."""
+    """Counts the bytes of storages that were computed in this mode and are still alive, whoever holds them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it computes of its parts comes by here
+            return NotImplemented  # its ops on local parts are seen here
         for each in tree_iter((args, kwargs)):
-            self._see(each, 0)  # it was there before, unless it was seen
+            self._see(each, 0)  # older than the mode, unless seen before
         out = func(*args, **(kwargs or {}))
         for each in tree_iter(out):
             self._see(each, each.untyped_storage().nbytes() if isinstance(each, Tensor) else 0)
@@ -111,15 +111,15 @@ def test_every_familys_blocks_have_the_same_bits(config: ModelConfig, kind: str)
 
 
 def block_holds(mesh: ProcessMesh, layout: Layout | None, *kinds: str, **plan: Any) -> list[int]:
-    """The bytes that a block's forward leaves for backward, but for its input and its output: of each kind of recomputation."""
+    """Bytes that a block's forward keeps for backward, without input and output: for each kind of recomputation."""
     ran = [(held, y) for held, y in (forward_of_block(mesh, layout, recompute=kind, **plan) for kind in kinds)]
     if layout is not None:
-        time.sleep(0.3)  # gloo's thread lets go of what it sent a moment after it is waited for
+        time.sleep(0.3)  # gloo's thread frees a sent tensor a moment after the wait
     return [held.nbytes() - y.untyped_storage().nbytes() for held, y in ran]
 
 
 def forward_of_block(mesh: ProcessMesh, layout: Layout | None, **plan: Any) -> tuple[Held, Tensor]:
-    """What is held of it, and its output on this rank, which keeps that."""
+    """The memory that a block's forward holds, and its output on this rank, which keeps the graph alive."""
     block = make(CONFIG, mesh, **plan).layers[0]
     x = torch.randn(2, 8, CONFIG.hidden_size)
     x = (x if layout is None else distribute(x, layout)).requires_grad_()
@@ -133,12 +133,11 @@ def forward_of_block(mesh: ProcessMesh, layout: Layout | None, **plan: Any) -> t
 def test_a_block_keeps_its_products_or_its_input_alone() -> None:
     none, selective, full = block_holds(ONE, None, "none", "selective", "full")
     tokens, H, inside = 2 * 8, CONFIG.hidden_size, CONFIG.intermediate_size
-    widths = (
-        H + 2 * 16 + H + 2 * inside
-    )  # q, k and v, the attention's output, gate and up; not down's, which nothing needs
+    # q, k and v, the attention's output, gate and up; down's output is needed by nothing.
+    widths = H + 2 * 16 + H + 2 * inside
     assert full == 0
-    assert selective == tokens * widths * 4 + 4  # and the scalar that stands for down's
-    assert none > 1.15 * selective  # the streams, and a few numbers a row
+    assert selective == tokens * widths * 4 + 4  # and a scalar in place of down's output
+    assert none > 1.15 * selective  # the residual streams, and a few numbers a row
 
 
 def laid_out_block(sequence: bool) -> list[int]:
@@ -154,7 +153,7 @@ def test_a_block_on_two_ranks_keeps_its_products_and_what_it_was_sent(sequence: 
     received = 2 * H + H // 2 if sequence else H  # two gathered inputs and a scattered sum; an all-reduced sum
     for none, selective, full in pool.run(laid_out_block, sequence, ranks=2):
         assert full == 0
-        assert 0 <= selective - tokens * (cut + received) * 4 <= 16  # scalars, for values that nothing needs
+        assert 0 <= selective - tokens * (cut + received) * 4 <= 16  # scalars, in place of values that nothing reads
         assert none > selective
 
 
@@ -195,11 +194,11 @@ def test_paddlenlp_9412_recompute_full_repeats_the_forwards_collectives_and_sele
             assert same_bits(found, expected)
             assert same_forward == forward
         assert selective[1][1] == backward
-        # Repeating stops when the last value that backward needs is there: before the reduction that ends a block.
+        # Recomputation stops at the last value that backward needs: before the reduction that ends a block.
         assert full[1][1] - backward == Counter({kind: 2 * n for kind, n in again.items()})
 
 
-BY_SISTER = pytest.mark.exhaustive  # of the two compiled tests each leaves to the other what that one samples
+BY_SISTER = pytest.mark.exhaustive  # each of the two compiled tests samples the kind that the other leaves out
 COMPILED = [pytest.param("full"), pytest.param("selective", marks=BY_SISTER)]
 COMPILED_ON_A_MESH = [pytest.param("full", marks=BY_SISTER), pytest.param("selective")]
 
@@ -218,16 +217,15 @@ def test_each_block_is_compiled_to_one_graph(kind: str) -> None:
 def compiled_on_a_grid(
     kind: str, change: dict[str, Any], context: str | None
 ) -> list[tuple[list[Tensor], Counter[str], int]]:
-    """Loss and gradients, the collectives of forward and backward, and the graphs made; of a model as it is and compiled."""
+    """The eager, then the compiled model: loss and gradients, collectives of forward and backward, number of graphs."""
     torch._dynamo.reset()
     key = torch.tensor(KEY, dtype=torch.uint64)
     mesh = ProcessMesh.grid(tp=2) if context is None else ProcessMesh.grid(cp=2)
     results = []
     for compiled in (False, True):
         counters.clear()
-        compiles = compiled and (
-            kind == "full" or dist.get_rank() == 0
-        )  # of "full" a graph issues one more, on each rank
+        # A compiled "full" block issues one more collective, on each rank.
+        compiles = compiled and (kind == "full" or dist.get_rank() == 0)
         # Under the dispatch mode of "selective" the profiler sees each collective twice.
         recompute = "none" if kind == "selective" and not compiles else kind
         config = replace(CONFIG, **change, num_layers=1)
@@ -261,7 +259,8 @@ def test_a_block_on_a_mesh_is_compiled_to_one_graph(
     for rank, (plain, compiled) in enumerate(pool.run(compiled_on_a_grid, kind, change, context, ranks=2)):
         for found, expected in zip(compiled[0], plain[0], strict=True):
             torch.testing.assert_close(found, expected)
-        # A "full" graph is repeated to its end; a key of dropout that is a tensor has the last reduction repeated without one too.
+        # A compiled "full" block is recomputed to its end, with its last reduction. So is an eager block where
+        # dropout's key is a tensor.
         last = {} if change or kind == "selective" else {"c10d::alltoall_base_": 1}
         assert compiled[1] == plain[1] + Counter(last)
         assert compiled[2] == (kind == "full" or rank == 0)
@@ -318,7 +317,7 @@ def test_a_users_own_blocks_are_named_by_the_plan(kind: str) -> None:
     models = Users(), parallelize(Users(), ONE, ParallelPlan(recompute=kind, blocks=("encoder.*",)))
     found = []
     for model in models:
-        torch.manual_seed(1)  # torch's dropout draws from its generator, which is set back for the repetition
+        torch.manual_seed(1)  # torch's dropout draws from torch's generator, which the recomputation sets back
         model(x).square().sum().backward()
         found.append([each.grad for each in model.parameters()])
     assert same_bits(*found)

@@ -1,4 +1,4 @@
-"""A checkpoint is resumed by the model that it is of: the constants that no shape shows are compared."""
+"""A checkpoint resumes only its own model: constants that no shape shows are compared."""
 
 from __future__ import annotations
 

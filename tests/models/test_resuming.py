@@ -1,4 +1,4 @@
-"""`weft train --output run --resume`: what is taken from the run that goes on, and what may not be otherwise."""
+"""`weft train --output run --resume`: options taken from the run that is resumed, and options that must not differ."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.models.cli.settings import configured
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
-from weft.models.train.checkpoints import check_same_run, describe_run
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
-from weft.models.train.folder import check_again
+from weft.models.train.folder import check_resumable
 from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
+from weft.models.train.saved_run import check_same_run, describe_run
 from weft.models.train.toml import as_toml, check_sum, with_sum
 
 from tests.models.metrics import some_metrics
@@ -37,7 +37,7 @@ TEXT = "what was saved is whole. " * 40
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
-    """That of a run in the folder `run` with a checkpoint of step 4, where these tests stand."""
+    """The config of a run in the folder `run`, which has a checkpoint of step 4; its parent is the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
@@ -63,7 +63,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, TrainConfig]:
-    """What would run."""
+    """The output of `--print-config`, and the config in it."""
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments, "--print-config"])
     out, error = capsys.readouterr()
@@ -107,11 +107,20 @@ def test_a_mesh_for_which_there_are_no_processes_gives_way(
 PLACES = 'output = "elsewhere"\nprofile = "elsewhere/traces"\nresume = "elsewhere"\n'
 
 
-@pytest.mark.parametrize("what", [["--resume", "run"], ["--resume=run/checkpoint-4"], ["--resume", "run", "--output", "new"], ["--output", "run", "--resume"]], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [
+        ["--resume", "run"],
+        ["--resume=run/checkpoint-4"],
+        ["--resume", "run", "--output", "new"],
+        ["--output", "run", "--resume"],
+    ],
+    ids=" ".join,
+)
 def test_no_place_to_write_is_taken_from_a_checkpoints_folder(
     what: list[str], config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be a stranger's. A run is tracked as it was where its own folder is the output."""
+    """The checkpoint may be a stranger's. Tracking is kept where the run's own folder is the output."""
     own = as_toml(RECIPE, replace(config, track=("tensorboard",)))
     Path("run/config.toml").write_text(PLACES + own)
     found = asked(capsys, *what)[1]
@@ -304,14 +313,14 @@ def test_a_text_that_was_moved_is_the_same(config: TrainConfig, capsys: pytest.C
 
 def test_a_run_that_was_killed_before_it_had_its_config_begins(tmp_path: Path) -> None:
     (tmp_path / ".config.toml").write_text("rec")
-    check_again(tmp_path)
+    check_resumable(tmp_path)
     (tmp_path / "notes.txt").write_text("of somebody")
     with pytest.raises(ValueError, match="is not the folder of a run"):
-        check_again(tmp_path)
+        check_resumable(tmp_path)
 
 
 def test_a_mesh_that_is_another_is_said_with_the_sizes_of_both(config: TrainConfig) -> None:
-    """Also where neither run was told its sizes."""
+    """Also where neither run was given sizes."""
     corpus = find_corpus(Path("text.txt"))
     before = replace(config, mesh=MeshConfig(), plan=PlanConfig(microbatches=2))
     runs = [

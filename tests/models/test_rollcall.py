@@ -1,4 +1,4 @@
-"""The roll call where the store that it is made in does not answer, or is gone; in runs it is in test_train_ends.py."""
+"""The roll call with a store that does not answer, or is gone; test_train_ends.py has the roll call in runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.models.train.agreement import RollCall, is_silence
 
 
 class Store:
-    """As torch's, where each call does the same."""
+    """Like torch's store, with the same action for each call."""
 
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer = answer
@@ -25,7 +25,7 @@ class Store:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], agreement.Unanswered]:
-    """What rank 1 of 2 finds after 4 s of silence, in a store whose calls do that."""
+    """The error that rank 1 of 2 raises after 4 s of silence, with a store whose calls run the given function."""
     monkeypatch.setattr(agreement, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(agreement, "STORE_SECONDS", 0.2)
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
@@ -52,14 +52,14 @@ def test_a_store_that_does_not_answer_is_given_up(call: Callable[..., agreement.
     finally:
         never.set()
     assert str(found) == "rank 0 did not answer for 4 s, while rank 1 waited in step 3, forward"
-    assert found.is_told
+    assert found.is_printed_here
 
 
 def test_of_a_store_that_is_gone_its_process_has_told(call: Callable[..., agreement.Unanswered]) -> None:
     def gone() -> object:
         raise RuntimeError("Connection reset by peer")
 
-    assert not call(gone).is_told
+    assert not call(gone).is_printed_here
 
 
 @pytest.mark.parametrize(

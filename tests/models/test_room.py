@@ -1,4 +1,4 @@
-"""A run that its machine cannot hold is refused before it starts; one that it can hold never is."""
+"""A run that does not fit its machine is refused before it starts; a run that fits never is."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from weft.models.train import memory_check
 from weft.models.train.config import OPTIMIZERS, MeshConfig, OptimizerConfig
 from weft.models.train.explanation import Outline
 from weft.models.train.memory_check import (
-    Holding,
     MachineMemory,
+    MemoryNeed,
     check_room,
     cpu_memory,
     gpu_memory,
-    holding_of,
-    states_kept,
+    memory_need,
+    state_tensors,
 )
 from weft.models.train.optimizer import states_per_element
 from weft.models.train.recipes import recipe
@@ -44,7 +44,11 @@ def run_of(name: str, axes: dict[str, int], *, zero: int = 0, optimizer: str = "
         config,
         check=check,
         mesh=MeshConfig(**axes),
-        plan=replace(config.plan, zero=zero, **({"microbatches": 2, "schedule": "1f1b", "split": "layers"} if "pp" in axes else {})),
+        plan=replace(
+            config.plan,
+            zero=zero,
+            **({"microbatches": 2, "schedule": "1f1b", "split": "layers"} if "pp" in axes else {}),
+        ),
         optimizer=replace(config.optimizer, name=optimizer),
     )  # fmt: skip
     return Run(
@@ -56,26 +60,26 @@ def run_of(name: str, axes: dict[str, int], *, zero: int = 0, optimizer: str = "
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 3, "tp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "llama-tiny-tied"])
 def test_no_run_holds_less(name: str, axes: dict[str, int], zero: int) -> None:
-    """`predict_memory` lays out each parameter on each rank; what is counted here is no more, and at most a tenth less."""
+    """`predict_memory` lays out each parameter on each rank; the estimate is at most 10% below, and never above."""
     run = run_of(name, axes, zero=zero)
     outline = Outline.of(run.config, run.axes)
     mesh = ProcessMesh.grid(**run.axes)
     of_ranks = [predict_memory(outline.make_model(), mesh, outline.plan, rank=rank) for rank in range(mesh.size)]
-    kept = 0 if zero == 3 else 1  # what is gathered: with zero=3 it is freed after each call
+    kept = 0 if zero == 3 else 1  # gathered parameters: zero=3 frees them after each call
     held = [each.parameters + kept * each.gathered + each.gradients + each.states for each in of_ranks]
-    assert sum(held) >= holding_of(run, on_gpus=False).nbytes > 0.9 * sum(held)
-    assert max(held) >= holding_of(run, on_gpus=True).nbytes > 0.6 * max(held), "stages are not of one size"
+    assert sum(held) >= memory_need(run, on_gpus=False).nbytes > 0.9 * sum(held)
+    assert max(held) >= memory_need(run, on_gpus=True).nbytes > 0.6 * max(held), "stages are not of one size"
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_each_optimizer_is_known(name: str, beta1: float) -> None:
     config = OptimizerConfig(name=name, beta1=beta1)
-    assert states_kept(config) == states_per_element(config)
+    assert state_tensors(config) == states_per_element(config)
 
 
 def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
-    alone = Holding(parameters=100, processes=1, parts=8, across=1, zero=0, states=2, compares=False)
+    alone = MemoryNeed(parameters=100, processes=1, parts=8, across=1, zero=0, states=2, compares=False)
     assert alone.nbytes == 16 * 100 / 8
     assert replace(alone, compares=True).nbytes == 4 * 100 / 8 + 4 * 100
     assert replace(alone, parts=1, compares=True).nbytes == 16 * 100, "which is less than an update needs"
@@ -87,7 +91,14 @@ def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
         pytest.param("llama3-8b", {"dp": 2, "tp": 2}, 0, 32, "the recipe gpt2-large", id="cpu"),
         pytest.param("llama3.2-1b", {"dp": 4}, 0, 64, "--plan.zero 3, or the recipe gpt2-medium", id="zero"),
         pytest.param("llama3.2-1b", {"dp": 1, "tp": 4}, 4, None, None, id="gpus-that-suffice"),
-        pytest.param("llama3-70b", {"dp": 1, "tp": 8}, 8, 2, "42 such GPUs by --mesh.dp 42 --mesh.tp 1 --plan.zero 3 --no-check, or the recipe qwen3-8b", id="more-gpus"),
+        pytest.param(
+            "llama3-70b",
+            {"dp": 1, "tp": 8},
+            8,
+            2,
+            "42 such GPUs by --mesh.dp 42 --mesh.tp 1 --plan.zero 3 --no-check, or the recipe qwen3-8b",
+            id="more-gpus",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused_with_what_would_fit(
@@ -146,9 +157,9 @@ def test_a_machine_that_does_not_say_its_memory_refuses_nothing(monkeypatch: pyt
 def test_of_a_launcher_the_processes_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("llama-tiny", {"dp": 8})
     monkeypatch.setenv("RANK", "0")
-    assert holding_of(run, on_gpus=False).processes == 1, "more are not known of"
+    assert memory_need(run, on_gpus=False).processes == 1, "more are not known of"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert holding_of(run, on_gpus=False).processes == 4
+    assert memory_need(run, on_gpus=False).processes == 4
 
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 700 kB\nSwapTotal: 200 kB\n"
@@ -158,9 +169,34 @@ MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 700 kB\nSwapTotal: 20
     ("files", "found"),
     [
         pytest.param({"proc/meminfo": MEMINFO}, (1200, 700), id="machine"),
-        pytest.param({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "307200\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}, (500, 300), id="group-above"),
-        pytest.param({"proc/meminfo": MEMINFO, "proc/self/cgroup": "4:cpu:/x\n3:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "102400"}, (300, 100), id="version-1"),
-        pytest.param({"proc/meminfo": MEMINFO, "proc/self/cgroup": "3:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, (1200, 700), id="no-limit"),
+        pytest.param(
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "307200\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+            },
+            (500, 300),
+            id="group-above",
+        ),
+        pytest.param(
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "4:cpu:/x\n3:memory:/a\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "102400",
+            },
+            (300, 100),
+            id="version-1",
+        ),
+        pytest.param(
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "3:memory:/a\n",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(2**63 - 4096),
+            },
+            (1200, 700),
+            id="no-limit",
+        ),
         pytest.param({"proc/meminfo": "MemTotal: 1000 kB\n"}, None, id="less-is-said"),
         pytest.param({}, None, id="nothing-is-said"),
     ],

@@ -1,4 +1,4 @@
-"""Modules computed on local tensors where a mesh divides rows alone: when they are, and that nothing else changes by it."""
+"""Modules computed on local tensors where a mesh divides rows alone: when they are, and with unchanged results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 def batch(seed: int = 0, rows: int = 5) -> tuple[Tensor, Tensor]:
     """Tokens and targets [5, 9]: uneven over two ranks."""
-    tokens = torch.randint(0, CONFIG.vocab_size, (local_modules, 10), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, CONFIG.vocab_size, (rows, 10), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -41,7 +41,7 @@ def made(config: LlamaConfig = CONFIG) -> Llama:
 
 
 class OwnNorm(nn.Module):
-    """What a user may put into a block: it computes with all rows."""
+    """A user's module in a block, which computes with all rows."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def nothing(model: Any) -> None:
     pass
 
 
-# By name: the plan's options, what is done to the model once it is laid out, the most bytes of a bucket, and what blocks see.
+# By name: the plan's options, a change to the laid-out model, a bucket's most bytes, and the types that blocks see.
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], None], int, set[str]]] = {
     "whole": ({}, nothing, 1 << 20, {"plain"}),
     "by-block": ({}, nothing, 1, {"plain"}),
@@ -96,7 +96,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], None], int, set[str]]]
 
 @contextmanager
 def seeing() -> Iterator[set[str]]:
-    """What the norms within blocks are given in it."""
+    """The types of input that norms within blocks get inside this context."""
     seen: set[str] = set()
     norm = kernels.add_rms_norm
 
@@ -109,7 +109,7 @@ def seeing() -> Iterator[set[str]]:
 
 
 def stepped(name: str) -> tuple[set[str], float, dict[str, Tensor | None], list[int]]:
-    """What the blocks' norms were given, the loss, the whole gradients, and the bytes of each collective."""
+    """The types of the norms' inputs, the loss, the whole gradients, and the bytes of each collective."""
     options, change, bucket, _ = VARIANTS[name]
     model = made()
     with patch.object(local_modules, "BUCKET_BYTES", bucket):
@@ -146,7 +146,7 @@ def test_blocks_compute_on_local_tensors_where_only_rows_are_divided(name: str, 
 
 
 def test_nothing_more_is_communicated(pool: Any) -> None:
-    """One bucket of all gradients, and the loss."""
+    """A single bucket for all gradients, and a collective for the loss."""
     nbytes = sum(each.nbytes for each in made().parameters())
     for name in ("whole", "hooked"):
         (_, _, _, issued), _ = pool.run(stepped, name, ranks=2)
@@ -173,7 +173,7 @@ def in_other_ways() -> dict[str, set[str]]:
         parallelize(model, ProcessMesh.grid(**axes), plan)
         with seeing() as seen:
             loss = forward_backward(model, cross_entropy, tokens, targets, **inputs)
-        if name != "dropout":  # whose masks are the same: its own tests
+        if name != "dropout":  # dropout masks have tests of their own
             torch.testing.assert_close(loss, forward_backward(alone, cross_entropy, tokens, targets, **inputs).detach())
         found[name] = seen
     return found
@@ -193,7 +193,7 @@ def test_what_else_is_given_decides(pool: Any) -> None:
 
 
 def without_sync() -> None:
-    """`.grad` is what it is where each op is computed on DTensors; of replicated tokens it is whole."""
+    """`.grad` is the same as with each op computed on DTensors; for replicated tokens it is whole."""
     tokens, targets = batch()
     alone, model = made(), made()
     cross_entropy(alone(tokens), targets).backward()
@@ -223,7 +223,7 @@ def weight_of(model: Any) -> Any:
 
 
 def sums(bucket: int) -> None:
-    """Backward passes that add up; a hook of the user's; a block that is called twice; a graph that is kept."""
+    """Backward passes that accumulate; a user's hook; a block called twice; a retained graph."""
     mesh, (tokens, targets) = ProcessMesh.grid(dp=2), batch()
     laid_out = lay_out_batch(mesh, PLAN, tokens, targets)
 
@@ -260,7 +260,7 @@ def sums(bucket: int) -> None:
     loss_of(model).backward()
     sync.wait()
     check(model, 1)
-    loss_of(model).backward()  # onto those
+    loss_of(model).backward()  # accumulates onto the first gradients
     loss_of(model).backward()  # before wait()
     sync.wait()
     check(model, 3)
@@ -330,10 +330,10 @@ def test_backward_passes_add_up(bucket: int, pool: Any) -> None:
 
 
 def unused() -> None:
-    """A gradient that others wait for never comes: what they have for it meanwhile is refused, and not passed over."""
+    """A parameter without a gradient holds up its bucket: until sync.wait(), using the bucket's gradients raises."""
     mesh = ProcessMesh.grid(dp=2)
     model: Any = made()
-    model.unused = nn.Parameter(torch.ones(3))  # the first that backward would come to
+    model.unused = nn.Parameter(torch.ones(3))  # the first that backward reaches
     parallelize(model, mesh)
     sync, laid_out = GradientSync(model), lay_out_batch(mesh, PLAN, *batch())
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Modules computed on local tensors, of which something is changed once they have computed: the next call sees it."""
+"""Modules computed on local tensors and changed after a first call: the next call sees the change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of_another_class(model: Any) -> None:
 
 
 def with_other_numbers(model: Any) -> None:
-    """A parameter of its own class, with other local tensors."""
+    """Give a parameter different local tensors, of the parameter's own class."""
     norm = model.norm
     norm.weight = nn.Parameter(norm.weight.detach() * 2)
 
@@ -40,7 +40,7 @@ def compiled(model: Any) -> None:
     model.layers[0].mlp.compile(backend="eager")
 
 
-# By name: what is done to a model that has computed before; and what its blocks see then.
+# By name: the change to a model that has computed before, and the types that its blocks see afterwards.
 LATER: dict[str, tuple[Callable[[Any], None], set[str]]] = {
     "hooked": (hook, {"DTensor"}),
     "own-module": (put_own, {"DTensor"}),

@@ -1,4 +1,4 @@
-"""Modules that are declared row by row, and rows of several lengths under dynamic rotary scaling."""
+"""Modules that are declared row by row, and rows of several lengths under dynamic rope scaling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[type[nn.Module], Any]] = {
 
 
 def make(name: str) -> nn.Module:
-    """A model whose weights are large enough for its angles to count."""
+    """A model whose weights are large enough for rotary angles to matter."""
     kind, config = MODELS[name]
     model = kind(config)
     initialize(model, seed=1)
@@ -65,7 +65,7 @@ def a_batch() -> dict[str, Tensor]:
 
 
 def with_others(value: Any) -> Any:
-    """What a module was given, with other numbers in every row but the first."""
+    """A module's input, with changed numbers in every row but the first."""
     if not isinstance(value, Tensor) or value.shape[:1] != (B,):
         return value
     changed = value.clone()
@@ -74,7 +74,7 @@ def with_others(value: Any) -> Any:
 
 
 def rows_that_follow_others(model: nn.Module) -> tuple[set[str], set[type]]:
-    """The classes that are rowwise here, yet give another first row where the other rows change; and those that were called."""
+    """Classes declared rowwise whose first output row depends on the rest; and all rowwise classes called."""
     calls: list[tuple[nn.Module, Any, Any]] = []
     hooks = [
         module.register_forward_pre_hook(lambda m, args, kwargs: calls.append((m, args, kwargs)), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""What a block keeps for backward, counted by saved-tensor hooks, in units of its tokens x H."""
+"""The tensors that a block keeps for backward, counted by saved-tensor hooks in units of its tokens x H."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LLAMA: dict[str, Any] = {
 
 
 def kept(model: nn.Module, block: nn.Module, tokens: Any) -> float:
-    """Of a forward of `block` within `model`: bytes of all that is saved, each storage once, but for parameters and tables."""
+    """Units saved by the forward of `block` within `model`: each storage once, without parameters and tables."""
     held = {each.untyped_storage().data_ptr() for each in map(local, model.parameters())}
     saved: dict[int, int] = {}
 
@@ -63,7 +63,7 @@ def filled(model: Any) -> Any:
 def test_a_llama_block_keeps_its_input_and_what_is_between_its_products() -> None:
     model = filled(Llama(LlamaConfig(**LLAMA)))
     units = kept(model, model.layers[1], torch.zeros(TOKENS, dtype=torch.int64))
-    # The streams before each norm; queries, keys, values and what attention gives; gate and up. Beside them a few numbers a row.
+    # The residual streams before each norm; q, k, v and attention's output; gate and up; a few numbers a row.
     assert units == pytest.approx(2 + 1 + 0.5 + 0.5 + 1 + 2 * 2.75, abs=0.1)
     assert units <= 12
 

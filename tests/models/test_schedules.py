@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: every microbatch once, the bubbles of the papers, the activations held, and no deadlock."""
+"""Pipeline schedules as values: every microbatch once, the papers' bubbles, the activations held, and no deadlock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED = [*((name, 1) for name in NAMES if name != "interleaved"), ("interleaved"
 
 
 def schedules(name: str, chunks: int) -> list[Schedule]:
-    """That schedule on many sizes, where it takes them."""
+    """The named schedule in each of many sizes that it allows."""
     made = []
     for ranks, microbatches in SIZES:
         rounds = max(1, microbatches // ranks)
@@ -26,7 +26,7 @@ def schedules(name: str, chunks: int) -> list[Schedule]:
 
 
 def share_idle(schedule: Schedule) -> set[Fraction]:
-    """Of each rank's time, counted slot by slot in the picture."""
+    """Each rank's idle share of time, counted slot by slot in the picture."""
     rows = [line.split()[1:] for line in str(schedule).splitlines() if line.startswith("pp=")]
     length = max(map(len, rows))
     return {Fraction(length - sum(cell != "·" for cell in row), length) for row in rows}

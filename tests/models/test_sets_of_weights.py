@@ -1,4 +1,4 @@
-"""Tensors of a folder that its config or another tensor contradicts, and folders with two sets of weights, are refused."""
+"""Folders are refused if their config or another tensor contradicts a tensor, or if they hold two sets of weights."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ TABLES = {kind: "transformer.wte.weight" if kind == "gpt2" else "model.embed_tok
 )
 @pytest.mark.parametrize("kind", BASES)
 def test_a_head_that_differs_from_the_tied_table_is_refused_and_kept_untied(kind, read, tmp_path):
-    """In its last row alone, of a vocabulary that is compared in several pieces or in one."""
+    """The heads differ in the last row alone; the vocabulary is compared in several pieces, or in a single piece."""
     theirs = their_model(kind, tie_word_embeddings=True)
     theirs.save_pretrained(tmp_path / "model")
     head = load_file(tmp_path / "model/model.safetensors")[TABLES[kind]].clone()

@@ -1,4 +1,4 @@
-"""Layers side by side in a plan: siblings that are given two tensors, plain ones, and one module under two names."""
+"""Layers side by side in a plan: siblings with two inputs, plain tensors, and a module with two names."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_siblings_that_are_given_two_tensors(recompute: bool, pool) -> None:
 
 
 def plain_input() -> None:
-    """A plain tensor enters as if replicated; one that needs a gradient, which would be Partial, is refused."""
+    """A plain tensor is taken as replicated; if it needs a gradient, which would be Partial, it is refused."""
     inputs, expected = two_inputs(), Crossed()(*two_inputs())
     model = parallelize(Crossed(), ProcessMesh.grid(tp=2), CROSSED)
     torch.testing.assert_close(whole(model(*inputs)), expected)
     output = model(*(part.requires_grad_() for part in inputs))
-    with pytest.raises(LayoutError, match=r"give it a layout with distribute\(\)"):
+    with pytest.raises(LayoutError, match=r"make the tensor a DTensor with distribute\(\)"):
         output.backward(distribute(torch.ones(3, 8), Layout(ProcessMesh.grid(tp=2))))
 
 

@@ -1,4 +1,4 @@
-"""Models are written for one device: what lays them out stands elsewhere."""
+"""Models are written for one device: their code does not lay out tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages without a schedule: one program on all ranks, its halves on meshes of their own, and a reshard between them."""
+"""Stages without a schedule: one program on all ranks, its halves on separate meshes, with a reshard between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 class Program:
-    """Two products on two ranks, and a head with seven classes on three others; or all on one process."""
+    """Two products on two ranks, and a head of seven classes on three more ranks; or everything on one process."""
 
     def __init__(self, *, alone: bool) -> None:
         sizes = {"up": (6, 4), "down": (4, 6), "head": (7, 4)}
@@ -49,7 +49,7 @@ class Program:
         return x if self.alone else reshard(x, mesh, "")
 
     def stream(self, seed: int) -> Tensor:
-        """What the first stage gives, where the second one is."""
+        """The first stage's output, on the second stage's mesh."""
         x = self.laid(self.inputs[seed], FIRST, "")
         hidden = linear(gelu(linear(x, self.weights["up"])), self.weights["down"])
         return self.brought(self.brought(hidden, FIRST), SECOND)
@@ -84,9 +84,9 @@ def with_an_output_used_twice(program: Program) -> None:
 
 
 class Launched(TorchDispatchMode):
-    """Ops with a result of more than one element, by name, and those that give one number.
+    """Counts ops with a result of more than one element in `ops`, and ops that give a single number in `numbers`.
 
-    No layout makes a scalar empty: for the loss and its gradient a rank outside has a number that nothing reads.
+    No layout makes a scalar empty: for the loss and its gradient a rank outside holds a number that nothing reads.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def on_stages(act: Callable[[Program], None]) -> dict[str, Any]:
     ],
 )
 def test_paddle_58126_stages_of_several_degrees(act: Any, forwards: int, backwards: int, pool: Any) -> None:
-    """One process's gradients; a rank outside of a stage holds 0 bytes of it, and launches nothing."""
+    """Gradients equal one process's; a rank outside a stage holds 0 bytes of the stage, and launches nothing."""
     alone = Program(alone=True)
     act(alone)
     truth = {name: each.grad for name, each in alone.weights.items()}
@@ -152,21 +152,22 @@ CLIP, EVERY_STAGE = 0.1, ProcessMesh.grid(stages=5)
 
 
 def stage_alone(program: Program, seed: int) -> float:
-    """Forward and backward of a microbatch, the part of this rank's stage alone; its loss, which the second stage has."""
+    """This rank's stage of a microbatch, forward and backward; returns the loss, which the second stage computes."""
     rank, shape = dist.get_rank(), program.inputs[seed].shape
     if rank in FIRST:
         stream = program.stream(seed)
-        stream.backward(distribute(torch.empty(shape), Layout(SECOND, "")))  # of which this rank has nothing
+        stream.backward(distribute(torch.empty(shape), Layout(SECOND, "")))  # this rank holds no part of it
         return 0.0
     received = distribute(torch.empty(shape), Layout(FIRST, "")).requires_grad_()
     stream = reshard(received, SECOND, "")
-    loss = program.loss(reshard(stream, SECOND, ""), seed)  # so its gradient lies as the ranks of the first stage say
+    # The reshard gives the gradient the layout that the first stage's ranks use.
+    loss = program.loss(reshard(stream, SECOND, ""), seed)
     loss.backward()
     return float(whole(loss))
 
 
 def steps(alone: bool) -> dict[str, Any]:
-    """Three clipped steps of two microbatches; where not alone, on two stages of which each rank runs its own."""
+    """Three clipped steps of two microbatches; unless alone, on two stages, where each rank runs its own stage."""
     program, rank = Program(alone=alone), 0 if alone else dist.get_rank()
     model = nn.Module()
     for name, weight in program.weights.items():

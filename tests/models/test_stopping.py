@@ -1,4 +1,4 @@
-"""A run that is told to end: the step under way, at most one more, and one checkpoint; then a status that says why."""
+"""A run that is told to end takes at most one more step, saves a checkpoint, and exits with a status saying why."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.support.pool import Pool
 CONFIG = TrainConfig(
     model=MODEL, steps=1000, check=False, data=DataConfig(batch_size=4, sequence_length=8), resume="newest"
 )
-TOLD_IN = 3  # the step in which one rank is told to end
+TOLD_IN = 3  # the step in which a rank is told to end
 
 
 def told_to_end(folder: Path, how: signal.Signals) -> tuple[int, list[int], list[str]]:
-    """The status of a run of which rank 1 is told to end, the steps that it took, and what it wrote then."""
+    """The exit status, the steps taken, and the checkpoints written after rank 1 is told to end."""
     run = Run(
         recipe="llama-tiny", config=CONFIG, corpus=find_corpus(folder / "text.txt"), folder=folder / "run", dp=2, tp=1
     )
@@ -71,7 +71,7 @@ def test_a_signal_is_followed_by_one_step_at_most_and_one_checkpoint(
 
 
 def told_to_end_as_it_exports(folder: Path) -> tuple[int, int]:
-    """The status of a run of which rank 1 is told to end when all steps are taken, and how many texts it has sampled."""
+    """The exit status, and how many texts are sampled, where rank 1 is told to end after the last step."""
     config = replace(CONFIG, steps=2)
     run = Run(
         recipe="llama-tiny", config=config, corpus=find_corpus(folder / "text.txt"), folder=folder / "run", dp=2, tp=1
@@ -95,7 +95,7 @@ def test_a_signal_is_heeded_until_the_model_is_exported(tmp_path: Path, pool: Po
 
 
 def test_ranks_that_do_not_end_then_are_killed_after_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That they are is shown in test_processes.py; here, after how long."""
+    """Checks the patience alone; test_processes.py checks the killing."""
     patience = list[float]()
     monkeypatch.setattr(launch, "run_together", lambda *work, **options: patience.append(options["patience"]))
     monkeypatch.setattr("weft.models.train.launch.signal.signal", lambda *arguments: None)

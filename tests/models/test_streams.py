@@ -1,4 +1,4 @@
-"""Streams of tokens, beside the list of them; and batches that are read ahead."""
+"""Streams of tokens, compared with lists of them; and batches read ahead."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_stream_reads_any_tokens_and_knows_their_documents(make: Callable[[Pat
 
 
 def test_of_a_shard_that_is_larger_than_memory_a_row_is_read(tmp_path: Path) -> None:
-    """Of a file with holes; it has twice the bytes of this machine's memory."""
+    """Reads a row of a sparse file with twice the bytes of this machine's memory."""
     nbytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, row = nbytes // 2, np.arange(1000, 1064, dtype="<u2")
     shard = Shard(number=0, tokens=count, documents=2, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
@@ -108,7 +108,7 @@ def test_what_the_next_step_needs_is_read_while_a_step_is_computed() -> None:
     assert batches(0) == "batch 0"
     assert ahead.wait(30)  # before it is asked for
     assert [batches(1), batches(2)] == ["batch 1", "batch 2"]
-    assert batches(7) == "batch 7"  # not the one that was begun
+    assert batches(7) == "batch 7"  # not the batch read ahead
     with pytest.raises(OSError, match="the disk is gone"):
         batches(4)
     here = threading.get_ident()

@@ -1,4 +1,4 @@
-"""What a run suggests to type next."""
+"""The commands that a run suggests to type next."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ RUNS = [
     pytest.param(f"{TEXT} --data.batch-size 6 --plan.microbatches 3 --plan.zero 3 --plan.sequence", id="plan"),
     pytest.param("--track tensorboard --profile 'tr aces' --compile --no-check", id="flags"),
     pytest.param("--optimizer.schedule wsd --optimizer.decay-steps 4 --optimizer.lr 1e-05", id="optimizer"),
-    pytest.param("--output 'a run' --save-every 2 --keep 0 --timeout 5.5 --reduce-dtype bfloat16", id="folder-of-the-run"),
+    pytest.param(
+        "--output 'a run' --save-every 2 --keep 0 --timeout 5.5 --reduce-dtype bfloat16", id="folder-of-the-run"
+    ),
     pytest.param("qwen3-tiny --dtype bfloat16 --model.tie-embeddings", id="qwen"),
     pytest.param("gpt-tiny --model.dropout 0.1 --seed 9", id="gpt"),
     pytest.param(f"llama3.2-1b {TEXT} --data.sequence-length 64 --model.num-layers 2", id="published"),
@@ -135,7 +137,7 @@ RUNS = [
 def test_each_command_is_one_that_is_not_refused(
     typed: str, launched: bool, texts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the shell and the command's own parser read it; with the options of the run."""
+    """Parsed by the shell and by the command's own parser, with the run's options."""
     files, rest = train_command._files().parse_known_args(shlex.split(typed))
     run, _ = train_command._settle(rest, files.config)
     if launched:

@@ -1,4 +1,4 @@
-"""The tokens of a prompt are those of transformers' AutoTokenizer, whatever folder a tokenizer stands in."""
+"""A prompt's tokens are those of transformers' AutoTokenizer, for every kind of tokenizer folder."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def with_template(made: Tokenizer, before: str = "<s>", after: str = "") -> Toke
 
 
 def listed(made: Tokenizer, more: tuple[str, ...] = (), **flags: bool) -> dict[str, Any]:
-    """The tokens of `added_tokens_decoder`: those of the file, and more."""
+    """The tokens of `added_tokens_decoder`: the file's, and more."""
     names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     found = {
         str(i): {name: getattr(each, name) for name in names} for i, each in made.get_added_tokens_decoder().items()
@@ -128,23 +128,38 @@ CASES = {
     "byte-level-with-a-prefix-space": case("byte-level", tokenizer_config=FAST | {"add_prefix_space": True}),
     "gpt2": case("byte-level", tokenizer_config={"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}),
     "gpt2-by-its-config": case("byte-level", config={"model_type": "gpt2"}),
-    "neox-with-bos": case("byte-level", tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizer", "add_bos_token": True}),
-    "neox-without": case("byte-level", template=True, tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizerFast"}),
-    "qwen2": case("sequence", tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None}),
+    "neox-with-bos": case(
+        "byte-level", tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizer", "add_bos_token": True}
+    ),
+    "neox-without": case(
+        "byte-level", template=True, tokenizer_config=ENDS | {"tokenizer_class": "GPTNeoXTokenizerFast"}
+    ),
+    "qwen2": case(
+        "sequence", tokenizer_config={"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None}
+    ),
     "qwen2-by-its-config": case("sequence", config={"model_type": "qwen2"}),
     "sequence-with-tokens-added": case(
         "sequence",
-        tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<think>", "</think>"), normalized=True)},
+        tokenizer_config=lambda made: (
+            FAST | {"added_tokens_decoder": listed(made, ("<think>", "</think>"), normalized=True)}
+        ),
     ),
     "tokens-that-strip": case(
         "byte-level",
-        tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<think>",), lstrip=True, rstrip=True)},
+        tokenizer_config=lambda made: (
+            FAST | {"added_tokens_decoder": listed(made, ("<think>",), lstrip=True, rstrip=True)}
+        ),
     ),
-    "special-tokens-that-are-new": case("byte-level", tokenizer_config=FAST | {"additional_special_tokens": ["<extra>", "<think>"]}),
+    "special-tokens-that-are-new": case(
+        "byte-level", tokenizer_config=FAST | {"additional_special_tokens": ["<extra>", "<think>"]}
+    ),
     "a-special-tokens-map": case(
         "byte-level",
         tokenizer_config=FAST | {"additional_special_tokens": ["<think>"]},
-        special_tokens_map={"pad_token": {"content": "<extra>", "lstrip": True}, "additional_special_tokens": ["</think>"]},
+        special_tokens_map={
+            "pad_token": {"content": "<extra>", "lstrip": True},
+            "additional_special_tokens": ["</think>"],
+        },
     ),
     "a-special-tokens-map-that-does-not-count": case(
         "byte-level",
@@ -152,11 +167,14 @@ CASES = {
         special_tokens_map={"pad_token": "<extra>"},
     ),
     "bos-of-a-map": case(
-        "metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizer"}, special_tokens_map={"bos_token": "<|im_start|>"}
+        "metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizer"},
+        special_tokens_map={"bos_token": "<|im_start|>"}
     ),
     "llama-2": case("metaspace-normalized", template=True, tokenizer_config=LLAMA),
     "llama-2-legacy": case("metaspace-normalized", tokenizer_config=LLAMA | {"legacy": True}),
-    "llama-2-without-bos": case("metaspace-normalized", template=True, tokenizer_config=LLAMA | {"add_bos_token": False}),
+    "llama-2-without-bos": case(
+        "metaspace-normalized", template=True, tokenizer_config=LLAMA | {"add_bos_token": False}
+    ),
     "llama-2-with-eos": case("metaspace-normalized", tokenizer_config=LLAMA | {"add_eos_token": True}),
     "llama-with-defaults": case("metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizerFast"}),
     "llama-by-its-config": case("metaspace", config={"model_type": "llama"}),
@@ -168,7 +186,8 @@ CASES = {
     ),
     "unigram": case("unigram", template=True, after="</s>", tokenizer_config=FAST),
     "unigram-with-tokens-added": case(
-        "unigram", tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<extra>",), special=True)}
+        "unigram",
+        tokenizer_config=lambda made: FAST | {"added_tokens_decoder": listed(made, ("<extra>",), special=True)}
     ),
     "wordpiece": case("wordpiece", tokenizer_config=BERT | {"do_lower_case": False}),
     "wordpiece-in-lower-case": case("wordpiece", tokenizer_config=BERT),
@@ -214,7 +233,7 @@ def test_the_files_that_travel_give_the_same_tokens(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_pieces_of_a_stream_are_the_text_of_transformers(name: str, tmp_path: Path) -> None:
-    """What follows a prompt keeps its first space."""
+    """Text after a prompt keeps its first space."""
     expected = theirs(saved(name, tmp_path))
     found = find_tokenizer(tmp_path)
     for prompt in PROMPTS:
@@ -238,7 +257,7 @@ def test_the_space_before_the_first_word_of_a_stream_is_there(name: str, tmp_pat
     "name", ["llama-2", "metaspace-with-an-object", "byte-level-with-template", "qwen2", "unigram"]
 )
 def test_the_pieces_of_any_tokens_are_the_text_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of tokens that no text has: characters cut in their bytes, special tokens, and none of these."""
+    """Also for tokens that no text gives: characters cut between bytes, special tokens, and neither."""
     expected = theirs(saved(name, tmp_path))
     found = find_tokenizer(tmp_path)
     draw = random.Random(5)

@@ -36,12 +36,12 @@ def test_the_parts_of_a_step_are_named() -> None:
 
 def test_the_actions_of_a_stage_are_named(pool: Pool) -> None:
     found = pool.run(names_of_a_step, {"pp": 2}, ranks=2)
-    # The first rank has a backward of activations and one of weights for each microbatch; its only stage is the first.
+    # The first rank has two backwards a microbatch, of activations and of weights; the first stage is its only one.
     assert found == [{"weft.forward": 2, "weft.backward": 4, "weft.sync": 1}] * 2
 
 
 def names_of_a_trained_step(text: str) -> Counter[str]:
-    """Of the second step of a run on one process, and of an evaluation."""
+    """The names in the second step of a run on one process, and in an evaluation."""
     made = trainer(text, (1, 1, 1))
     made.step(0)
     with profile(activities=[ProfilerActivity.CPU]) as found:

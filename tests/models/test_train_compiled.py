@@ -1,4 +1,4 @@
-"""`--compile`: the first step as it is, the others with each block compiled; the numbers are those of an eager run."""
+"""`--compile`: the first step is eager, later steps compile each block; the values are an eager run's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def trained(text: str, sizes: dict[str, Any], plan: dict[str, Any], compiles: bool) -> tuple[list[float], list[int]]:
-    """The loss and the norm of the gradients of each step, and how many graphs there were after the first and the last."""
+    """Loss and gradient norm of each step, and the number of graphs after the first and after the last step."""
     torch.compiler.reset()
     counters.clear()
     config = replace(CONFIG, compile=compiles, steps=STEPS, plan=PlanConfig(**plan))
@@ -43,7 +43,7 @@ def trained(text: str, sizes: dict[str, Any], plan: dict[str, Any], compiles: bo
     return [number for each in taken for number in (each.loss, each.grad_norm or 0.0)], graphs
 
 
-@pytest.mark.exhaustive  # its sisters compile single blocks and models, tests/models/test_compiled.py
+@pytest.mark.exhaustive  # the sample compiles single blocks and models, in tests/models/test_compiled.py
 @pytest.mark.parametrize(
     ("sizes", "plan"),
     [

@@ -1,4 +1,4 @@
-"""Training whose layers compute in bfloat16, and losses that are kept to the last bit."""
+"""Training with layers that compute in bfloat16, and losses kept to the last bit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
 
 
 def reduced(text: str, dtype: Any, zero: Any) -> tuple[list[int], list[Tensor]]:
-    """The bytes that a rank receives of gradients, predicted and issued, and what the optimizer is given of them."""
+    """The bytes of gradients that a rank receives, predicted and issued, and the gradients that the optimizer gets."""
     uncut = OptimizerConfig(clip_norm=1e9)
     config = replace(CONFIG, dtype="float32", reduce_dtype=dtype, plan=PlanConfig(zero=zero), optimizer=uncut)
     run = Run(recipe="small", config=config, corpus=find_corpus(Path(text)), dp=2, tp=1, folder=Path(text).parent)
@@ -99,7 +99,7 @@ def reduced(text: str, dtype: Any, zero: Any) -> tuple[list[int], list[Tensor]]:
 def test_gradients_are_added_up_over_ranks_in_the_dtype_that_is_asked_for(
     pool: Pool, text: str, dtype: str, zero: int
 ) -> None:
-    """What travels has its bytes, as predicted; what the optimizer is given is float32, and has been rounded to it or not."""
+    """The bytes sent are `dtype`'s, as predicted; the optimizer gets float32, rounded where bfloat16 was asked for."""
     parameters = sum(each.numel() for each in make_model(CONFIG.model).parameters())
     nbytes = parameters * getattr(torch, dtype).itemsize // (2 if zero else 1)
     for told, given in pool.run(reduced, text, dtype, zero, ranks=2):
@@ -139,11 +139,12 @@ def test_layers_compute_in_bfloat16_and_parameters_are_float32(pool: Pool, text:
 
 @pytest.mark.parametrize(("dtype", "words"), [("float32", "NOT within 1e-06"), ("bfloat16", "within 1e-03")])
 def test_how_near_two_losses_must_be_follows_the_dtype(dtype: str, words: str) -> None:
-    report, said = Report(speaks=True), []
+    report, said = Report(enabled=True), []
     report.line = said.append  # type: ignore[method-assign]
     report.check(5.0001, 5.0, 4, dtype)
     assert said == [
-        f"check  loss of step 1: 5.0001000 on 4 processes, 5.0000000 on one: {words}, as {dtype} rounds; relative difference 2.0e-05"
+        f"check  loss of step 1: 5.0001000 on 4 processes, 5.0000000 on one: {words}, as {dtype} rounds; "
+        "relative difference 2.0e-05"
     ]
 
 

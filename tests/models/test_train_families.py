@@ -1,4 +1,7 @@
-"""What `weft train` says of step 1 is so for every family under every kind of plan: the prediction, and the check against one process."""
+"""The line of `weft train` on step 1 holds for every family and kind of plan.
+
+It has the prediction, and the check against one process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen2": QwenConfig(**SHARED, num_kv_heads=4, version=2, sliding_window=5, sliding_layers=(1,)),
     "qwen3": QwenConfig(**SHARED, num_kv_heads=4, tie_embeddings=True),
     "gpt2": GPTConfig(**SHARED),
-}  # by what the table of families names
+}  # named as in the table of families
 PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tensor": ({"dp": 2, "tp": 2}, {}),
     "sequence-recomputed-zero2": ({"dp": 2, "tp": 2}, {"sequence": True, "recompute": "full", "zero": 2}),
@@ -36,7 +39,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ulysses-sequence": ({"dp": 1, "cp": 2, "tp": 2}, {"context": "ulysses", "sequence": True}),
     "stages": ({"pp": 2, "dp": 2, "tp": 1}, {"schedule": "1f1b", "microbatches": 2, "split": "layers", "zero": 1}),
 }
-EACH = [  # Llama under these plans is in other tests
+EACH = [  # tests of the trainer have Llama under these plans
     pytest.param(family, marks=pytest.mark.exhaustive if family == "llama" else ()) for family in FAMILIES
 ]
 
@@ -49,7 +52,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def first_step(text: str, model: ModelConfig, axes: dict[str, int], plan: dict[str, Any]) -> list[str]:
-    """What is said of step 1; rank 0 says it."""
+    """The lines on step 1, from rank 0."""
     data = DataConfig(batch_size=4, sequence_length=8)
     config = TrainConfig(model=model, data=data, plan=PlanConfig(**plan))
     run = Run(recipe="small", config=config, corpus=find_corpus(Path(text)), folder=Path(text).parent, **axes)

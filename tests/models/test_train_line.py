@@ -1,4 +1,4 @@
-"""The line of a step, the numbers in it, and the pictures of them."""
+"""A step's line, its numbers, and the pictures of the numbers."""
 
 from __future__ import annotations
 
@@ -22,28 +22,37 @@ from weft.models.train.measure import flops_per_token, peak_flops
 from weft.models.train.metrics_file import drawn, read_curves, save_picture
 from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
-from weft.models.train.results import Trackers, check_trackers
+from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
-from weft.reshard.moving.collectives import Waits, measured_by
+from weft.reshard.moving.collectives import WaitTimer, measure_waits
 
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool
 
-BELOW = "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  8.2 GFLOP/s  memory 0.41 GiB (2%)  waiting 31%  1:23 left"
+BELOW = (
+    "loss 3.2500  grad norm 1.500  lr 1.0e-01  3,036 tokens/s  "
+    "8.2 GFLOP/s  memory 0.41 GiB (2%)  waiting 31%  1:23 left"
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         pytest.param({}, BELOW, id="cpu"),
-        pytest.param({"tflops": 431.7, "mfu": 0.4365}, BELOW.replace("8.2 GFLOP/s", "432 TFLOP/s (44% of the peak)"), id="chip"),
+        pytest.param(
+            {"tflops": 431.7, "mfu": 0.4365}, BELOW.replace("8.2 GFLOP/s", "432 TFLOP/s (44% of the peak)"), id="chip"
+        ),
         pytest.param({"seconds_left": 3723.4}, BELOW.replace("1:23 left", "1:02:03 left"), id="hours"),
         pytest.param(
             {"held_out_loss": math.log(20)},
             BELOW.replace("  grad", "  held out 2.9957 (perplexity 20)  grad"),
             id="held-out",
         ),
-        pytest.param({"held_out_loss": 1e5}, BELOW.replace("  grad", "  held out 100000.0000 (perplexity 1.014e+304)  grad"), id="far"),
+        pytest.param(
+            {"held_out_loss": 1e5},
+            BELOW.replace("  grad", "  held out 100000.0000 (perplexity 1.014e+304)  grad"),
+            id="far",
+        ),
     ],
 )  # fmt: skip
 def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
@@ -51,8 +60,8 @@ def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
 
 
 def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the first, the last and those at multiples of log_every."""
-    with Report(speaks=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
+    """Besides the first line, the last, and lines at multiples of log_every."""
+    with Report(enabled=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
         for step in range(1, 26):
             shown.show(some_metrics(step=step, held_out_loss=2.0 if step % 7 == 0 else None))
     lines = capsys.readouterr().out.splitlines()
@@ -73,13 +82,13 @@ def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureF
     ],
 )
 def test_a_step_that_was_evaluated_has_its_perplexity(held_out_loss: float | None, perplexity: Any) -> None:
-    """As it is made, and as the loop adds it to a step that was taken; where numbers end it is their end."""
+    """In metrics made at once, and in a step's metrics completed by the loop. exp(700) is the upper limit."""
     for metrics in (some_metrics(held_out_loss=held_out_loss), replace(some_metrics(), held_out_loss=held_out_loss)):
         assert asdict(metrics)["perplexity"] == perplexity
 
 
 def multiplied(model: ModelConfig, T: int) -> int:
-    """Operations of the products of a forward pass of one sequence, seen as they run; attention is told apart."""
+    """Operations of a forward's products for one sequence, counted as they run, attention's separately."""
     from torch.utils.flop_counter import FlopCounterMode
 
     module = make_model(replace(model, vocab_size=64))
@@ -113,13 +122,13 @@ def test_the_peak_is_known_by_the_chips_name() -> None:
 
 
 def late(rank_late: int, seconds: float) -> list[float]:
-    """One rank comes late to an all-reduce; what each waits for it, and for a second, once nobody measures."""
+    """Each rank's wait for a rank late to an all-reduce, and for a second all-reduce outside the measurement."""
     mesh = ProcessMesh.grid(tp=2)
     part = distribute(torch.ones(4, 4), Layout(mesh, {"tp": Shard(0)}))
     addend = reshard(part, None, {"tp": Partial("sum")})
     reshard(addend)
-    waits = Waits(torch.device("cpu"))
-    with measured_by(waits):
+    waits = WaitTimer(torch.device("cpu"))
+    with measure_waits(waits):
         dist.barrier()
         if dist.get_rank() == rank_late:
             time.sleep(seconds)
@@ -194,7 +203,7 @@ def test_a_run_that_goes_on_has_each_step_once_in_tensorboard(tmp_path: Path) ->
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """How Weights & Biases was begun, each time, and under "sent" what it was then sent."""
+    """Weights & Biases' init calls, each with the numbers logged afterwards under "sent"."""
     begun: list[dict[str, Any]] = []
 
     class Run:
@@ -233,6 +242,6 @@ def test_a_run_that_goes_on_is_the_same_at_weights_and_biases(wandb: list[dict[s
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(())
-    monkeypatch.setattr("weft.models.train.results.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.models.train.trackers.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"track is wandb, which is not installed; .*pip install wandb$"):
         check_trackers(("wandb",))

@@ -1,4 +1,4 @@
-"""Training on prepared data: each document as if it were alone, under any plan; the tokenizer goes with the weights."""
+"""Training on prepared data: documents do not see each other, under any plan; weights are saved with the tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainCo
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
 from weft.models.train.report import Metrics, next_steps
-from weft.models.train.run import Run, mesh_sizes, settled_plan
+from weft.models.train.run import Run, complete_plan, mesh_sizes
 from weft.models.train.trainer import Trainer, TrainingError
 
 from tests.kernels.reads import no_reads
@@ -40,13 +40,27 @@ MODELS = {"llama": LlamaConfig(intermediate_size=24, **SIZES), "gpt": GPTConfig(
 WAYS = [
     pytest.param({"dp": 4, "tp": 1}, {}, id="data", marks=pytest.mark.exhaustive),
     pytest.param({"dp": 1, "tp": 2}, {"sequence": True, "microbatches": 2}, id="sequence-microbatches"),
-    pytest.param({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2}, id="data-sequence-microbatches", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"dp": 2, "tp": 2},
+        {"sequence": True, "microbatches": 2},
+        id="data-sequence-microbatches",
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param({"dp": 1, "cp": 2, "tp": 1}, {"context": "all_gather"}, id="context"),
-    pytest.param({"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context-tensor", marks=pytest.mark.exhaustive),
-    pytest.param({"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"dp": 1, "cp": 2, "tp": 2}, {"context": "all_gather"}, id="context-tensor", marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        {"dp": 2, "cp": 2, "tp": 1}, {"context": "ulysses", "zero": 3}, id="ulysses-zero3", marks=pytest.mark.exhaustive
+    ),
     pytest.param({"pp": 2, "dp": 1, "tp": 1}, {"microbatches": 2}, id="pipeline"),
     pytest.param({"pp": 2, "dp": 2, "tp": 1}, {"microbatches": 2}, id="data-pipeline", marks=pytest.mark.exhaustive),
-    pytest.param({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, {"microbatches": 4, "context": "all_gather"}, id="pipeline-context", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"pp": 2, "dp": 1, "cp": 2, "tp": 1},
+        {"microbatches": 4, "context": "all_gather"},
+        id="pipeline-context",
+        marks=pytest.mark.exhaustive,
+    ),
 ]  # fmt: skip
 
 
@@ -63,11 +77,14 @@ def config(family: str, mesh: dict[str, int], plan: dict[str, Any]) -> TrainConf
     data = DataConfig(batch_size=BATCH, sequence_length=T)
     whole = TrainConfig(model=MODELS[family], steps=3, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
     dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
-    return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
+    return replace(whole, plan=complete_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 
 def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, Any]) -> list[float]:
-    """The held-out loss, and those of two steps; what the first one communicates is as predicted, and the second waits for no device."""
+    """The held-out loss, and the losses of two steps.
+
+    The first step communicates as predicted, and the second waits for no device.
+    """
     settled = config(family, mesh, plan)
     run = Run(
         recipe="small", config=settled, corpus=find_data(Path(prepared)), folder=Path("nowhere"), **{"tp": 1, **mesh}
@@ -83,11 +100,11 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     return [first, *(each.loss for each in made.read())]
 
 
-READING = 0.05  # seconds that a batch takes to be read, while no core is needed
+READING = 0.05  # seconds that reading a batch takes, without a core
 
 
 def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
-    """The share of each step spent waiting for its rows: of steps in turn, and of steps that no one could foresee, in seconds."""
+    """The share of each step spent waiting for rows, in consecutive steps; then the seconds, in steps out of order."""
     settings = replace(recipe("llama-tiny"), steps=40, check=False)
     run = Run(recipe="tiny", config=settings, corpus=find_data(Path(prepared)), folder=Path("nowhere"), dp=1, tp=1)
     made = Trainer(run, torch.device("cpu"))
@@ -112,18 +129,18 @@ def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
 
 
 def test_a_step_waits_for_its_data_for_less_than_a_hundredth_of_its_time(tmp_path: Path, pool: Pool) -> None:
-    """Of the default recipe, on one process, though to read a batch takes long: that is over before it is asked for."""
+    """With the default recipe on one process and slow reading: a batch is read before it is asked for."""
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"text": "weft and warp " * (n % 9)}) + "\n" for n in range(400))
     )
     prepare([tmp_path / "in.jsonl"], tmp_path / "prepared", tokenizer=byte_tokenizer())
     ((in_turn, unforeseen),) = pool.run(waits_for_data, str(tmp_path / "prepared"), ranks=1)
-    assert min(in_turn) < 0.01  # the shortest: in others its thread may have waited for a core
-    assert min(unforeseen) >= READING  # it is counted in full where it could not be read ahead
+    assert min(in_turn) < 0.01  # the shortest: in longer steps the reading thread may have waited for a core
+    assert min(unforeseen) >= READING  # counted in full where it could not be read ahead
 
 
 def alone(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean loss of rows, each document a batch of its own, told from the ends that stand in the tokens."""
+    """The mean loss of rows, with each document a batch of its own; documents end at the end tokens."""
     total = torch.zeros((), dtype=torch.float64)
     for row, target in zip(tokens, targets, strict=True):
         stops = [*((row == BYTE_END).nonzero()[:, 0] + 1).tolist(), len(row)]
@@ -169,7 +186,7 @@ def step_of_few(path: str) -> float:
 
 
 def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: Path, pool: Pool) -> None:
-    """Of 1,001 tokens: the loss is the mean over those that are trained on, some once more than others."""
+    """The loss is the mean over the batch, in which some of the data's sequences occur once more than the rest."""
     letters = random.Random(0).choices("abcdefgh", k=1000)
     (path := tmp_path / "small.txt").write_text("".join(letters))
     windows = torch.tensor([*"".join(letters).encode(), BYTE_END]).unfold(0, 9, 8)  # [125, 9]
@@ -191,7 +208,7 @@ def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: P
 
 @pytest.mark.exhaustive
 def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From text to what transformers makes of the run's last folder."""
+    """From text to the tokens that transformers generates with the run's last folder."""
     import transformers
 
     (tmp_path / "in.txt").write_text("the whale and the sea and the ship " * 400)
@@ -220,7 +237,7 @@ def test_the_tokenizer_goes_with_a_checkpoint_and_generates(tmp_path: Path, caps
 
 
 def closing(prepared: str, vocab_size: int) -> tuple[float, str]:
-    """Of a run: bytes for each token of the held-out text, and the closing line for two losses."""
+    """A run's bytes per token of the held-out text, and the closing line for two losses."""
     settled = config("llama", {"dp": 1, "tp": 1}, {})
     settled = replace(settled, model=replace(settled.model, vocab_size=vocab_size))
     run = Run(recipe="llama-tiny", config=settled, corpus=find_data(Path(prepared)), folder=Path("run"), dp=1, tp=1)
@@ -229,7 +246,7 @@ def closing(prepared: str, vocab_size: int) -> tuple[float, str]:
 
 
 def test_bits_a_byte_are_of_the_text_whatever_the_tokenizer(pool: Pool, tmp_path: Path) -> None:
-    """Losses of 3 bits and 1 bit a token, over the characters that a token of the held-out text has: it is ASCII."""
+    """Losses of 3 bits and 1 bit a token, divided by the held-out text's characters per token; the text is ASCII."""
     text = tmp_path / "in.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"the whale {n} and the sea"}) for n in range(400)))
     tokenizer = train_tokenizer([text], tmp_path / "bpe", vocab_size=300)
@@ -246,7 +263,7 @@ def test_bits_a_byte_are_of_the_text_whatever_the_tokenizer(pool: Pool, tmp_path
 
 
 def begun(prepared: str, verify: bool) -> str:
-    """What a run of one step on two ranks is told; nothing where it comes to its end."""
+    """The error of a run of one step on two ranks; empty if the run completes."""
     settled = config("llama", {"dp": 2, "tp": 1}, {})
     folder = Path(prepared).with_name(f"run-{verify}")
     settled = replace(settled, steps=1, check=False, data=replace(settled.data, verify=verify))
@@ -261,10 +278,13 @@ def begun(prepared: str, verify: bool) -> str:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, prepared: str, pool: Pool) -> None:
-    """Of the second shard, which the second rank reads."""
+    """A bit of the second shard, which the second rank reads."""
     path = Path(prepared, "tokens-00001.bin")
     with path.open("r+b") as file:
         file.write(b"!")
-    wanted = f"{path} is not what was prepared: its SHA-256 differs; copy it again, or remove the folder and prepare it again"
+    wanted = (
+        f"{path} is not what was prepared: its SHA-256 differs; "
+        f"copy it again, or remove the folder and prepare it again"
+    )
     assert pool.run(begun, prepared, verify, ranks=2) == [wanted if verify else ""] * 2
     assert Path(prepared).with_name(f"run-{verify}").exists() is not verify

@@ -1,4 +1,4 @@
-"""The pieces of a training run: its mesh, its data, its optimizer."""
+"""Parts of a training run: mesh, data and optimizer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from weft.models.rope_scaling import DynamicRopeScaling
 from weft.models.step.clip import clip_gradients
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from weft.models.train.folder import check_new, find_checkpoint
+from weft.models.train.learning_rate import learning_rate
 from weft.models.train.measure import CollectiveCount
-from weft.models.train.optimizer import learning_rate
 from weft.models.train.recipes import RECIPES, recipe
 from weft.models.train.report import describe
 from weft.models.train.results import Results
@@ -103,7 +103,8 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
         pytest.param(lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr is nan", id="lr"),
         pytest.param(
             lambda: TrainConfig(model=recipe("gpt-tiny").model, data=DataConfig(sequence_length=257)),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a GPT-2 with a larger max_seq_len is another model",
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, "
+            r"and a GPT-2 with a larger max_seq_len is another model",
             id="sequence",
         ),
         pytest.param(
@@ -111,7 +112,8 @@ def test_the_number_of_parameters_is_the_models(name: str) -> None:
                 model=replace(recipe("llama-tiny").model, rope_scaling=DynamicRopeScaling(factor=2.0)),
                 data=DataConfig(sequence_length=257),
             ),
-            r"data\.sequence_length 257 is above model\.max_seq_len 256, and a Llama with a larger max_seq_len is another model",
+            r"data\.sequence_length 257 is above model\.max_seq_len 256, "
+            r"and a Llama with a larger max_seq_len is another model",
             id="sequence-of-dynamic-rope",
         ),
     ],
@@ -123,7 +125,7 @@ def test_a_config_is_checked_when_it_is_made(make, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "llama3.2-1b"])
 def test_a_rotary_model_says_the_length_that_it_is_trained_on(name: str) -> None:
-    """So `generate`, and whoever reads its config.json, takes contexts as long."""
+    """So `generate`, and readers of its config.json, take contexts of that length."""
     config = recipe(name)
     longer = config.model.max_seq_len + 1
     made = replace(config, data=replace(config.data, sequence_length=longer))
@@ -164,7 +166,9 @@ def test_what_was_left_out_is_said(pictures: str, said: list[str]) -> None:
         pytest.param("deep/er/new", None, id="with-those-above-it"),
         pytest.param("here/new", None, id="below-one-that-is-there"),
         pytest.param("here", "here exists; give another with --output, remove it", id="there"),
-        pytest.param("/proc/weft", "/proc/weft cannot be made: .*; give another with --output", id="nobody-writes-there"),
+        pytest.param(
+            "/proc/weft", "/proc/weft cannot be made: .*; give another with --output", id="nobody-writes-there"
+        ),
         pytest.param("file/new", "file/new cannot be made: .*; give another with --output", id="below-a-file"),
     ],
 )  # fmt: skip
@@ -180,7 +184,7 @@ def test_whether_a_folder_can_be_made_is_told_and_leaves_nothing(
 
 
 def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    """Both have found that it can be made."""
+    """Both have found that the folder can be made."""
     config, mesh = recipe("llama-tiny"), ProcessMesh.grid(dp=1)
     with Results(tmp_path / "run", writes=True) as first, Results(tmp_path / "run", writes=True) as second:
         first.begin("llama-tiny", config, ParallelPlan(), mesh, [])
@@ -261,9 +265,15 @@ def test_the_count_sees_what_dtensor_issues_unasked(pool) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        pytest.param("--steps 5", "warmup_steps is 20, above steps 5: the learning rate reaches 0.00075 of 0.003", id="default"),
+        pytest.param(
+            "--steps 5", "warmup_steps is 20, above steps 5: the learning rate reaches 0.00075 of 0.003", id="default"
+        ),
         pytest.param("--steps 1", "warmup_steps is 20, above steps 1", id="one-step"),
-        pytest.param("--steps 30 --optimizer.warmup-steps 31 --optimizer.lr 0.31", "warmup_steps is 31, above steps 30: the learning rate reaches 0.3 of 0.31", id="one-too-many"),
+        pytest.param(
+            "--steps 30 --optimizer.warmup-steps 31 --optimizer.lr 0.31",
+            "warmup_steps is 31, above steps 30: the learning rate reaches 0.3 of 0.31",
+            id="one-too-many",
+        ),
         pytest.param("--steps 20", None, id="ends-with-it"),
         pytest.param("--steps 1 --optimizer.warmup-steps 0", None, id="none"),
     ],

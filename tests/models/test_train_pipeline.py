@@ -1,4 +1,4 @@
-"""`weft train` on stages: the losses of a mesh without them, and what cannot be said before any process starts."""
+"""`weft train` on stages: the losses of a mesh without stages, and refusals before any process starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.models.step.memory import predict_memory
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.loop import find_parts, train
 from weft.models.train.report import Part, Report
-from weft.models.train.run import Run, mesh_sizes, settled_plan
+from weft.models.train.run import Run, complete_plan, mesh_sizes
 from weft.models.train.trainer import Trainer
 
 MODEL = LlamaConfig(
@@ -31,7 +31,7 @@ def config(mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> TrainC
     data = DataConfig(batch_size=8, sequence_length=8)
     whole = TrainConfig(**settled, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
     dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
-    return replace(whole, plan=settled_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
+    return replace(whole, plan=complete_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 
 FEW_LAYERS = replace(MODEL, num_layers=2)
@@ -46,7 +46,7 @@ def made_run(text: str, mesh: dict[str, int], plan: dict[str, Any], **options: A
 
 
 def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict[str, Any]) -> list[float]:
-    """The held-out loss, those of two steps, and the held-out loss again."""
+    """The held-out loss, the losses of two steps, and the held-out loss again."""
     made = Trainer(made_run(text, mesh, plan, **options), torch.device("cpu"))
     lines: list[str] = []
     made.report.line = lines.append  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
 def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFixture[str]) -> None:
     names = {0: ("embed.weight", "layers.0.up.weight"), 1: ("layers.1.up.weight", "embed.weight", "norm.weight")}
     parts = [Part(name=name, shape=(4, 2), layout=None, stage_rank=at) for at, held in names.items() for name in held]
-    Report(speaks=True).layout(parts)
+    Report(enabled=True).layout(parts)
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[1] for row in rows] == ["embed.weight", "layers.*.up.weight", "norm.weight"]
     assert [row[-1] for row in rows] == ["on pp=0, 1", "on pp=0, 1", "on pp=1"]
@@ -105,9 +105,9 @@ def test_one_loss_with_stages_and_without(
         assert found == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.exhaustive  # its sister is the loss in float32
+@pytest.mark.exhaustive  # the sample has the float32 loss
 def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
-    """Within what bfloat16 keeps, 8 bits, of numbers that tokens' errors average out in."""
+    """Within bfloat16's 8 bits, of losses in which tokens' errors average out."""
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
     text, plan, options = str(tmp_path / "text.txt"), {"microbatches": 4}, {"dtype": "bfloat16"}
     (alone,) = pool.run(trained, text, {"dp": 1, "tp": 1}, plan, options, ranks=1)
@@ -116,7 +116,7 @@ def test_one_loss_in_bfloat16(pool, tmp_path: Path) -> None:
 
 
 def ran(text: str) -> tuple[int, str]:
-    """How it ended, and what it printed."""
+    """The exit status of a run, and its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         ended = train(made_run(text, {"pp": 2, "dp": 1, "tp": 1}, {"zero": 0}, steps=2), torch.device("cpu"))
     return ended, printed.getvalue()

@@ -42,7 +42,7 @@ CONFIG = TrainConfig(
 ONE_LAYER = replace(MODEL, num_layers=1)
 
 
-SAMPLE = [  # in which each option of the others is
+SAMPLE = [  # covers every option of OTHERS
     pytest.param(((2, 1, 2), {"sequence": True, "recompute": "full", "zero": 1}), id="sequence-recomputed-zero1"),
     pytest.param(((1, 2, 2), {"context": "ulysses", "recompute": "selective"}), id="ulysses-recomputed"),
     pytest.param(((1, 2, 2), {"context": "all_gather", "sequence": True, "zero": 3}), id="context-sequence-zero3"),
@@ -71,14 +71,14 @@ def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a rank has: the held-out loss before any step, and the loss of each step."""
+    """A rank's losses: held-out before any step, and of each step."""
 
     held_out: float
     losses: list[float]
 
 
 def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str, Any]) -> Ran:
-    """Steps 2 and 3 are without the checks of values that a CPU makes because it waits for nothing."""
+    """Steps 2 and 3 run without the value checks that a CPU makes because it waits for nothing."""
     made = trainer(text, sizes, plan)
     held_out = made.held_out_loss()
     made.first_step()
@@ -98,7 +98,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", params=WAYS)
 def each_way(request: pytest.FixtureRequest, pool: Pool, text: str) -> list[Ran]:
-    """By rank."""
+    """Results of each rank."""
     sizes, plan = request.param
     return pool.run(steps_without_reading, text, sizes, plan, ranks=math.prod(sizes))
 
@@ -110,7 +110,7 @@ def test_a_step_reads_nothing_on_the_host(each_way: list[Ran]) -> None:
 
 
 def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(each_way: list[Ran], text: str) -> None:
-    """Of 5 sequences in batches of 4: one data-parallel rank has none of the last. Without dropout."""
+    """With 5 sequences in batches of 4 one data-parallel rank has no row of the last batch. Without dropout."""
     batches = Batches(find_corpus(Path(text)), sequence_length=8, batch_size=4, seed=CONFIG.seed)
     held_out = batches.held_out(slice(None))
     tokens, target = held_out.tokens, held_out.targets
@@ -142,7 +142,7 @@ def test_the_first_step_that_is_not_finite_is_named_when_the_losses_are_read(poo
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], microbatches: int) -> None:
-    """As the last of four ranks: forward, backward, the gradients' collectives, clipping and the optimizer, twice."""
+    """The last of four ranks: forward, backward, the gradients' collectives, clipping and the optimizer, twice."""
     mesh, plan = ProcessMesh.grid(dp=2, tp=2), replace(Llama(ONE_LAYER).parallel_plan(), sequence=True, zero=zero)
     steps: list[Communication] = []
     with recording(mesh, 3) as recorded, FakeTensorMode():
@@ -156,10 +156,10 @@ def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], micr
         for _ in range(2):
             issued: dict[Phase, list[Collective]] = {}
 
-            def ended(phase: Phase, issued: dict[Phase, list[Collective]] = issued) -> None:
+            def after_phase(phase: Phase, issued: dict[Phase, list[Collective]] = issued) -> None:
                 issued.setdefault(phase, []).extend(recorded.take_each())
 
-            found = find_gradients(model, criterion, batch, sync, clip_norm=1.0, ended=ended)
+            found = find_gradients(model, criterion, batch, sync, clip_norm=1.0, after_phase=after_phase)
             optimizer.step()
             optimizer.zero_grad()
             steps.append(Communication.of(issued))

@@ -1,4 +1,4 @@
-"""A policy that is trained and its frozen reference, each on its own mesh by its own plan, with a criterion that stands apart."""
+"""A trained policy and its frozen reference, each on its own mesh by its own plan, and a criterion outside both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CONFIG = LlamaConfig(
     vocab_size=31, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=1, max_seq_len=32
 )
 ROWS = {"dp": "S(0)"}
-LOG_PROBABILITY = 8 * math.log(31)  # of a row, about: the losses are of differences of them, and round as they do
+# About a row's log probability: the losses are differences of such values, and round as these do.
+LOG_PROBABILITY = 8 * math.log(31)
 
 
 @on_local_tensors(in_layouts=[ROWS] * 4, out_layouts={"dp": "P(sum)"})
@@ -42,7 +43,7 @@ def log_probabilities(model: Any, tokens: Tensor, target: Tensor) -> Tensor:
 
 
 def steps(on: tuple[ProcessMesh, ProcessMesh] | None, copied: bool) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
-    """Losses of two steps, the gradients of the second and their norm: on one process, or on the meshes of the two."""
+    """Losses of two steps, the second's gradients and their norm: on one process, or on a mesh for each model."""
     policy, reference = make(CONFIG), make(CONFIG, seed=0 if copied else 1)
     if on is not None:
         parallelize(policy, on[0], replace(policy.parallel_plan(), sequence=True))

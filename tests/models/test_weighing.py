@@ -1,4 +1,4 @@
-"""Microbatches: their losses add up to the criterion's loss of the whole batch, whatever it divides by, on every mesh."""
+"""The losses of microbatches add up to the criterion's loss of the whole batch, whatever its divisor, on every mesh."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weight_and_z_loss(output: Tensor, targets: Tensor, denominator: Any = None) 
     return F.cross_entropy(logits, targets.flatten(), weight=WEIGHT) + z_loss
 
 
-# The criterion, and what it means on one process.
+# The criterion, and its meaning on one process.
 TOLD: dict[str, tuple[Criterion, Criterion]] = {
     "weft": (cross_entropy, torchs),
     "weft-weight": (partial(cross_entropy, weight=WEIGHT), partial(torchs, weight=WEIGHT)),
@@ -80,7 +80,7 @@ REFUSED: dict[str, Criterion] = {
 
 
 def a_batch() -> tuple[Tensor, Tensor]:
-    """Four rows: of one the first token counts, of one a few, of one none."""
+    """Four rows: in the first only the first token counts, in the second some, in the third all, in the last none."""
     tokens = some_tokens(SMALL, 4, 9)
     targets = tokens[:, 1:].clone()
     targets[0, 1:] = targets[1, 2:5] = targets[3] = -100

@@ -1,4 +1,4 @@
-"""Sharded optimizers: the weights of one process after steps that are clipped, and what a user does with them."""
+"""Sharded optimizers: weights after clipped steps equal one process's, and what a user does with weights works."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """An eps beside which a gradient's rounding, of 1e-8, is small: an update is wrong by lr / eps times that, 1e-5."""
+    """An eps that bounds the effect of rounding: a gradient's, 1e-8, changes an update by at most 1e-5."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5, fused=True)
 
 
 class Trained:
-    """A model on a mesh, and steps of it."""
+    """A model on a mesh, and its training steps."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def three_steps(
 
 
 def assert_same(found: tuple[Any, list[float]], truth: tuple[Any, list[float]]) -> None:
-    """Within three times what rounding does to an update; see `adamw`."""
+    """Allows three times the error that rounding causes in an update; see `adamw`."""
     assert min(truth[1]) > 2 * CLIP  # the clipping bites
     assert found[1] == pytest.approx(truth[1], rel=1e-4)
     for name, weight in truth[0].items():
@@ -128,7 +128,7 @@ VARIANTS = [
 ]
 
 
-Case = tuple[int, dict[str, Any]]  # the level, and what is changed in the config
+Case = tuple[int, dict[str, Any]]  # the ZeRO level, and changes to the config
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def truth_of(config: LlamaConfig, **options: Any) -> tuple[dict[str, Tensor], li
 
 
 def each_case(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], truths: list[Any]) -> list[str]:
-    """What is wrong, by case."""
+    """The errors, by case."""
     wrong = []
     for (zero, change), truth in zip(cases, truths, strict=True):
         found = three_steps(axes, replace(CONFIG, **change), {**plan, "zero": zero})
@@ -198,7 +198,7 @@ def test_gradients_of_several_passes_add_up(zero: int, pool: Any) -> None:
 
 
 def freeze(model: Any) -> None:
-    """All but the norms and one projection, as fine-tuning does."""
+    """Freeze all parameters but the norms and one projection, as fine-tuning does."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name or "o_proj" in name)
 
@@ -222,7 +222,7 @@ def frozen_steps(zero: int) -> dict[str, Tensor]:
 
 
 class Scaled(nn.Module):
-    """x * weight + bias, of one dtype."""
+    """x * weight + bias, both in the given dtype."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Scaled(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Dtypes beside one another, a number, a parameter of fewer elements than ranks, a module in two blocks, one that is left out."""
+    """Two dtypes, a scalar, a parameter with fewer elements than ranks, a module in two blocks, an unused module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def step_before_wait() -> None:
 
 
 def written_and_read() -> list[float]:
-    """What changes the shards by other means than an optimizer is seen by the next forward; a copy is a model of its own."""
+    """A forward sees shards changed by hand, without an optimizer; a deep copy is a model of its own."""
     trained = Trained({"dp": 2}, CONFIG, {"zero": 1})
     tokens = lay_out_batch(trained.mesh, trained.plan, *batch(0)).tokens
     with torch.no_grad():
@@ -318,7 +318,7 @@ def test_a_forward_computes_with_what_the_shards_are(pool: Any) -> None:
 
 
 def in_order(layers: tuple[int, ...]) -> str:
-    """What the check says of two steps. layers: of each rank's model."""
+    """The report of `check_order` after two steps. layers: the number of layers on each rank."""
 
     def shorten(model: Any) -> None:
         del model.layers[layers[dist.get_rank()] :]

@@ -1,4 +1,4 @@
-"""What a block of a model with zero=3 does around its call: gathers, drops, gathers ahead; compiled, and with adapters."""
+"""A block with zero=3 gathers, drops and prefetches parameters around its call; also compiled, and with adapters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
 from weft.reshard.training import gathered_modules
+from weft.reshard.training.full_parameters import contiguous_shard_slices
 from weft.reshard.training.gathering import Gathers
-from weft.reshard.training.whole_parameters import stretch_in
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, truth_of
@@ -25,9 +25,10 @@ SMALL = replace(CONFIG, num_layers=3)
 
 
 def held(model: Any) -> int:
-    """Bytes of whole parameters that have memory."""
-    wholes = {whole for unit in gathered_modules.units_of(model) for whole in unit.wholes().values()}
-    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in wholes)
+    """Bytes of gathered parameters in memory."""
+    units = gathered_modules.gathering_units(model)
+    full_parameters = {full for unit in units for full in unit.full_parameters().values()}
+    return sum(each.leaf.to_local().untyped_storage().nbytes() for each in full_parameters)
 
 
 def held_around_a_step(zero: int) -> list[tuple[str, int]]:
@@ -53,7 +54,7 @@ def test_what_is_whole_between_calls(zero: int, pool: Any) -> None:
 
 
 def events(steps: int) -> list[list[str]]:
-    """In each step, in order: the gathers that are started, and the blocks that compute, forward and back."""
+    """For each step, in order: the gathers that start, and the blocks that compute, in forward and in backward."""
     trained = Trained({"dp": 2}, SMALL, {"zero": 3})
     seen: list[str] = []
 
@@ -87,7 +88,7 @@ def test_the_next_blocks_gather_is_under_way_while_a_block_computes(pool: Any) -
 
 
 def changed_under_way(zero: int) -> None:
-    """A block's shards change while they are gathered ahead: the block computes with what they are, and they stay so."""
+    """A block's shards change while their gather is in flight: the block computes with the new values, which stay."""
     trained = Trained({"dp": 2}, SMALL, {"zero": zero})
     tokens = lay_out_batch(trained.mesh, trained.plan, *batch(0)).tokens
     layers = list(trained.model.layers)
@@ -129,7 +130,7 @@ def test_which_shards_are_stretches_of_memory(
     shape: tuple[int, ...], shard: str, found: tuple[slice, ...] | None
 ) -> None:
     mesh = ProcessMesh.grid(dp=4)
-    assert stretch_in(Layout(mesh, shard), Layout(mesh, {}), shape, rank=1) == found
+    assert contiguous_shard_slices(Layout(mesh, shard), Layout(mesh, {}), shape, rank=1) == found
 
 
 def compiled_steps(axes: dict[str, int], config: LlamaConfig) -> tuple[dict[str, Tensor], list[float]]:
@@ -141,7 +142,7 @@ def compiled_steps(axes: dict[str, int], config: LlamaConfig) -> tuple[dict[str,
     return trained.weights(), norms
 
 
-@pytest.mark.exhaustive  # its sisters are blocks on a mesh that are computed again, compiled, and these, eager
+@pytest.mark.exhaustive  # the sample has recomputed and compiled blocks on a mesh, and these blocks eager
 @pytest.mark.parametrize(
     ("axes", "layers"),
     [

@@ -1,4 +1,7 @@
-"""Sharded optimizers: every forward pass computes with what the parameters are, however a program changes them; and gathers no more than it needs."""
+"""Sharded optimizers: a forward computes with the parameters' values, however a program changed them.
+
+A forward gathers no more than these values need.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def by_copying(model: nn.Module) -> None:
 
 
 class Scaling:
-    """An optimizer that is not torch's, and writes through `.data`."""
+    """A foreign optimizer, which writes through `.data`."""
 
     def __init__(self, parameters: Any) -> None:
         self.parameters = list(parameters)
@@ -107,7 +110,7 @@ def loss_of(model: nn.Module, mesh: ProcessMesh | None, seed: int) -> Tensor:
 
 
 def made(zero: int | None) -> tuple[nn.Module, ProcessMesh | None]:
-    """A model, sharded on two ranks; on one process for None."""
+    """A model sharded on two ranks; on one process where zero is None."""
     model, mesh = make(), None if zero is None else ProcessMesh.grid(**MESH)
     if mesh is not None:
         parallelize(model, mesh, replace(model.parallel_plan(), zero=zero))
@@ -120,7 +123,7 @@ def logits_of(model: nn.Module, mesh: ProcessMesh | None) -> Tensor:
 
 
 def after_changes(zero: int | None) -> dict[str, list[Tensor]]:
-    """Of each way: what the model gives before a change, and after each of two, in three modes; then the gradient of its head."""
+    """By way of change: outputs before a change and after each of two, in three modes; then the head's gradient."""
     found: dict[str, list[Tensor]] = {}
     for name, change in WAYS.items():
         model, mesh = made(zero)
@@ -150,7 +153,7 @@ def test_a_forward_pass_computes_with_what_the_parameters_are(zero: int, pool: A
 
 
 def on_one_rank(zero: int) -> None:
-    """Only one rank's shards change, which no other rank can see: all gather them."""
+    """The shards of a single rank change, unseen by the rest: all ranks gather again."""
     mesh, model, alone = ProcessMesh.grid(**MESH), make(), make()
     parallelize(model, mesh, replace(model.parallel_plan(), zero=zero))
     with torch.no_grad():
@@ -192,7 +195,7 @@ def test_an_average_of_weights_is_that_of_one_process(zero: int, pool: Any) -> N
 
 
 def two_passes_at_once(zero: int | None) -> Tensor:
-    """Two forward passes, then their backward passes: the second gathers the same values again, under what the first has kept."""
+    """Two forward passes, then their backward passes: the second gathers again while the first's values are kept."""
     model, mesh = made(zero)
     sync = GradientSync(model)
     first, second = (loss_of(model, mesh, seed) for seed in (0, 1))
@@ -209,7 +212,7 @@ def test_passes_that_are_under_way_at_once(zero: int, pool: Any) -> None:
 
 
 def changed_in_place_before_backward(zero: int) -> None:
-    """As on one process: what autograd has kept was changed, and it says so."""
+    """A tensor saved by autograd was changed: backward raises, as on one process."""
     mesh, model = ProcessMesh.grid(**MESH), make()
     parallelize(model, mesh, replace(model.parallel_plan(), zero=zero))
     tokens = distribute(batch(0)[0][:4].contiguous(), Layout(mesh, "dp: S(0)"))
@@ -234,7 +237,7 @@ def gathers_of(action: Callable[[], Any]) -> int:
 
 
 def counted(zero: int) -> dict[str, int]:
-    """How often the blocks' and other parameters are gathered."""
+    """How often the parameters of blocks, and the rest, are gathered."""
     mesh, model = ProcessMesh.grid(**MESH), make()
     plan = replace(model.parallel_plan(), zero=zero)
     parallelize(model, mesh, plan)
@@ -286,7 +289,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def through_views(zero: int) -> None:
-    """Views that were taken before the first pass, as an optimizer with flat memory keeps them, are views of the parameters still."""
+    """Views taken before the first pass, as an optimizer with flat memory keeps, stay views of the parameters."""
     for name, hold in HOLDERS.items():
         model, mesh = made(zero)
         alone = make()
@@ -307,7 +310,7 @@ def test_views_from_before_the_first_pass_are_views_still(zero: int, pool: Any) 
 
 
 def after_other_backward_passes(zero: int) -> None:
-    """A backward pass for the gradient of an input alone, and one that fails, leave the shards in their places."""
+    """Backward passes for an input's gradient alone, and passes that fail, leave the shards in place."""
     model, mesh = made(zero)
     shards = list(model.parameters())
     norm, layer = model.norm, model.layers[0]

@@ -1,4 +1,4 @@
-"""Gradients under sharded optimizers: the dtype in which they are added up, and how long whole ones live."""
+"""Gradients under sharded optimizers: the dtype of their sum over ranks, and how long whole gradients live."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.models import ParallelPlan, parallelize
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.training.gathered_modules import units_of
+from weft.reshard.training.gathered_modules import gathering_units
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained
@@ -43,14 +43,17 @@ def added_up(zero: int) -> tuple[Tensor, torch.dtype]:
 
 @pytest.mark.parametrize("zero", LEVELS)
 def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(zero: int, pool: Any) -> None:
-    """256 + 1 + 1 + 1 is 259, and as near as 260 in bfloat16, where 256 + 1 is 256: added up there, some elements are less."""
+    """The sum 256 + 1 + 1 + 1 is 260 in bfloat16, if rounded once.
+
+    Added up in bfloat16, 256 + 1 is 256, and some elements are less.
+    """
     for grad, dtype in pool.run(added_up, zero, ranks=RANKS):
         assert dtype == torch.bfloat16
         assert torch.equal(grad, torch.full((8,), 260.0, dtype=torch.bfloat16))
 
 
 def without_wait(zero: int) -> None:
-    """The gradient of a shard is on its way, and what asks for it is told so."""
+    """Using a shard's gradient before sync.wait() is an error."""
     model, mesh = Weighted(), ProcessMesh.grid(dp=2)
     parallelize(model, mesh, ParallelPlan(zero=zero))
     sync = GradientSync(model)
@@ -79,8 +82,8 @@ def whole_gradients_alive(zero: int, bucket_bytes: int) -> tuple[int, int]:
     seen: list[tuple[StorageWeakRef, int]] = []
     most = 0
 
-    wholes = {each for unit in units_of(trained.model) for each in unit.wholes().values()}
-    for each in wholes:
+    full_parameters = {each for unit in gathering_units(trained.model) for each in unit.full_parameters().values()}
+    for each in full_parameters:
         each.leaf.register_hook(lambda grad: seen.append((_storage(grad), grad.to_local().nbytes)))
         each.leaf.register_post_accumulate_grad_hook(lambda _: measure())
 
@@ -90,7 +93,7 @@ def whole_gradients_alive(zero: int, bucket_bytes: int) -> tuple[int, int]:
 
     trained.backward(1)
     trained.sync.wait()
-    return most, sum(each.leaf.to_local().nbytes for each in wholes)
+    return most, sum(each.leaf.to_local().nbytes for each in full_parameters)
 
 
 def _storage(grad: Any) -> StorageWeakRef:
@@ -102,4 +105,4 @@ def test_whole_gradients_live_until_their_bucket_is_sent(zero: int, pool: Any) -
     bucket, largest = 4096, 48 * 32 * 4
     for most, everything in pool.run(whole_gradients_alive, zero, bucket, ranks=2):
         assert everything > 6 * (bucket + largest)
-        assert 0 < most <= bucket + 2 * largest  # what fills the bucket, and the one that comes
+        assert 0 < most <= bucket + 2 * largest  # a bucket, and the next gradient

@@ -1,4 +1,4 @@
-"""Hooks on parameters that lie on shards: those of the gradient that autograd finds, and those that wait for it."""
+"""Hooks on sharded parameters: tensor hooks, on the gradient that autograd computes, and post-accumulate hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models.test_zero import LEVELS, batch, make
 
 
 class Model:
-    """A model on two ranks under a level of sharding; on one process for None."""
+    """A model on two ranks at a ZeRO level; on one process where zero is None."""
 
     def __init__(self, zero: int | None, axes: dict[str, int] | None = None, sync: bool = True) -> None:
         self.module, self.mesh = make(), None if zero is None else ProcessMesh.grid(**(axes or {"dp": 2}))
@@ -56,7 +56,7 @@ HOOKED = ("lm_head.weight", "layers.0.mlp.up_proj.weight", "norm.weight")
 
 
 def with_hooks(zero: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Hooks that change a gradient, one after another, of which one is taken off; and one that only looks."""
+    """Hooks that change a gradient, a hook that is removed again, and a hook that only records the gradient's shape."""
     model, ran = Model(zero), []
 
     def zeroed(grad: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_a_hook_changes_the_gradient_of_its_parameter(zero: int, pool: Any) -> N
 
 
 def clipped_by_value(zero: int | None) -> dict[str, Any]:
-    """Of the sum, not of an addend: DTensor reduces what it is to clamp, and the gradient is whole then."""
+    """The sum is clamped, not each rank's addend: DTensor reduces before a clamp. The gradient is whole then."""
     model = Model(zero)
     for name in HOOKED:
         model.module.get_parameter(name).register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
@@ -115,7 +115,7 @@ def test_a_hook_that_clamps_clamps_the_sum(zero: int, pool: Any) -> None:
 
 
 def stepped_in_backward(zero: int | None, passes: int) -> tuple[dict[str, Any], int]:
-    """An optimizer for each parameter, whose step is taken once its gradient is there."""
+    """An optimizer for each parameter, stepped by a hook as soon as the parameter has its gradient."""
     model, steps = Model(zero), []
     optimizers = {
         parameter: torch.optim.AdamW([parameter], lr=1e-2, eps=1e-5) for parameter in model.module.parameters()
@@ -179,7 +179,7 @@ def test_a_hook_that_nothing_would_call_is_refused(zero: int, pool: Any) -> None
 
 
 def unfrozen(zero: int | None, chosen: Callable[[str], bool], passes: int) -> list[dict[str, Any]]:
-    """The gradients of steps before and after more parameters learn, with the GradientSync that was made when they were frozen."""
+    """Gradients before and after more parameters begin to learn, with a GradientSync made while they were frozen."""
     module, mesh = make(), None if zero is None else ProcessMesh.grid(dp=2)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not chosen(name))
@@ -225,7 +225,7 @@ def test_parameters_that_learn_later_are_synchronized_too(zero: int, passes: int
 
 
 def stepped_before_wait() -> list[str]:
-    """The step after a parameter has begun to learn, without wait(): in the first and in the second such step."""
+    """A step without wait() after a parameter begins to learn: the errors of the first and the second such step."""
     model = make()
     mesh = ProcessMesh.grid(dp=2)
     head = model.get_parameter("lm_head.weight")
@@ -256,7 +256,7 @@ def test_a_step_before_wait_is_refused_there_too(pool: Any) -> None:
 
 
 def two_syncs() -> None:
-    """Parts of one model with a GradientSync each: a frozen parameter is of the one that first finds it learning."""
+    """Two GradientSyncs on parts of one model: a frozen parameter belongs to the first that finds it learning."""
     model = nn.ModuleList([make(), make()])
     mesh = ProcessMesh.grid(dp=2)
     for each in model:

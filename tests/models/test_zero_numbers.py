@@ -1,4 +1,4 @@
-"""What sharded optimizers communicate and hold, counted and equal to what the papers and the layouts say."""
+"""Communication and memory of sharded optimizers, counted, and equal to the papers' and the layouts' numbers."""
 
 from __future__ import annotations
 
@@ -100,15 +100,15 @@ def held_by(tensors: Any) -> int:
     storages = {}
     for each in tensors:
         storage = (each.to_local() if isinstance(each, DTensor) else each).untyped_storage()
-        if storage.nbytes():  # what stands in for a gradient on its way has none, and no address
+        if storage.nbytes():  # a placeholder for a gradient being reduced has no memory, and no address
             storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
     return sum(storages.values())
 
 
 def held_since(before: set[int]) -> int:
-    """Bytes of float32 tensors with values, and of their gradients, but for those in `before`.
+    """Bytes of float32 tensors with data, and of their gradients, without the tensors in `before`.
 
-    The least of a few readings: a thread of gloo lets go of what it moved a moment after the wait for it is over.
+    The least of a few readings: a gloo thread frees its buffers a moment after the wait ends.
     """
     readings = []
     for _ in range(4):
@@ -122,7 +122,7 @@ def held_since(before: set[int]) -> int:
 
 
 def measured(axes: dict[str, int], plan: dict[str, Any], config: LlamaConfig) -> dict[str, int]:
-    """Between the passes of a step: all float32 tensors that are alive, apart from those that were before the model."""
+    """Bytes of all float32 tensors made since the model, between the passes of a step."""
     gc.collect()
     before = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}
     mesh, model = ProcessMesh.grid(**axes), make(config)
@@ -140,9 +140,8 @@ def measured(axes: dict[str, int], plan: dict[str, Any], config: LlamaConfig) ->
     return {"states": held_by(states), "all": held_since(before)}
 
 
-UNEVEN = replace(
-    CONFIG, vocab_size=63
-)  # its shards are columns, no stretches of memory: they stay beside what is whole
+# The shards are columns, which are not contiguous in memory: they cannot be views of the gathered parameter.
+UNEVEN = replace(CONFIG, vocab_size=63)
 
 
 @pytest.mark.parametrize(

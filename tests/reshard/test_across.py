@@ -96,7 +96,7 @@ def test_each_byte_crosses_once_and_is_spread_at_its_destination():
 
 
 def test_the_least_loaded_holder_sends():
-    """Four ranks hold the whole; each sends a quarter, not one all of it."""
+    """Four ranks hold the whole tensor; each sends a quarter."""
     src, dst = Layout(ProcessMesh.grid(tp=4)), Layout(ProcessMesh.grid(tp=4, first_rank=4), "tp: S(0)")
     sent = [messages_of(src, dst, (8, 8), rank).sends for rank in range(4)]
     assert [sum(volume(box) for _, box in sends) for sends in sent] == [16] * 4

@@ -1,4 +1,4 @@
-"""Layouts in every order of axes: DTensors keep the mesh that they were laid on, and meet on it in ops."""
+"""Layouts in every order of axes: DTensors keep their mesh, and ops combine them on one mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_every_order(mesh: ProcessMesh) -> Iterator[Layout]:
 
 
 def kept(layouts: list[Layout]) -> None:
-    """Of each layout that of the DTensor, and of what torch's ops make of it."""
+    """A DTensor keeps its layout, also through torch's ops."""
     for layout in layouts:
         x = distribute(WHOLE, layout)
         assert layout_of(x) == layout
@@ -74,7 +74,7 @@ def test_tensors_that_lie_in_other_orders_meet_in_ops(pool: Pool) -> None:
 
 
 def of_torch() -> None:
-    """A DeviceMesh of the user's own, equal to one that says an order here, is what it is."""
+    """A user's own DeviceMesh equal to a mesh that expresses a shard order here keeps its own meaning."""
     distribute(WHOLE, Layout(GRID, "tp: S(0), dp: S(0)"))
     ranks = torch.tensor(GRID.ranks).reshape(2, 2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

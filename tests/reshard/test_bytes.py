@@ -17,7 +17,7 @@ F32 = torch.float32
 
 
 def interval(mesh, layout, dim, size, coordinate):
-    """Where nested halving, thirding, … of [0, size) leads: for sizes that divide evenly."""
+    """The interval of [0, size) that nested halving, thirding, … leads to, for sizes that divide evenly."""
     start = 0
     for axis in layout.shard_order.get(dim, ()):
         size //= mesh.axis_size(axis)
@@ -26,7 +26,7 @@ def interval(mesh, layout, dim, size, coordinate):
 
 
 def needed_and_not_held(src, dst, shape):
-    """Elements that the busiest rank needs and does not hold: every rank is asked."""
+    """The number of elements that the busiest rank needs and does not hold, found by asking every rank."""
     mesh, most = src.mesh, 0
     for index in itertools.product(*(range(size) for size in mesh.shape)):
         coordinate = dict(zip(mesh.axis_names, index, strict=True))
@@ -51,7 +51,10 @@ def needed_and_not_held(src, dst, shape):
     ],
 )
 def test_every_plan_reaches_the_lower_bound(portion, sizes, ndim, every):
-    """Ratio 1.00 for {R, S0, S1, S2} in all shard orders, up to the numbering of dims; where there are too many, every n-th."""
+    """Ratio 1.00 for {R, S0, S1, S2} in all shard orders, up to the numbering of dims.
+
+    Of many pairs every n-th is tried.
+    """
     mesh = ProcessMesh.grid(**dict(zip("abcd", sizes, strict=False)))
     shape = (64,) * ndim
     layouts = every_layout(mesh, ndim, partials=())
@@ -63,7 +66,7 @@ def test_every_plan_reaches_the_lower_bound(portion, sizes, ndim, every):
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (4, 4), (2, 2, 2)], ids=str)
 def test_partial_stays_within_the_published_bounds(portion, sizes):
-    """A reduce-scatter of the addends, (p - 1) / p of them, and the bound of the rest; for all-reduces 2 (p - 1) / p.
+    """The bounds: a reduce-scatter of (p - 1) / p of the addends and the rest's bound; for all-reduces 2 (p - 1) / p.
 
     Rabenseifner (2004) and Patarasu and Yuan (2009): no reduce-scatter, and no all-reduce, receives less.
     """
@@ -97,7 +100,7 @@ NODES = Topology({"node": Link(5e-6, 25e9), "gpu": Link(2e-6, 400e9)})
 
 
 class TestASlowOuterAxis:
-    """Two nodes of four: what crosses between nodes is what a node needs and none of its ranks holds."""
+    """Two nodes of four ranks: a node receives only elements that it needs and that none of its ranks holds."""
 
     mesh = ProcessMesh.grid(node=2, gpu=4)
     shape = (4096, 4096)
@@ -106,7 +109,8 @@ class TestASlowOuterAxis:
     def test_a_gather_takes_the_slow_axis_first(self):
         made = plan(Layout(self.mesh, "node: S(0), gpu: S(0)"), Layout(self.mesh), self.shape, F32, topology=NODES)
         assert made.steps == (AllGather(("node", "gpu"), (0, 0), apart=("node", "gpu")),)
-        # One part over the slow axis, an eighth for each of four ranks: half the tensor into the node, its bound.
+        # One part over the slow axis, an eighth for each of four ranks: half the tensor enters the node, which is its
+        # bound.
         assert made.max_received_bytes == self.whole * 7 // 8
         slow, fast = self.whole // 8, 3 * self.whole // 4
         assert made.seconds == pytest.approx(5e-6 + slow / 25e9 + 3 * 2e-6 + fast / 400e9)
@@ -132,7 +136,7 @@ class TestASlowOuterAxis:
 
 
 def test_a_memory_limit_makes_the_plan_another():
-    """What every rank is sent is packed once for each: an exchange with gathers after it holds less at once."""
+    """An exchange packs a copy for each receiver: a smaller exchange, then gathers, holds less at once."""
     mesh = ProcessMesh.grid(a=4, b=4)
     src, dst = Layout(mesh, "a: S(0), b: S(1)"), Layout(mesh, "b: S(0)")
     free = plan(src, dst, (64, 64), F32)
@@ -162,7 +166,7 @@ def seconds_of(call, rounds=100):
     ],
 )
 def test_a_new_plan_is_made_in_a_millisecond(sizes, limit):
-    """The size of the mesh does not enter; a plan that is known is found in microseconds."""
+    """The size of the mesh does not matter; a cached plan is found in microseconds."""
     mesh = ProcessMesh.grid(**dict(zip("abcde", sizes, strict=False)))
     ends = itertools.cycle(["S(0)", "S(1)", "R", "P", "S(2)"])
     taken = []
@@ -181,7 +185,7 @@ def test_a_new_plan_is_made_in_a_millisecond(sizes, limit):
 
 
 def test_a_plan_knows_nothing_of_the_meshes_before_it():
-    """Meshes and layouts are equal by content, so their plan is one and the same value."""
+    """Meshes and layouts are equal by content, so equal requests get the same plan object."""
     a = plan(Layout(ProcessMesh.grid(x=2, y=2), "x: S(0)"), Layout(ProcessMesh.grid(x=2, y=2), "y: S(1)"), (8, 8), F32)
     Mesh.grid(z=7)
     b = plan(Layout(Mesh([[0, 1], [2, 3]], ["x", "y"]), "x: S(0)"), Layout(Mesh.grid(x=2, y=2), "y: S(1)"), (8, 8), F32)

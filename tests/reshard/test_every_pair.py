@@ -1,4 +1,4 @@
-"""Every pair of layouts, up to the numbering of dims, simulated on integers and judged by slices of the whole tensor."""
+"""Every pair of layouts, up to the numbering of dims, simulated on integers and compared with the tensor's slices."""
 
 import itertools
 
@@ -15,7 +15,7 @@ OPS = ("sum", "avg", "min", "max", "product")
 
 
 def check(src, dst, whole, parts=None):
-    """The plan's result is every rank's part of the whole; it receives no less than any plan must."""
+    """Asserts that the plan gives every rank its part of `whole`, and receives no less than any plan must."""
     made = plan(src, dst, whole.shape, whole.dtype)
     results = simulate(made, split(whole, src) if parts is None else parts)
     assert torch.equal(rebuild(results, dst, whole.shape), whole), str(made)
@@ -58,7 +58,7 @@ def test_every_pair(portion, sizes, ndim, each):
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_every_pair_on_2x2x2(portion, quarter):
-    """Of tensors with three dims: those with two are among them, the last dim on no axis."""
+    """Tensors with three dims cover tensors with two, as the last dim may be on no axis."""
     pairs = pairs_of(every_layout(ProcessMesh.grid(a=2, b=2, c=2), 3))
     shapes = itertools.cycle(itertools.product((7, 5, 1, 3, 6, 4, 2, 0), repeat=3))
     for shape, (src, dst) in portion.of(zip(shapes, pairs[quarter::4], strict=False), every=150):
@@ -85,7 +85,7 @@ def test_every_pair_of_a_scalar():
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_reduction(portion, op):
-    """Source and target may both be Partial, on the same axis or on others."""
+    """Source and target may both be Partial, on the same axis or on different axes."""
     dtype = torch.float64 if op == "avg" else torch.int64
     for mesh in (ProcessMesh.grid(dp=2, tp=2), ProcessMesh.grid(dp=2, tp=3)):
         for src, dst in portion.of(itertools.product(every_layout(mesh, 2, [Partial(op)]), repeat=2), every=30):

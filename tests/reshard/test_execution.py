@@ -56,7 +56,7 @@ SAMPLES = [
 
 
 def sample(mesh, count, portion):
-    """Pairs of layouts of each kind, which share their process groups, and their results where the target is Partial."""
+    """Pairs of layouts of each kind, which share process groups; returns the results whose target is Partial."""
     results = []
     for seed, (shape, options) in enumerate(SAMPLES):
         whole = whole_of(shape, torch.float64)
@@ -79,7 +79,7 @@ def test_a_sample_of_pairs_on_eight_ranks(pool, portion):
 
 
 def every_dtype():
-    """Exchanges of all, sums and other reductions of those that have them."""
+    """All dtypes are exchanged; dtypes with sums and further reductions are reduced, too."""
     moves = [
         ("dp: S(0)", "tp: S(0)", Exchange),
         ("dp: S(0), tp: S(1)", "dp: S(1), tp: S(0)", Permute),
@@ -119,7 +119,7 @@ def memory_in_any_order():
 
 
 def gathered_and_scattered_by_exchange():
-    """gloo's own reduce-scatter sends the whole to all, and its all-gather takes longer."""
+    """gloo's own reduce-scatter sends the whole tensor to all ranks, and its all-gather is slower."""
     whole = whole_of((6, 4), torch.float64)
     for src, dst, kind in [("tp: P", "tp: S(0)", "reduce-scatter"), ("tp: S(0)", "", "all-gather")]:
         src, dst = Layout(GRID, src), Layout(GRID, dst)
@@ -146,7 +146,7 @@ def started_and_waited_for():
 
 
 class Doubled(torch.autograd.Function):
-    """Twice its input; what ran is written down."""
+    """Doubles its input, and records when its forward and its backward run."""
 
     @staticmethod
     def forward(ctx, x, events):
@@ -161,7 +161,7 @@ class Doubled(torch.autograd.Function):
 
 
 def overlapped_in_backward():
-    """What was computed between start and wait has its backward between the gradient's start and its wait."""
+    """An op between start and wait has its backward between the start and the wait of the gradient's reshard."""
     whole, src = whole_of((6, 8), torch.float64), Layout(GRID, "dp: S(0), tp: S(1)")
     x, other = part(whole, src).requires_grad_(), part(whole, Layout(GRID)).requires_grad_()
     with Events() as seen:
@@ -258,7 +258,7 @@ def one_rank_stays_away():
 
 
 def test_a_rank_that_is_missing_fails_the_others(pool):
-    """Not after the time limit of the collective: the others' connections break, and say so."""
+    """The remaining ranks fail when their connections break, not at the time limit, and say so."""
     with pytest.raises(RanksFailed) as failed:
         pool.run(one_rank_stays_away, ranks=4)
     assert "this one went away" in str(failed.value)

@@ -1,8 +1,6 @@
-"""What is left of a world when its process ends: no group, whose threads would need an interpreter that is gone."""
+"""A world leaves no groups when its process ends: their threads would need an interpreter that is gone."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +10,9 @@ PROGRAM = """
 import atexit
 import weakref
 
-import torch
-import torch.distributed as dist
-
 groups = []
-atexit.register(lambda: print("kept" if groups[0]() is not None else "gone"))  # after what is registered later
+# Called after all that is registered later.
+atexit.register(lambda: print({name!r}, "kept" if groups[0]() is not None else "gone"))
 
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, reshard
@@ -32,8 +28,28 @@ USED = {
     "a-layout-change": 'reshard(distribute(torch.ones(2), Layout(mesh, "tp: S(0)")), Layout(mesh)).to_local()',
     "an-op": "import weft.kernels; weft.kernels.add(*[distribute(torch.ones(2), Layout(mesh))] * 2)",
 }
+# Runs programs, each in a fork with an interpreter's end of its own; torch is imported once.
+FORKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+for program in {programs!r}:
+    if os.fork() == 0:
+        exec(program)
+        sys.exit()
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By use of a world, whether its group is kept or gone when the interpreter ends."""
+    programs = [PROGRAM.format(name=name, used=used) for name, used in USED.items()]
+    printed = run_alone(FORKS.format(programs=programs), tmp_path_factory.mktemp("exit"))
+    return dict(line.split() for line in printed.splitlines())
 
 
 @pytest.mark.parametrize("used", USED)
-def test_a_destroyed_world_is_gone_before_the_interpreter(used: str, tmp_path: Path) -> None:
-    assert run_alone(PROGRAM.format(used=USED[used]), tmp_path).split() == ["gone"]
+def test_a_destroyed_world_is_gone_before_the_interpreter(used: str, ends: dict[str, str]) -> None:
+    assert ends[used] == "gone"

@@ -1,4 +1,4 @@
-"""Fused optimizer steps on DTensors: those of the whole tensors, on each rank's parts."""
+"""Fused optimizer steps on DTensors equal the whole tensors' steps, on each rank's parts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parts_are_updated_as_the_whole(pool: Pool) -> None:
 
 
 def other_layouts() -> tuple[Tensor, str]:
-    """A parameter after a step with an addend as its gradient, and what is said of a state that lies otherwise."""
+    """A parameter after a step with a Partial gradient, and the error for a state in a different layout."""
     mesh = ProcessMesh.grid(dp=2)
     parameter = torch.nn.Parameter(distribute(torch.ones(3), Layout(mesh, "dp: R")))
     optimizer = torch.optim.AdamW([parameter], fused=True)

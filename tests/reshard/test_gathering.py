@@ -31,7 +31,7 @@ def sharded(mesh: ProcessMesh) -> list[Layout]:
 
 
 def gathered(axes: dict[str, int]) -> tuple[list[str], int]:
-    """What is wrong of all of them, made whole in one call, twice with other values; and the collectives of one time."""
+    """Cases that come out wrong when one call gathers all, twice with new values; and the collectives of a call."""
     mesh = ProcessMesh.grid(**axes)
     cases = [(layout, shape) for layout in sharded(mesh) for shape in SHAPES]
     truths = [torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) for _, shape in cases]

@@ -1,4 +1,4 @@
-"""Gradients of several backward passes: added up in whatever layouts they come, each reduced once."""
+"""Gradients of several backward passes: added up in whatever layouts they have, and each reduced once."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import GradientSync, clip_grad_norm_, layout_of, to_global
 from weft.reshard.moving.dtensor import wrap
-from weft.reshard.training.pending_gradient import Waiting
+from weft.reshard.training.pending_gradient import GradPlaceholder
 
 from tests.reshard.test_gradients import (
     DATA,
@@ -33,7 +33,7 @@ THREE = ProcessMesh([2, 0, 1], ["dp"])  # a third has no exact fraction: nothing
 
 
 class Sent(Collectives):
-    """`sent` lists the kind of each collective with the bytes that this rank put in."""
+    """Records in `sent` the kind of each collective, and the bytes that this rank contributed."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Sent(Collectives):
 
 
 def paused_after():
-    """A paused pass that follows one whose gradients are on their way is not lost, whether or not those have left."""
+    """A paused pass is not lost after a pass whose gradients are pending, whether or not their reduction has begun."""
     for bucket_bytes in (1, LARGE):
         model = Model(Layout(DATA), 2)
         sync = GradientSync(model, bucket_bytes=bucket_bytes)
@@ -81,7 +81,7 @@ def several_passes(mesh, bucket_bytes, wait_between, sent):
 
 
 def other_layouts():
-    """Passes that cut the input otherwise each time: their gradients differ in layout, and each is reduced its own way."""
+    """Passes with differently sharded inputs: their gradients differ in layout, and are reduced separately."""
     for pause in (False, True):
         model = Model(Layout(GRID), 1)
         sync = GradientSync(model)
@@ -91,13 +91,14 @@ def other_layouts():
                     backward(model(inputs(Layout(GRID, x), seed)), seed)
             assert seen.sent == []
             sync.wait()
-        assert seen.sent == [("all-reduce", NBYTES)] * 2  # over dp for two passes together; over dp and cp for one
+        # over dp for two passes together; over dp and cp for the third
+        assert seen.sent == [("all-reduce", NBYTES)] * 2
         total = sum(expected(seed, 0) for seed in (0, 10, 20, 30))
         assert torch.equal(to_global(model.weights[0].grad), total)
 
 
 def zeroed_in_place():
-    """Gradients that the optimizer fills with zeros keep their layout, and the next ones are not added by DTensor."""
+    """Gradients that the optimizer zeroes keep their layout; DTensor does not add the next gradients to them."""
     model = Model(Layout(THREE), 2)
     sync = GradientSync(model)
     for seed in (0, 10):
@@ -111,7 +112,7 @@ def zeroed_in_place():
 
 
 class Nothing(torch.autograd.Function):
-    """Gives its weight no gradient."""
+    """Returns no gradient for its weight."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -123,7 +124,7 @@ class Nothing(torch.autograd.Function):
 
 
 def no_gradient():
-    """A function that returns no gradient, on the first pass or after one, changes nothing."""
+    """A function that returns no gradient, on the first pass or a later pass, changes nothing."""
     model = Model(Layout(DATA), 2)
     sync = GradientSync(model)
     for seed, function, buckets in ((0, Nothing, 0), (10, Scale, 1), (20, Nothing, 0)):
@@ -139,7 +140,7 @@ def no_gradient():
 
 
 def used_often():
-    """A parameter that one pass uses three times, has one gradient, reduced once."""
+    """A parameter used three times in a pass has a single gradient, reduced once."""
     model = Model(Layout(DATA), 1)
     sync = GradientSync(model)
     y = inputs(Layout(DATA, "dp: S(0)"), 0)
@@ -155,7 +156,7 @@ def used_often():
 
 
 class Watch(torch.autograd.Function):
-    """Its backward notes the collectives started so far."""
+    """An identity; its backward records the collectives started by then."""
 
     @staticmethod
     def forward(ctx, x, seen, noted):
@@ -169,7 +170,7 @@ class Watch(torch.autograd.Function):
 
 
 def overlapped():
-    """The bucket of the last layer is on its way before backward comes to the first one."""
+    """The reduction of the last layer's bucket starts before backward reaches the first layer."""
     for shard_over, kind in ((None, "all-reduce"), ("dp", "reduce-scatter")):
         model = Model(Layout(DATA), 2)
         sync = GradientSync(model, shard_over=shard_over, bucket_bytes=1)
@@ -179,13 +180,13 @@ def overlapped():
             backward([Scale.apply(hidden, model.weights[1])], 0)
             assert noted == [kind]
             assert seen.kinds == [kind] * 2
-            assert all(isinstance(parameter.grad, Waiting) for parameter in model.weights)  # on their way
+            assert all(isinstance(parameter.grad, GradPlaceholder) for parameter in model.weights)  # on their way
             sync.wait()
         assert seen.kinds == [kind] * 2
 
 
 def forgotten():
-    """A sync that no one holds goes with its module, and keeps no parameter alive."""
+    """A sync that nobody holds is freed with its module, and keeps no parameter alive."""
     model = Model(Layout(DATA), 1)
     GradientSync(model)
     parameter = weakref.ref(model.weights[0])
@@ -194,7 +195,7 @@ def forgotten():
     assert parameter() is None
     model = Model(Layout(DATA), 1)
     GradientSync(model)
-    GradientSync(model)  # that one is gone, and reduces nothing
+    GradientSync(model)  # the first sync is freed, and reduces nothing
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ WAYS = {
 
 
 def partly_outside(way, wait_between, layouts, options):
-    """On ranks 0 and 3, which have no part in it, nothing is sent, and the gradients are there, and empty."""
+    """Ranks 0 and 3 are outside the mesh: they send nothing, and have empty gradients."""
     model = Model(Layout(PART), 2)
     sync = GradientSync(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,4 +1,4 @@
-"""What a rank tells the others of its gradients, when it reads what they told, and what is kept of earlier steps."""
+"""Messages between ranks about which gradients they have: when they are read; and gradients kept from earlier steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.mesh import Layout
 from weft.reshard import GradientSync, distribute, to_global
 from weft.reshard.moving.dtensor import wrap
 from weft.reshard.world import world
-from weft.reshard.world.rendezvous import tell
+from weft.reshard.world.rendezvous import publish
 
 from tests.reshard.test_gradient_divergence import ALL, DATA, SIZES, Weights, assert_right, backward, right, whole_of
 from tests.reshard.test_gradients import Scale
 
 
 def told_in_a_step() -> tuple[int, int]:
-    """What a rank that has all gradients tells and reads in a step, after the first."""
+    """The numbers of messages that a rank with all gradients writes and reads in a step after the first."""
     model = Weights(DATA)
     sync = GradientSync(model)
     said, asked = [], []
@@ -29,14 +29,14 @@ def told_in_a_step() -> tuple[int, int]:
 
     def noted(what: str, value: bytes) -> None:
         said.append(what)
-        tell(what, value)
+        publish(what, value)
 
-    world.tell, world.told, before = noted, lambda names: asked.append(names), (world.tell, world.told)
+    world.publish, world.published, before = noted, lambda names: asked.append(names), (world.publish, world.published)
     try:
         backward(model, DATA, ALL, 100)
         sync.wait()
     finally:
-        world.tell, world.told = before
+        world.publish, world.published = before
     return len(said), len(asked)
 
 
@@ -45,7 +45,7 @@ def test_who_has_all_gradients_tells_once_and_reads_nothing(pool: Any) -> None:
 
 
 def kept_from_before() -> None:
-    """Gradients of earlier steps stay where they are: of parameters that no rank, or another, has a gradient of; after autograd.grad."""
+    """Earlier gradients are kept where no rank, or only the other rank, has a new one, and after autograd.grad."""
     model = Weights(DATA)
     sync = GradientSync(model)
     truth: list[Tensor | None] = [None] * len(SIZES)
@@ -66,11 +66,11 @@ def test_gradients_of_earlier_steps_are_kept(pool: Any) -> None:
 
 
 def read_in_a_step(layout: str) -> int:
-    """How often a rank whose gradients have their layout from the start reads what others told."""
+    """How often a rank reads messages when its gradients have their final layout from the start."""
     model = Weights(DATA)
     sync = GradientSync(model)
     asked: list[Sequence[str]] = []
-    before, world.told = world.told, lambda names: asked.append(names) or before(names)
+    before, world.published = world.published, lambda names: asked.append(names) or before(names)
     try:
         for _ in range(3):
             for parameter in model.all:
@@ -79,7 +79,7 @@ def read_in_a_step(layout: str) -> int:
                 )
             sync.wait()
     finally:
-        world.told = before
+        world.published = before
     for parameter in model.all:
         assert torch.equal(to_global(parameter.grad), torch.full((len(parameter),), 6.0 if layout else 3.0).double())
     return len(asked)

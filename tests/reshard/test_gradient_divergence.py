@@ -1,4 +1,8 @@
-"""Ranks that have gradients of different parameters: the sum over ranks on all of them, zeros where a rank has none, None where no rank has any."""
+"""Ranks with gradients of different parameters.
+
+Every rank gets the sum over ranks, in which a rank without a gradient counts as zeros. Where no rank has a gradient
+the result is None.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ SIZES = (4, 7, 1, 300, 6)  # of the parameters
 ROWS = 5  # uneven over 2 and over 3
 LARGE = 2**20
 DATA = ProcessMesh.grid(dp=2)
-Used = Sequence[Sequence[int]]  # of each rank, the parameters that it computes with
+Used = Sequence[Sequence[int]]  # for each rank, the parameters that it computes with
 
 
 class Weights(nn.Module):
@@ -37,13 +41,13 @@ class Weights(nn.Module):
 
 
 def whole_of(seed: int, size: int) -> Tensor:
-    """Whole numbers [ROWS, 2, size], so that their sums are exact in any order."""
+    """Integers [ROWS, 2, size] in float64, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, (ROWS, 2, size), generator=generator).double()
 
 
 def backward(model: Weights, mesh: ProcessMesh, used: Iterable[int], seed: int) -> None:
-    """One backward pass through the parameters that are used, each by an input of its own."""
+    """A backward pass through the used parameters, each with an input of its own."""
     layout = Layout(mesh, "dp: S(0)")
     outputs, grads = [], []
     for i in used:
@@ -55,13 +59,13 @@ def backward(model: Weights, mesh: ProcessMesh, used: Iterable[int], seed: int) 
 
 
 def addend(i: int, rank: int, ranks: int, seed: int, sizes: Sequence[int] = SIZES) -> Tensor:
-    """What a rank's rows add to the gradient of a parameter."""
+    """The addend of one rank's rows to a parameter's gradient."""
     x, grad = (whole_of(each + i, sizes[i]).chunk(ranks)[rank] for each in (seed, seed + 50))
     return (x * grad).sum((0, 1))
 
 
 def right(i: int, used: Used, seed: int, sizes: Sequence[int] = SIZES) -> Tensor | None:
-    """The gradient of a parameter: the sum over the ranks that used it."""
+    """The true gradient of a parameter: the sum over the ranks that used it; None if none did."""
     found = [addend(i, rank, len(used), seed, sizes) for rank, each in enumerate(used) if i in each]
     return torch.stack(found).sum(0) if found else None
 
@@ -75,7 +79,7 @@ def assert_right(model: Weights, sums: Sequence[Tensor | None], said: Any) -> No
 
 
 def steps(mesh: ProcessMesh, each_step: Sequence[Used], options: dict[str, Any]) -> list[int]:
-    """Steps of one GradientSync; in each, the collectives of this rank."""
+    """Takes steps with one GradientSync; returns this rank's number of collectives in each."""
     model = Weights(mesh)
     sync = GradientSync(model, **options)
     counts = []
@@ -117,7 +121,7 @@ def test_the_sum_over_the_ranks_that_have_a_gradient_is_on_all_ranks(name: str, 
 
 
 def drawn(mesh: ProcessMesh, ranks: int, portion: Sequence[int]) -> None:
-    """Steps in which each rank draws what it uses, as all ranks know."""
+    """Steps in which each rank's parameters are drawn by a generator that all ranks share."""
     for seed in portion:
         generator = torch.Generator().manual_seed(seed)
         chances = torch.tensor([0.2, 0.5, 0.9])[torch.randint(3, (4,), generator=generator)]
@@ -137,7 +141,7 @@ def test_whatever_each_rank_uses(ranks: int, pool: Any, portion: Any) -> None:
 
 
 def large_buckets() -> None:
-    """More buckets than are in flight: ranks that have all gradients wait for others within backward."""
+    """More buckets than may be in flight: ranks with all gradients wait for the rest within backward."""
     sizes = [50] * 9
     for each_step in (
         [(range(9), range(9)), (range(9), []), ([], range(9)), (range(9), [0, 8])],
@@ -159,7 +163,7 @@ def test_a_rank_that_waits_within_backward_is_met(pool: Any) -> None:
 
 
 def accumulated() -> None:
-    """Several passes a step, of which ranks skip some; what was there before is kept."""
+    """Several passes a step, some skipped by some ranks; earlier gradients are kept."""
     rank = dist.get_rank()
     for pause, bucket_bytes in itertools.product((True, False), (64, LARGE)):
         model = Weights(DATA)
@@ -186,7 +190,7 @@ def test_passes_add_up(pool: Any) -> None:
 
 
 def on_a_grid() -> None:
-    """Addends over two axes, of a sharded and of a replicated parameter, in two dtypes; a rank of a mesh that has no part."""
+    """Addends over two axes, of sharded and replicated parameters, in two dtypes; a rank that has no part in a mesh."""
     mesh = ProcessMesh.grid(dp=2, cp=2)
     rank = dist.get_rank()
     values = [
@@ -225,7 +229,7 @@ def test_addends_over_several_axes(pool: Any) -> None:
 
 
 def another_dtype() -> None:
-    """Added up in float32: a rank without an addend gives zeros in that dtype."""
+    """Gradients are summed in float32; a rank without an addend gives float32 zeros."""
     model = Weights(DATA, dtype=torch.bfloat16)
     sync = GradientSync(model, dtype=torch.float32)
     for number, used in enumerate([([0, 1, 2], [2]), ([3], [0])]):
@@ -245,7 +249,7 @@ def test_in_the_dtype_of_the_sums(pool: Any) -> None:
 
 
 def two_models() -> None:
-    """Two models with the same names in one program, whose ranks differ each in its own way."""
+    """Two models with the same parameter names in a program, whose ranks differ in their own ways."""
     models = [Weights(DATA) for _ in range(2)]
     syncs = [GradientSync(model) for model in models]
     for number in range(3):
@@ -266,7 +270,7 @@ def test_two_models_with_the_same_names(pool: Any) -> None:
 
 
 def more_passes_on_one_rank() -> str:
-    """Gradients of a pass had left before the next; the other rank made no second one."""
+    """A rank's first gradients were sent before its second pass, and the second rank made no second pass."""
     model = Weights(DATA)
     sync = GradientSync(model, bucket_bytes=1)
     for number in range(2 - dist.get_rank()):
@@ -279,7 +283,7 @@ def more_passes_on_one_rank() -> str:
 
 
 def other_addends_on_one_rank() -> str:
-    """One rank has addends, the other the whole gradient; each is asked for besides a parameter that it lacks."""
+    """One rank has addends, the other the whole gradient, and each also misses a parameter that the other has."""
     model = Weights(DATA)
     sync = GradientSync(model)
     rank = dist.get_rank()
@@ -294,7 +298,7 @@ def other_addends_on_one_rank() -> str:
 
 
 def whole_on_one_rank() -> str:
-    """A gradient that is whole on one rank is no addend: the other rank cannot give zeros."""
+    """A gradient that is whole on one rank is no addend: zeros from the other rank would not complete it."""
     model = Weights(DATA)
     sync = GradientSync(model)
     if dist.get_rank() == 0:
@@ -328,7 +332,7 @@ def test_what_has_no_sum_is_refused(function: Any, rank: int, message: str, pool
 
 
 def shards_of_their_own() -> None:
-    """A parameter whose gradient lies as it does from the start: a rank without one has zeros in its shard."""
+    """A parameter whose gradient needs no reduction: a rank without a gradient has zeros in its shard."""
     model = nn.ParameterList([nn.Parameter(distribute(torch.ones(4), Layout(DATA, "dp: S(0)")))])
     sync = GradientSync(model)
     if dist.get_rank():

@@ -1,4 +1,4 @@
-"""Gradients that become shards of their parameters' layouts, and gradients that accumulate over several passes."""
+"""Gradients reduced to shards of their parameters' layouts, and gradients accumulated over several passes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard import GradientSync, distribute, layout_of, to_global
-from weft.reshard.training.pending_gradient import Waiting
+from weft.reshard.training.pending_gradient import GradPlaceholder
 
 from tests.reshard.test_gradients import DATA, GRID, Model, Scale, backward, expected, inputs, whole_of
 from tests.support.collectives import Collectives
@@ -15,7 +15,7 @@ TURNED = ProcessMesh([2, 0, 1], ["dp"])
 
 
 def sharded(mesh, x, weight, shard_over, size, layout, kinds):
-    """One step: the gradient's layout, its value, and the collectives it took."""
+    """Checks a step: the gradients' layout, their values, and the collectives."""
     model = Model(Layout(mesh, weight), 3, size)
     sync = GradientSync(model, shard_over=shard_over)
     with Collectives() as seen:
@@ -23,7 +23,7 @@ def sharded(mesh, x, weight, shard_over, size, layout, kinds):
         sync.wait()
     assert seen.kinds == kinds
     for i, parameter in enumerate(model.weights):
-        found = layout_of(parameter.grad)  # on a mesh with its axes in another order, where that says the shard order
+        found = layout_of(parameter.grad)  # on a mesh with permuted axes, where these express the shard order
         assert str(found) == str(Layout(found.mesh, layout))
         assert torch.equal(to_global(parameter.grad), expected(0, i, size))
         assert layout_of(parameter) == Layout(mesh, weight)
@@ -102,14 +102,14 @@ def expected_of(x, grad):
 
 
 def sent_before_the_next_pass():
-    """Buckets of one gradient are on their way when the next pass adds to it: both sums arrive, each once."""
+    """Buckets of a gradient are being reduced when the next pass adds to the gradient: both sums arrive, each once."""
     model = Model(Layout(DATA), 2)
     sync = GradientSync(model, bucket_bytes=1)
     x = inputs(Layout(DATA, "dp: S(0)"), 0)
     with Collectives() as seen:
         backward(model(x), 0)
         assert seen.kinds == [REDUCE] * 2
-        assert isinstance(model.weights[0].grad, Waiting)
+        assert isinstance(model.weights[0].grad, GradPlaceholder)
         backward(model(x), 10)
         sync.wait()
     assert seen.kinds == [REDUCE] * 4
@@ -138,7 +138,7 @@ def unknown_axis():
 
 
 def buckets_close_alike():
-    """Rank 1 holds less of an uneven shard: it closes its buckets when rank 0 does, not by what it holds itself."""
+    """Rank 1 holds less of an uneven shard: it closes its buckets together with rank 0, not by its own sizes."""
     model = Model(Layout(GRID, "cp: S(0)"), 4, 3)
     sync = GradientSync(model, bucket_bytes=2 * 2 * 8)
     x = inputs(Layout(GRID, "dp: S(0), cp: S(2)"), 0, 3)

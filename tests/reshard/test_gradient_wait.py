@@ -1,4 +1,4 @@
-"""A step of an optimizer before `sync.wait()` would leave parameters as they are: it is an error. What else may come between."""
+"""An optimizer step before `sync.wait()`, which would leave parameters unchanged, is an error; what else may come."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ def refused(optimizer):
 
 
 def steps_without_wait(optimizer):
-    """In buckets that have left and in such that have not; and the step that was refused changed nothing."""
+    """Refused with buckets sent and with buckets not yet sent; the refused step changes nothing."""
     said = []
     for bucket_bytes in (1, 2**20):
         model, sync, steps = made(2, bucket_bytes, optimizer)
@@ -57,7 +57,7 @@ def test_a_step_before_wait_is_refused(pool, optimizer):
 
 
 def norm_without_wait():
-    """Of gradients that are on their way there is none: without them it would be 0."""
+    """While gradients are being reduced there is no norm: without them it would be 0."""
     for bucket_bytes in (1, 2**20):
         model, sync, _ = made(2, bucket_bytes)
         backward(forward(model, 0), 0)
@@ -71,7 +71,7 @@ def norm_without_wait():
 
 
 def scaler_without_wait(unscales):
-    """It is told before it changes its scale or a parameter, and goes on after."""
+    """The scaler's step is refused before the scale or a parameter changes, and can go on afterwards."""
     model, sync, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(sum(output.to_local().sum() for output in forward(model, 0))).backward()
@@ -98,7 +98,7 @@ UPDATES = {
 
 
 def by_hand_without_wait():
-    """In buckets that have left and in such that have not; and what was refused changed nothing."""
+    """Refused with buckets sent and with buckets not yet sent; the refused call changes nothing."""
     for bucket_bytes in (1, 2**20):
         model, sync, _ = made(2, bucket_bytes)
         backward(forward(model, 0), 0)
@@ -117,7 +117,7 @@ def by_hand_without_wait():
 
 
 def what_may_be_asked():
-    """What it is like, and that it is there; a copy of the model has none."""
+    """A gradient's metadata, and that it exists, may be read; a copy of the model has no gradients."""
     model, sync, _ = made()
     backward(forward(model, 0), 0)
     weight = model.weights[0]
@@ -127,14 +127,14 @@ def what_may_be_asked():
     assert re.match(f"<{ON_ITS_WAY}", repr(grad))
     assert not hasattr(grad, "to_local")
     assert copy.deepcopy(model).weights[0].grad is None
-    model.zero_grad()  # gives up nothing that is on its way
+    model.zero_grad()  # pending gradients are not given up
     assert weight.grad is None
     sync.wait()
     assert torch.equal(to_global(weight.grad), expected(0, 0))
 
 
 def another_dtype():
-    """Gradients that are asked for in another dtype after a step."""
+    """Gradients may be asked for in another dtype after a step."""
     model, sync, _ = made()
     for dtype in (torch.float64, torch.float32):
         for weight in model.weights:
@@ -147,7 +147,7 @@ def another_dtype():
 
 
 def compiled():
-    """A graph may be made while gradients wait, and passes add up."""
+    """A graph may be built while gradients wait, and passes accumulate."""
     model, sync, _ = made()
     backward(forward(model, 0), 0)
     scaled = torch.compile(lambda weight: weight * 2, backend="aot_eager", fullgraph=True)
@@ -159,7 +159,7 @@ def compiled():
 
 
 def paused_and_never_waited_for():
-    """Gradients that were only added up are addends: a step would move them, unasked, or take them for whole."""
+    """Gradients that only accumulated are addends: a step would have to reduce them unasked, or take them for whole."""
     model, sync, optimizer = made()
     with sync.paused():
         backward(forward(model, 0), 0)
@@ -169,7 +169,7 @@ def paused_and_never_waited_for():
 
 
 def accumulation():
-    """Passes add up until `wait()`, paused or not, and the step after it is taken."""
+    """Passes accumulate until `wait()`, paused or not; the step after `wait()` is taken."""
     for pause in (False, True):
         model, sync, optimizer = made()
         if pause:
@@ -186,7 +186,7 @@ def accumulation():
 
 
 def evaluation():
-    """Forward passes without gradients may come at any time."""
+    """Forward passes without gradients are allowed at any time."""
     model, sync, optimizer = made()
     backward(forward(model, 0), 0)
     with torch.no_grad():
@@ -199,7 +199,7 @@ def evaluation():
 
 
 def given_up():
-    """A step that is given up is waited for, then zeroed: nothing of it is in the next one."""
+    """An abandoned step is waited for, then zeroed: none of its gradients are in the next step."""
     for set_to_none in (True, False):
         model, sync, optimizer = made()
         backward(forward(model, 0), 0)
@@ -213,7 +213,7 @@ def given_up():
 
 
 def another_model():
-    """An optimizer of other parameters steps as it likes."""
+    """An optimizer of unrelated parameters may step at any time."""
     model, sync, optimizer = made()
     other = nn.Linear(2, 2)
     other_optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
@@ -226,7 +226,7 @@ def another_model():
 
 
 def closed():
-    """Without its sync, a module's gradients are its owner's concern."""
+    """Without its sync, a module's gradients are its owner's responsibility."""
     model, sync, optimizer = made()
     backward(forward(model, 0), 0)
     sync.close()
@@ -237,7 +237,7 @@ def closed():
 def hooks_are_taken_off():
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-    gc.collect()  # of what other tests left
+    gc.collect()  # garbage of earlier tests
     before = len(_global_optimizer_pre_hooks)
     model, sync, optimizer = made()
     assert len(_global_optimizer_pre_hooks) == before + 1

@@ -13,11 +13,11 @@ from tests.support.collectives import Collectives
 DATA = ProcessMesh.grid(dp=2)
 GRID = ProcessMesh.grid(dp=2, cp=2)
 B, T, H = 3, 5, 4  # uneven over 2
-NBYTES = H * 8  # of one float64 parameter
+NBYTES = H * 8  # bytes of a float64 parameter
 
 
 class Scale(torch.autograd.Function):
-    """`x * weight` on the local parts. x: [B, T, H], weight: [H]; the weight's gradient is Partial over what cuts B or T."""
+    """`x * weight` on local parts. x: [B, T, H], weight: [H]; its gradient is Partial over axes that shard B or T."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -57,7 +57,7 @@ def whole_of(seed, size=H):
 
 
 def backward(outputs, seed):
-    """Sends a gradient back through each output, another one each."""
+    """Backward from each output with a gradient of its own."""
     grads = [distribute(whole_of(seed + 1 + i, y.shape[-1]), layout_of(y)) for i, y in enumerate(outputs)]
     torch.autograd.backward(outputs, grads)
 
@@ -71,7 +71,7 @@ def inputs(layout, seed, size=H):
 
 
 def synchronized(mesh, x, weight, count, bucket_bytes, size=H):
-    """One step; returns the collectives that this rank started."""
+    """Takes a step; returns the collectives that this rank started."""
     model = Model(Layout(mesh, weight), count, size)
     sync = GradientSync(model, bucket_bytes=bucket_bytes)
     with Collectives() as seen:
@@ -118,7 +118,7 @@ def test_an_empty_shard_takes_part(pool):
 
 
 def tied():
-    """One parameter under two names, used twice: its gradient is the sum, reduced once."""
+    """A parameter with two names, used twice: its gradient is the sum, reduced once."""
     model = Model(Layout(DATA), 1)
     model.other = Model(Layout(DATA), 0)
     model.other.weight = model.weights[0]
@@ -152,7 +152,7 @@ def accumulated():
 
 
 def paused_after():
-    """A paused pass that follows one whose gradients are on their way is not lost, whether or not those have left."""
+    """A paused pass is not lost after a pass whose gradients are pending, whether or not their reduction has begun."""
     for bucket_bytes in (1, LARGE):
         model = Model(Layout(DATA), 2)
         sync = GradientSync(model, bucket_bytes=bucket_bytes)
@@ -192,7 +192,7 @@ def steps_are_independent():
 
 
 def paused_only():
-    """One parameter has a gradient from the paused pass alone, one from the other alone, one none at all."""
+    """The first parameter has a gradient from the paused pass, the second from the next pass, the third none."""
     model = Model(Layout(DATA), 3)
     sync = GradientSync(model)
     first, second, third = model.weights
@@ -209,7 +209,7 @@ def paused_only():
 
 
 def frozen_and_plain():
-    """Parameters that take no gradient, and those that are no DTensor, are left alone."""
+    """Frozen parameters, and parameters that are not DTensors, are left alone."""
     model = Model(Layout(DATA), 2)
     model.weights[0].requires_grad_(False)
     model.plain = nn.Parameter(torch.ones(2))
@@ -224,7 +224,7 @@ def frozen_and_plain():
 
 
 def sharded_states():
-    """A parameter sharded over dp is gathered for use; its gradient is scattered once, and none is left to do."""
+    """A parameter sharded over dp is gathered for use; its gradient is scattered once, so that the sync has no work."""
     model = Model(Layout(DATA, "dp: S(0)"), 1, 5)
     sync = GradientSync(model)
     with Collectives() as seen:
@@ -237,12 +237,12 @@ def sharded_states():
 
 
 def another_order():
-    """Backward comes to the parameters in another order on each rank, as where one compiles: they travel in one all the same."""
+    """Ranks reach the parameters in different orders, as if some compiled: all reduce in one order nevertheless."""
     for bucket_bytes in (1, 2 * NBYTES, LARGE):
         model = Model(Layout(DATA), 5)
         sync = GradientSync(model, bucket_bytes=bucket_bytes)
         x = inputs(Layout(DATA, "dp: S(0)"), 0)
-        for left_out in (2, 2, None):  # which others do not wait for in vain twice, and which then comes again
+        for left_out in (2, 2, None):  # left out twice, so that no bucket waits for it any more; then it is back
             chosen = [i for i in range(5) if i != left_out]
             came = []
             hooks = [
@@ -263,7 +263,7 @@ def another_order():
 
 
 def outside():
-    """A rank outside the parameters' mesh starts nothing, and its gradients have the parameters' layout all the same."""
+    """A rank outside the parameters' mesh starts no collective; its gradients have the parameters' layout anyway."""
     mesh = ProcessMesh([1, 2], ["dp"])
     model = Model(Layout(mesh), 2)
     sync = GradientSync(model)

@@ -1,4 +1,4 @@
-"""Groups over several axes: who makes them, and what a compiled graph calls them."""
+"""Groups over several axes: which ranks make them, and their names in a compiled graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ["ranks 0 1 2 3", "ranks 4 5 6 7"]  # of the groups over cp and tp
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of the group, as its own gather tells them."""
+    """The ranks of the group, as its own all-gather reports them."""
     ranks = torch.empty(group.size(), dtype=torch.int64)
     dist.all_gather_into_tensor(ranks, torch.tensor([dist.get_rank()]), group=group)
     return ranks.tolist()
@@ -28,7 +28,7 @@ def over_two_axes(mesh: ProcessMesh) -> tuple[list[int], str, bool]:
 
 
 def named_first(others: int) -> list[int]:
-    """In a program that runs a graph of an earlier one, and has made other groups."""
+    """Ranks of a named group in a program that runs a graph compiled earlier, after making unrelated groups."""
     for _ in range(others):
         dist.new_group()
     return members(group_named(NAMES[dist.get_rank() // 4]))
@@ -45,7 +45,7 @@ def test_over_two_axes_there_is_one_group(pool: Pool, halves):
 
 
 def over_two_axes_of_a_part() -> tuple[list[int], str, bool] | None:
-    """The other ranks have nothing to make."""
+    """Ranks outside the mesh have no group to make."""
     part = ProcessMesh.grid(dp=1, cp=2, tp=2, first_rank=1)
     return over_two_axes(part) if dist.get_rank() in part else None
 
@@ -75,19 +75,22 @@ def along_axes() -> list[list[int]]:
 
 
 def test_an_axis_of_size_1_makes_no_group(pool: Pool):
-    """Alone, it has that of this rank."""
+    """An axis of size 1 has a group of this rank alone."""
     rows = [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert pool.run(along_axes, ranks=4) == [[row, row, [rank]] for rank, row in enumerate(rows)]
 
 
 def in_a_world_bound_to_a_device() -> tuple[list[int], torch.device, torch.device]:
-    """As NCCL's is by init_process_group(device_id=...): torch would split its communicator, on all ranks of the world."""
+    """A world like NCCL's after init_process_group(device_id=...).
+
+    torch would split its communicator, which all ranks of the world must call.
+    """
     world = dist.group.WORLD
     world.bound_device_id = torch.device("cuda:0")
     if dist.get_rank() == 2:
         return [], world.bound_device_id, world.bound_device_id
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.distributed_c10d, "_get_split_source", None)  # called, it would raise
+        patch.setattr(dist.distributed_c10d, "_get_split_source", None)  # raises if called
         group = group_of((0, 1))
     return members(group), group.bound_device_id, world.bound_device_id
 

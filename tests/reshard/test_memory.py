@@ -1,4 +1,4 @@
-"""What a plan says that a step holds at once, against what is alive while it runs."""
+"""The memory that a plan predicts for a step, against the bytes alive while the step runs."""
 
 import itertools
 import sys
@@ -21,7 +21,7 @@ GRID = ProcessMesh.grid(dp=2, tp=2)
 
 
 class Alive(TorchDispatchMode):
-    """`peak`: the most bytes that were alive at once of the storages given and those made since."""
+    """`peak`: the most bytes alive at once, of the storages given and of storages made since."""
 
     def __init__(self, *given):
         super().__init__()
@@ -54,9 +54,9 @@ class Alive(TorchDispatchMode):
 
 
 def peaks(shape, ops, every, portion):
-    """Pairs whose plan promised less than was alive, with the backend's own all-gather and reduce-scatter.
+    """Pairs whose plan predicted less memory than was alive, with the backend's own all-gather and reduce-scatter.
 
-    gloo's exchanges, which are faster, hold besides what is sent or received.
+    gloo's exchanges are faster, but hold buffers besides the sent and received data.
     """
     world().by_exchange = False
     try:
@@ -111,7 +111,7 @@ class Copied(TorchDispatchMode):
 
 
 def copied(src: Layout, dst: Layout):
-    """Elements that a rank copies, and that it holds at once."""
+    """The numbers of elements that a rank copies, and that it holds at once."""
     whole, rank = torch.arange(64.0).reshape(8, 8), dist.get_rank()
     x = wrap(split(whole, src)[rank].clone() if rank in src.mesh else torch.empty(0), src, whole.shape)
     reshard(x, mesh=dst)  # makes the groups
@@ -127,14 +127,14 @@ def copied(src: Layout, dst: Layout):
     [
         pytest.param("S(0)", "S(0)", [16, 0, 0, 0], [48, 48, 16, 16], id="rows-sent-and-received"),
         pytest.param("S(1)", "S(0)", [8 + 24, 8 + 24, 0, 0], [16 + 32 + 24, 16 + 32 + 24, 16, 16], id="rows-sent"),
-        # Rank 1 keeps what lies between the rows that it receives.
+        # Rank 1 keeps the rows between the rows that it receives.
         pytest.param(
             "S(0)", "S(1)", [16, 16 + 24, 16, 16], [16 + 8 + 32, 16 + 8 + 32 + 24, 32, 32], id="rows-received"
         ),
     ],
 )
 def test_messages_that_lie_in_a_row_are_sent_from_there_and_received_there(pool, src, dst, copies, held):
-    """From four ranks to the first two; what a rank keeps is copied."""
+    """From four ranks to the first two: contiguous messages are not copied; a rank's own part is."""
     before = Layout(ProcessMesh.grid(dp=4), f"dp: {src}")
     after = Layout(ProcessMesh.grid(dp=2), f"dp: {dst}")
     found = pool.run(copied, before, after, ranks=4)

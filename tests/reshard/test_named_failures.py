@@ -1,4 +1,4 @@
-"""What broke other libraries' layout changes, each as a test under the number it was reported by."""
+"""Failures of other libraries' layout changes: a test each, under the number of the report."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SIZES = range(10)
 
 
 def uneven_flattened_gather():
-    """Both axes on one dim, gathered in one collective, of sizes that neither divides."""
+    """Both axes on one dim, gathered by one collective, for sizes that neither axis divides."""
     for rows in SIZES:
         whole = whole_of((rows, 3), torch.float64)
         for text in ("dp: S(0), tp: S(0)", "tp: S(0), dp: S(0)", "dp: S(0), tp: S(1)"):
@@ -23,7 +23,7 @@ def uneven_flattened_gather():
 
 
 def to_another_mesh():
-    """The same placements on another mesh: the tensor lies there afterwards, and its old ranks hold nothing."""
+    """The same placements on another mesh: the tensor moves there, and its old ranks hold nothing."""
     near, far = ProcessMesh.grid(tp=2), ProcessMesh.grid(tp=2, first_rank=2)
     whole = whole_of((4, 3), torch.float64)
     moved = reshard(distribute(whole, Layout(near, "tp: S(0)")), far, "tp: S(0)")
@@ -46,7 +46,7 @@ def sizes_and_offsets_of_uneven_shards():
 
 
 def what_a_partial_may_not_go_through():
-    """A scalar added to a Partial is added once; a non-linear op refuses it, and is right after the reshard it names."""
+    """A scalar is added to a Partial once; a non-linear op refuses a Partial, and is right after the named reshard."""
     whole = whole_of((4, 4), torch.float64)
     layout = Layout(ProcessMesh.grid(tp=4), "tp: P")
     x = distribute(whole, layout)
@@ -54,7 +54,7 @@ def what_a_partial_may_not_go_through():
     assert torch.equal(to_global(add(x, one)), whole + 1)
     replicated = distribute(torch.ones(4, 4, dtype=torch.float64), Layout(layout.mesh))
     with pytest.raises(LayoutError, match="reshard"):
-        add(x, replicated)  # each rank would add its one: a bias times the number of ranks
+        add(x, replicated)  # each rank would add its ones: a bias times the number of ranks
     with pytest.raises(LayoutError, match=r"swiglu: .* would not reduce to the result; reshard") as refused:
         swiglu(x, x)
     y = reshard(x, placements=refused.value.nearest[0])
@@ -63,7 +63,7 @@ def what_a_partial_may_not_go_through():
 
 
 def reductions_of_a_partial():
-    """The largest element and the norm of a sum are not those of its addends: they are taken after the reduction."""
+    """The maximum and the norm of a sum are not those of its addends, so they are taken after the reduction."""
     whole = whole_of((5, 3), torch.float64)
     x = distribute(whole, Layout(GRID, "dp: P, tp: S(0)"))
     reduced = to_global(reshard(x, placements="tp: S(0)"))
@@ -90,7 +90,7 @@ def test_failure(pool, function):
 
 
 def averages():
-    """Of addends that average to a known tensor: whole, scattered, of uneven parts, over one axis and over two."""
+    """Addends that average to a known tensor: gathered, scattered, of uneven parts, over one axis and over two."""
     for rows in (1, 5):
         whole = whole_of((rows, 3), torch.float64)
         for src in ("dp: P(avg)", "tp: P(avg), dp: S(1)", "dp: P(avg), tp: P(avg)"):
@@ -102,7 +102,7 @@ def averages():
 
 
 def test_anchor_26_an_average_is_not_silently_a_sum(pool):
-    """gloo has no average, and gave the sum where it was asked for one (pytorch 162338)."""
+    """gloo has no average, and gave the sum instead (pytorch 162338)."""
     pool.run(averages, ranks=4)
 
 

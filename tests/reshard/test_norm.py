@@ -31,7 +31,7 @@ SHAPES = [(5, 3), (4, 4), (1, 7), (3, 2), (6, 6)]
 
 
 def clipped(norm_type: float, max_norm: float) -> tuple[float, list[Tensor]]:
-    """Of gradients in all layouts, and a plain one; the first is given twice."""
+    """Clip gradients in all layouts and a plain one, the first passed twice; returns the norm and the gradients."""
     parameters = [
         laid(value(i, *shape), Layout(GRID, layout))
         for i, (shape, layout) in enumerate(zip(SHAPES, LAYOUTS, strict=True))
@@ -54,7 +54,7 @@ def test_anchor_23_25_each_element_counts_once_in_any_layout(norm_type: float, m
 
 
 def tied_on_stages(own_alone: bool) -> tuple[float, list[Tensor]]:
-    """A table on both stages, and a weight on each; each rank with those of its own stage alone, or with all."""
+    """A table on both stages, and a weight on each stage; a rank passes its own stage's tensors, or all."""
     tables = [laid(value(0, 4, 4), Layout(mesh, "tp: S(0)")) for mesh in STAGES]
     weights = [laid(value(1 + i, 4, 2), Layout(mesh, "tp: S(1)")) for i, mesh in enumerate(STAGES)]
     mine = 0 if torch.distributed.get_rank() < 2 else 1

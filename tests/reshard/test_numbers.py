@@ -1,4 +1,4 @@
-"""Ways in which a number leaves a DTensor: of a Partial one it would be an addend, so each is an error or says so."""
+"""Ways to read a number from a DTensor: from a Partial they would give an addend, so each raises or is named for it."""
 
 import json
 import math
@@ -25,7 +25,7 @@ CALLS = {
     "math": math.log,
     "condition": lambda x: 1 if x else 0,
 }
-REFUSED_BY_TORCH = {  # of every DTensor, whatever its layout
+REFUSED_BY_TORCH = {  # for every DTensor, whatever its layout
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
     "asarray": numpy.asarray,
@@ -88,7 +88,10 @@ def test_what_is_printed_says_that_it_is_partial(pool):
 
 
 def numbers():
-    """What is whole gives its number: resharded, or compared, which DTensor reduces first; so does an explicit addend."""
+    """A whole tensor gives its number: after a reshard, or a comparison, which DTensor reduces first.
+
+    An addend is given on explicit request.
+    """
     loss = addend("sum")
     return reshard(loss).item(), float(reshard(loss)), bool(loss > 2.5), loss.to_local().item()
 
@@ -98,7 +101,7 @@ def test_what_is_whole_gives_its_number(pool):
 
 
 def alone():
-    """On an axis of one process an addend is the sum."""
+    """On an axis with one process the addend is the sum."""
     x = distribute(torch.tensor(5.0), Layout(ProcessMesh.grid(dp=1), "dp: P"))
     return x.item()
 
@@ -108,7 +111,7 @@ def test_an_addend_of_one_is_the_sum(pool):
 
 
 def outside():
-    """A rank that holds nothing of the tensor has none to give, and none is made up."""
+    """A rank outside the mesh holds no number, and gets an error instead of an invented number."""
     x = wrap(torch.tensor(7.0) if dist.get_rank() == 1 else torch.empty(0), Layout(ProcessMesh([1], ["dp"])), ())
     return x.item() if dist.get_rank() == 1 else refuses(lambda x: x.item(), x)
 

@@ -1,4 +1,4 @@
-"""The check of the order of plans: ranks that would hang raise instead, and say who was about to do what."""
+"""The check of the order of plans: ranks that would hang raise instead, and name each rank's next step."""
 
 import time
 
@@ -17,7 +17,7 @@ FOUR = ProcessMesh.grid(tp=4)
 
 
 def said(plans, timeout=PATIENCE, stays=False):
-    """Announces this rank's plans, with all ranks or those given; returns the error's text, and its seconds.
+    """Announces this rank's plans, with all ranks or the given ranks; returns the error's text, and its seconds.
 
     stays: whether a rank whose plans have run waits in `check_order` until the others have raised.
     """

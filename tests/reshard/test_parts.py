@@ -1,4 +1,4 @@
-"""Programs in which each rank works on its own part of the world, with the others late or early by chance."""
+"""Programs in which each rank works on its own part of the world, while other ranks are late or early by chance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNS = 50
 
 
 def new_worlds(seconds: float = 60) -> Iterator[None]:
-    """Begins a new world, in which no group is made yet, each time that another is asked for."""
+    """Yields once for each new world, in which no group has been made."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     master = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [master.port if master else 0]
@@ -40,13 +40,13 @@ def new_worlds(seconds: float = 60) -> Iterator[None]:
 
 
 def late(chance: random.Random) -> None:
-    """Sleeps now and then, on each rank at other times."""
+    """Sleep now and then, at different times on each rank."""
     if chance.random() < 0.5:
         time.sleep(chance.random() * 0.02)
 
 
 def values(mesh: ProcessMesh) -> torch.Tensor:
-    """A tensor that no other mesh has."""
+    """A tensor whose values are unique to the mesh."""
     return 1000 * torch.tensor(mesh.ranks).sum() + torch.arange(16.0).reshape(8, 2)
 
 
@@ -62,7 +62,10 @@ def part_of_torch(chance: random.Random) -> None:
 
 
 def parts_of_ours(chance: random.Random) -> None:
-    """Of each axis those with this rank, of which any two share it, one after the other; and the same the other way round."""
+    """Parts along each axis with this rank; any two parts share it.
+
+    The rank takes one part after another, each part also with its axes reversed.
+    """
     rank = dist.get_rank()
     for axis, index in (CUBE.coordinate(rank) or {}).items():
         for part in (CUBE.select(**{axis: index}), CUBE.select(**{axis: index}).permute(*other(axis))):
@@ -77,7 +80,7 @@ def other(axis: str) -> list[str]:
 
 
 def shuffled_parts(chance: random.Random) -> None:
-    """Meshes of any ranks in any order; each rank goes through those that hold it, as all of them come by turns."""
+    """Meshes of random ranks in random order; each rank takes part in its own meshes, in the common order."""
     drawn = random.Random(dist.get_world_size())
     for _ in range(6):
         ranks = drawn.sample(range(8), drawn.choice((2, 3, 4, 6)))
@@ -103,7 +106,7 @@ def test_each_rank_gets_the_values_of_its_own_part(pool: Pool, portion: Portion,
 
 
 def other_groups() -> str:
-    """Rank 0 means to share a group with ranks 1 and 3; rank 1 makes one with rank 2, which does not come; rank 3 makes none."""
+    """Rank 0 wants a group with ranks 1 and 3, rank 1 a group with rank 2; ranks 2 and 3 make no group."""
     told = ""
     for _ in islice(new_worlds(seconds=2), 1):
         if (rank := dist.get_rank()) < 2:
@@ -121,12 +124,13 @@ def test_members_that_make_another_group_are_named(pool: Pool) -> None:
         "Rank 1 makes one of ranks 1, 2 on gloo. Rank 3 did not come, and makes no other group."
     )
     assert second.startswith(
-        "rank 1 waited 2 s for the others to make a group of ranks 1, 2 on gloo. Rank 2 did not come, and makes no other"
+        "rank 1 waited 2 s for the others to make a group of ranks 1, 2 on gloo. "
+        "Rank 2 did not come, and makes no other"
     )
 
 
 def known_otherwise() -> str:
-    """Another member has said that the group of this name has other ranks."""
+    """A member has announced other ranks for the group of this name."""
     store = dist.HashStore()
     store.set("name/ranks", "ranks 0, 2 on gloo")
     with pytest.raises(RuntimeError) as failed:
@@ -140,7 +144,7 @@ def test_members_that_know_other_ranks_do_not_meet(pool: Pool) -> None:
 
 
 def outside() -> list[int]:
-    """Only the members make their groups; the others go on, and have the mesh all the same."""
+    """Only members make their groups; the remaining ranks go on, and have the mesh, too."""
     mesh = device_mesh(ProcessMesh([[1, 2]], ["dp", "tp"]), "cpu")
     assert mesh.shape == (1, 2)
     assert mesh["tp"].mesh_dim_names == ("tp",)

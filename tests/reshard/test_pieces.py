@@ -25,7 +25,7 @@ MANY, ONE = 1 << 12, 1 << 40  # bytes of a piece
 
 
 class Sent:
-    """A work that is waited for, as a string that says which."""
+    """A collective's work handle that records its name when waited for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,7 +41,10 @@ def test_while_a_piece_is_in_one_phase_the_next_is_in_another() -> None:
 
     for work in in_turn(map(piece, "abc")):  # type: ignore[attr-defined]
         said.append(f"wait {work.name}")  # type: ignore[attr-defined]
-    order = "start a1, start b1, wait a1, start a2, start c1, wait b1, start b2, wait a2, wait c1, start c2, wait b2, wait c2"
+    order = (
+        "start a1, start b1, wait a1, start a2, start c1, "
+        "wait b1, start b2, wait a2, wait c1, start c2, wait b2, wait c2"
+    )
     assert said == order.split(", ")
 
 
@@ -66,7 +69,7 @@ CHANGES = {
 
 
 def changed(src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype, piece: int) -> tuple[Tensor, int, int]:
-    """A rank's part, how many collectives it started, and the most bytes that were alive at once."""
+    """A rank's part, the number of collectives started, and the most bytes alive at once."""
     before, collectives._PIECE = collectives._PIECE, piece
     try:
         layout = Layout(NODES, src)

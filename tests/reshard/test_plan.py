@@ -1,4 +1,4 @@
-"""Plans: right on every rank (simulated, against slices of the whole tensor), minimal, priced by hand, equal by value."""
+"""Plans: right on every rank (simulated, against slices of the whole), minimal, priced by hand, equal by value."""
 
 import contextlib
 import io
@@ -101,9 +101,10 @@ def test_an_axis_of_size_one_moves_nothing():
         pytest.param(FOUR, "tp: R", "tp: P", (8, 8), [0] * 4, id="make-partial"),
         # Three chunks of ceil(7 / 4) = 2 rows of 3: the last is padded.
         pytest.param(FOUR, "tp: S(0)", "tp: R", (7, 3), [4 * 3 * 2 * 3] * 4, id="all-gather-uneven"),
-        # Rows 2, 2, 1 and none of 5: padding would make 6 of what the last one lacks, so parts are exchanged as they are.
+        # Of 5 rows ranks hold 2, 2, 1 and 0: padding would make the last rank receive 6, so parts are exchanged
+        # unpadded.
         pytest.param(FOUR, "tp: S(0)", "tp: R", (5, 3), [4 * 9, 4 * 9, 4 * 12, 4 * 15], id="exchange-uneven"),
-        # 5 x 3 elements in chunks of ceil(15 / 4) = 4, twice three of them.
+        # 5 x 3 elements in chunks of ceil(15 / 4) = 4: three for the reduce-scatter, three for the all-gather.
         pytest.param(FOUR, "tp: P", "tp: R", (5, 3), [4 * 24] * 4, id="all-reduce-uneven"),
         # Three chunks of ceil(5 / 4) = 2 rows.
         pytest.param(FOUR, "tp: P", "tp: S(0)", (5, 3), [4 * 3 * 2 * 3] * 4, id="reduce-scatter-uneven"),
@@ -158,7 +159,7 @@ def planned() -> str:
 
 
 def test_the_same_plans_in_every_worker(pool):
-    """Ties are broken the same way whatever strings hash to, which differs here and there, and whatever was planned before."""
+    """Ties are broken alike in every process, whatever strings hash to, and whatever was planned before."""
     assert pool.run(planned, ranks=1) == [planned()]
 
 
@@ -239,7 +240,7 @@ def test_explain_draws_both_meshes():
 
 
 class TestReplicateToPartial:
-    """The value stays at index 0 and the others hold the identity: nothing is divided, so nothing is rounded."""
+    """The value stays at index 0, and further ranks hold the identity: nothing is divided, so nothing is rounded."""
 
     def test_integers_stay_integers(self):
         parts = simulate(

@@ -20,7 +20,7 @@ SHAPES = ((), (4,), (5, 3), (3, 0, 2))
 
 
 def held(x: DTensor, target: Layout, grad: DTensor) -> int:
-    """The caller keeps the gradient, so that autograd may not take it over."""
+    """Backward with a gradient that the caller keeps, so that autograd may not reuse its memory."""
     reshard(x, placements=target).backward(grad)
     return 1
 

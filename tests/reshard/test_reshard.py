@@ -45,7 +45,7 @@ def part(whole, layout):
 
 
 def holds(dtensor, whole, layout):
-    """Asserts that this rank holds its part of `whole`, and says so."""
+    """Asserts that this rank holds its part of `whole` in `layout`."""
     assert dtensor.shape == whole.shape
     assert str(layout_of(dtensor)) == str(Layout(layout_of(dtensor).mesh, str(layout)))
     mine = split(whole, layout)[dist.get_rank()]
@@ -53,7 +53,7 @@ def holds(dtensor, whole, layout):
 
 
 def started(steps):
-    """The collectives of the steps, by what each of them is for: a reduce-scatter is one where it goes as an exchange too."""
+    """The collectives of the steps by purpose: a reduce-scatter counts as such even where an exchange performs it."""
     return [KINDS[type(step)] for step in steps if type(step) in KINDS]
 
 
@@ -93,11 +93,11 @@ def every_pair(mesh, shape, partials, portion):
         pytest.param(GRID, (7, 5), id="2x2-uneven"),
         pytest.param(GRID, (2, 3), id="2x2-empty-shards"),
         pytest.param(ProcessMesh([[2, 0], [1, 3]], ["dp", "tp"]), (3, 5), id="2x2-any-ranks"),
-        pytest.param(ProcessMesh([2, 0, 1], ["tp"]), (7, 5), id="3-any-ranks"),  # an order that is not its own inverse
+        pytest.param(ProcessMesh([2, 0, 1], ["tp"]), (7, 5), id="3-any-ranks"),  # the order is not its own inverse
     ],
 )
 def test_every_pair(pool, portion, mesh, shape):
-    """Values and gradients are those of the whole tensor; the collectives are the steps of the plan, and no other."""
+    """Values and gradients are those of the whole tensor; the collectives are exactly the plan's steps."""
     results = pool.run(every_pair, mesh, shape, [Partial("sum")], portion, ranks=mesh.size)
     for same_pair in zip(*results, strict=True):
         (_, dst, _) = same_pair[0]
@@ -136,7 +136,7 @@ def every_dtype():
 
 
 def arriving_partial():
-    """A Partial gradient is reduced once: where it arrives, also when the forward moved nothing."""
+    """A Partial gradient is reduced once, where it arrives, even if the forward moved nothing."""
     whole, cotangent = whole_of((7, 5), torch.float64), whole_of((7, 5), torch.float64) + 3
     for src, dst, kinds in [
         ("", "", ["all-reduce"]),  # where tensor parallelism's backward all-reduce lives
@@ -183,7 +183,7 @@ def distributed_and_back():
 
 
 def the_input_stays_as_it_was():
-    """A result that arrived from others is this rank's own; one that nothing moved for may share the input's memory."""
+    """A received result is this rank's own memory; a result without communication may share the input's memory."""
     for src, dst in itertools.product(every_layout(LINE, 2), repeat=2):
         x = part(whole_of((4, 4), torch.float64), src)
         before = x.to_local().clone()

@@ -1,4 +1,4 @@
-"""Sums by memory that the processes of a machine share: the same as an all-reduce, and by that where they share none."""
+"""Sums over memory shared by a machine's processes equal an all-reduce, which runs where no memory is shared."""
 
 import errno
 import os
@@ -14,12 +14,12 @@ from weft.reshard.moving.collectives import Pending
 from weft.reshard.training import shared_memory
 from weft.reshard.training.shared_memory import summed
 from weft.reshard.world.collective_bytes import received_bytes
-from weft.reshard.world.groups import of_this_world
+from weft.reshard.world.groups import world_cache
 
 from tests.support.collectives import Collectives
 from tests.support.pool import RanksFailed
 
-ELEMENTS = 300_000  # of float32: more than the least that goes so
+ELEMENTS = 300_000  # float32: more than the smallest size summed in shared memory
 
 
 def numbers(rank: int, round: int, elements: int = ELEMENTS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,7 +43,7 @@ def truth(round: int, elements: int = ELEMENTS, dtype: torch.dtype = torch.float
 
 
 def memory() -> "shared_memory._Memory | None":
-    known = of_this_world().get("shared memory", {})
+    known = world_cache().get("shared memory", {})
     return known.get(dist.group.WORLD.group_name)
 
 
@@ -71,7 +71,7 @@ def test_all_members_have_the_same_bits(pool) -> None:
 
 
 def of_members_that_hurry_and_wait(seed: int) -> None:
-    """Each stops now and then, one before it writes and another before it reads: nobody's numbers come into another sum."""
+    """Ranks pause at random, some before writing and some before reading: no number enters another round's sum."""
     moods = random.Random(seed + dist.get_rank())
     for round in range(60):
         time.sleep(moods.choice((0, 0, 0, 0.003)))
@@ -122,10 +122,10 @@ def test_it_counts_as_an_all_reduce_of_the_whole(pool, ranks: int) -> None:
 
 
 def what_travels() -> tuple[int, ...]:
-    """The elements of what is given to torch's all-reduce."""
+    """The numbers of elements passed to torch's all-reduce."""
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         start(0).wait()
-        start(1, 1000).wait()  # little goes by itself
+        start(1, 1000).wait()  # a small sum goes to torch
         start(2, dtype=torch.int32).wait()
     return tuple(call.args[0].numel() for call in all_reduce.call_args_list)
 
@@ -187,8 +187,8 @@ def test_who_waits_for_one_that_is_gone_is_told(pool) -> None:
 
 
 def mappings() -> tuple[int, int, int]:
-    """Those of this process: before a sum, after it, and its open files then."""
-    of_this_world()  # of another world than before
+    """Memory mappings of this process before a sum and after, and its open files afterwards."""
+    world_cache()  # the world has changed
     before = _lines("/proc/self/maps")
     start(0).wait()
     return before, _lines("/proc/self/maps"), len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Topologies: values that are checked, printed and pickled; fits that find the numbers they were made from."""
+"""Topologies: values that are checked, printed and pickled; fits recover the numbers behind their measurements."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""What users of DTensor write and hold: dims counted from the end, `device_mesh=`, and what FSDP2 makes beside tensor parallelism."""
+"""Forms that DTensor's users write: negative dims, `device_mesh=`, and FSDP2's layouts beside tensor parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE = torch.arange(35.0).reshape(5, 7)
 
 
 def named_as_torch_names() -> list[tuple[str, torch.Tensor]]:
-    """The layout and the values of DTensors that are asked for in torch's words."""
+    """Layouts and values of DTensors requested in torch's terms."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = distribute_tensor(WHOLE, mesh, [TorchShard(0), TorchReplicate()])
     ours = distribute(WHOLE, device_mesh=mesh, placements=[TorchReplicate(), TorchShard(-1)])
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 def beside_tensor_parallelism() -> list[tuple[Any, ...]]:
-    """Of each parameter that FSDP2 sharded after tp did: its layout, and how far its values and gradient are from the truth."""
+    """For each parameter sharded by tp, then FSDP2: its layout, and the errors of its values and of its gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model, alone = Block(), Block()
@@ -150,7 +150,7 @@ def test_parameters_of_fsdp2_beside_tensor_parallelism(pool: Pool) -> None:
 
 
 def with_strided_placements() -> list[Any]:
-    """Gradients of a leaf that lies as FSDP2's do, and an optimizer's step on it."""
+    """Gradients of a leaf with FSDP2's strided placements, and an optimizer step on the leaf."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements = [_StridedShard(0, split_factor=2), TorchShard(0)]
     rank = dist.get_rank()

@@ -43,9 +43,9 @@ def test_the_dual_of_every_plan(mesh, shape):
 
 
 def pairing(layout, parts, duals):
-    """A value in `layout` with one in its dual: where the value is replicated the dual is Partial, and the other way round.
+    """The product of a value in `layout` and a value in the dual layout, in which Replicate and Partial change places.
 
-    Summed over ranks, with what is replicated on the one side multiplying each addend of the other: every rank counts.
+    It is summed over ranks: a replicated value multiplies each addend of the dual, so every rank counts.
     """
     return sum(int((parts[rank] * duals[rank]).sum()) for rank in layout.mesh.ranks)
 

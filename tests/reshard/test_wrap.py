@@ -1,4 +1,4 @@
-"""The DTensors that `wrap` makes: as torch's own, alike in what they share, and of the world they are made in."""
+"""DTensors made by `wrap`: equal to torch's own, with the same sharing, and bound to the current world."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from weft.reshard.moving.dtensor import torch_layout, wrap
 from tests.support.pool import Pool
 
 FORWARDS, BACKWARDS = ProcessMesh([0, 1], ["tp"]), ProcessMesh([1, 0], ["tp"])
-# Those next to each other differ in one thing: dtype, shape, placement, mesh, shape.
+# Neighbours differ in one property: dtype, shape, placement, mesh, shape.
 KINDS = (
     (torch.float32, (4, 6), Layout(FORWARDS, "tp: S(0)")),
     (torch.float64, (4, 6), Layout(FORWARDS, "tp: S(0)")),
@@ -26,13 +26,13 @@ KINDS = (
 
 
 def looks(dtensor: DTensor) -> tuple[Any, ...]:
-    """All that a DTensor holds beside its local tensor, and that of what torch's ops make of it."""
+    """A DTensor's metadata besides its local tensor, and the metadata of the result of one of torch's ops."""
     told = ((t.shape, t.stride(), t.dtype, t.__tensor_flatten__()[1]) for t in (dtensor, dtensor + dtensor))
     return *told, dtensor.device_mesh.mesh.tolist()
 
 
 def each_kind() -> list[tuple[Any, Any]]:
-    """Each kind twice, the second time from what was kept of the first; beside what torch makes."""
+    """Each kind twice, the second time from the cache, with torch's own DTensor beside."""
     pairs = []
     for dtype, shape, layout in KINDS * 2:
         local = torch.ones(layout.local_shape(shape, dist.get_rank()), dtype=dtype)
@@ -72,7 +72,7 @@ def test_what_is_done_to_one_is_not_done_to_others_of_its_kind(pool: Pool, name:
 
 
 def in_two_worlds(store: str) -> tuple[bool, torch.Tensor]:
-    """Whether a DTensor has a mesh of the world that the processes enter after another, and the whole of it."""
+    """Whether a DTensor made in a second world has that world's mesh, and the tensor gathered."""
     layout = Layout(FORWARDS, "tp: S(0)")
     before, rank = distribute(torch.arange(4), layout).device_mesh, dist.get_rank()
     dist.destroy_process_group()

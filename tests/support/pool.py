@@ -38,7 +38,10 @@ MAX_RANKS = 8
 MAX_THREADS = 40
 GRACE_SECONDS = 3.0  # for the other ranks to answer after one has failed
 # Includes the imports of the first torch.compile, which would take a second and a half in every worker.
-PRELOADED = ["torch", "torch._inductor.compile_fx", "weft.models", "pytest", "tests.support.propagation", __name__]
+PRELOADED = [
+    *("torch", "torch._inductor.compile_fx", "weft.models", "pytest", "tests.support.propagation", __name__),
+    *("weft.models.cli.train", "weft.models.cli.command", "weft.models.train.loop", "tests.support.preloaded"),
+]
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -162,7 +165,7 @@ class Pool:
         stacks = Path(self._folder.name) / f"stacks-{self._started}"
         connection, workers_end = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(workers_end, str(stacks), self._answers), daemon=True)
-        with _worker_environment():
+        with worker_environment():
             process.start()
         workers_end.close()
         return _Worker(process, connection, stacks)
@@ -225,7 +228,7 @@ def _stacks(worker: _Worker) -> str:
 
 
 @contextmanager
-def _worker_environment() -> Iterator[None]:
+def worker_environment() -> Iterator[None]:
     """The environment that the fork server, and thus the workers, inherit from this process."""
     before = dict(os.environ)
     os.environ.update(WORKER_ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""What the tests of cross-entropy share: inputs, the oracle, and the op run shard by shard in one process."""
+"""Shared by the tests of cross-entropy: inputs, the oracle, and the op run shard by shard in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED: list[Any] = [
 
 
 def given(options: dict[str, Any], V: int, device: str) -> dict[str, Any]:
-    """The options, with random weights of the classes, one of them 0, where there shall be some."""
+    """The options; where they ask for class weights, random weights with a 0 among them."""
     if "weight" not in options:
         return options
     weight = torch.rand(V, generator=torch.Generator().manual_seed(9)) + 0.1
@@ -53,7 +53,7 @@ def loss_and_gradient(
     denominator: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Of local tensors, without autograd."""
+    """Loss and gradient of local tensors, without autograd."""
     asked = Options(**options)
     (loss, *_), saved = function.forward(
         logits, target, weight, as_denominator(denominator, None, logits), options=asked
@@ -88,7 +88,7 @@ def torch_loss_and_gradient(
         counts = classes != options.get("ignore_index", -100)
         z_losses = z_loss * torch.where(counts, z.logsumexp(-1), 0).square()
         shares = counts.to(z.dtype) if weight is None else weight[classes.clamp(0)] * counts
-        mean = each.sum() / shares.sum() + z_losses.sum() / counts.sum()  # it has no class
+        mean = each.sum() / shares.sum() + z_losses.sum() / counts.sum()  # a z-loss has no class weight
         both = each + z_losses
         loss = {"none": both, "sum": both.sum(), "mean": mean}[reduction]
     if reduction == "none":
@@ -98,7 +98,7 @@ def torch_loss_and_gradient(
 
 
 def ulp(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The unit in the last place of positive numbers: the distance from there to the next number of `dtype`, as float64."""
+    """The unit in the last place of positive numbers, as float64: the distance to the next number of `dtype`."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(numbers.double())  # a number is in [2**(exponent - 1), 2**exponent)
     apart = torch.ldexp((numbers != 0).double() * info.eps, exponent - 1)
@@ -106,7 +106,7 @@ def ulp(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ulps(value: Tensor, truth: Tensor) -> Tensor:
-    """How far each value is from the truth, in units in the last place of its dtype at the truth; float64."""
+    """The distance of each value from the truth, as float64, in units in the last place of the value's dtype."""
     return (value.double() - truth).abs() / ulp(truth.abs(), value.dtype)
 
 
@@ -119,9 +119,9 @@ def max_error(value: Tensor, truth: Tensor) -> float:
 
 
 def assert_as_good_as_eager(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -> None:
-    """Loss and gradient within twice what float32 eager errs on the same rounded logits.
+    """Asserts that loss and gradient err at most twice as much as float32 eager does on the same rounded logits.
 
-    Its gradient is rounded to the logits' dtype once: stricter than eager in that dtype.
+    Eager's float32 gradient is then rounded to the logits' dtype once, which is stricter than eager in that dtype.
     """
     value = loss_and_gradient(logits, target, upstream, **options)
     check_against(value, logits, target, upstream, **options)
@@ -168,7 +168,7 @@ SPLITS = [
 def shard_by_shard(
     logits: Tensor, target: Tensor, upstream: Tensor, sizes: list[int], **options: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Loss and gradient of each vocabulary shard, the shards' statistics meeting in one gather each."""
+    """Loss and gradient of each vocabulary shard; a gather combines the shards' statistics."""
     asked, weight = Options(**{n: v for n, v in options.items() if n != "weight"}), options.get("weight")
     shards = logits.split(sizes, dim=-1)
     starts = [sum(sizes[:shard]) for shard in range(len(sizes))]
@@ -194,5 +194,5 @@ def shard_by_shard(
         needed = (True, False, False, False)
         gradient, *_ = function.backward(saved, (upstream,), needed, **of_shard(shard), gather=gather)
         results.append((loss, gradient))
-    assert calls == Counter(range(len(sizes)))  # one collective forward, none backward
+    assert calls == Counter(range(len(sizes)))  # a single collective forward, none backward
     return results

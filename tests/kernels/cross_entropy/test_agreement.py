@@ -1,4 +1,4 @@
-"""What ranks learn of each other's mistakes where the host may wait for no device: the path of a GPU, taken on gloo."""
+"""How ranks report each other's mistakes where the host may not wait for the device: the path of a GPU, run on gloo."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def went_on(*arguments: Any, **given: Any) -> Any:
 
 
 def one_after_the_other(loss: Callable[..., Tensor], changes: list[Change], stops: bool) -> list[str]:
-    """What each call brings on this rank: the loss or the error. Rank 1 makes the changes, and rank 0 calls without any.
+    """The loss or the error of each call on this rank; rank 1 makes the changes, rank 0 none.
 
     stops: whether rank 0 stops before the chunks of the last call, where it would wait for rank 1.
     """
@@ -128,6 +128,6 @@ def with_other_tokens() -> str:
 
 
 def test_torchs_own_checks_tell_every_rank_of_other_tokens(pool: Pool):
-    """Of 4 and 5 tokens, each with two rows of what the ranks hold: nothing that is gathered could tell of it."""
+    """Ranks have 4 and 5 tokens, and gather two further rows each: no gathered value could tell, but the shapes do."""
     for message in pool.run(with_other_tokens, ranks=RANKS):
         assert "Tensor shapes: 18vs 21" in message or "Tensor shapes: 21vs 18" in message  # 3 numbers of each row

@@ -1,4 +1,4 @@
-"""What cross-entropy saves, moves and refuses."""
+"""The contract of cross-entropy: saved tensors, bytes moved, and refusals."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_denominator_of_any_dtype_leaves_a_float32_scalar(device, denominator)
 
 
 def test_a_denominator_on_the_host_is_not_copied_from_there(monkeypatch):
-    """The host would wait for that, and a CUDA graph could not be captured."""
+    """A copy would make the host wait, and could not be captured in a CUDA graph."""
     logits, moved, to = torch.empty(4, 5, device="meta"), [], torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, **how: moved.append(tensor.device) or to(tensor, **how))
     as_denominator(torch.tensor(3.0), None, logits)
@@ -185,12 +185,12 @@ MORE = ({}, {"softcap": 30.0, "z_loss": 1e-4}, {"label_smoothing": 0.1}, {"retur
 
 @pytest.mark.parametrize("options", MORE, ids=str)
 def test_six_bytes_a_bf16_logit(interpreted, options):
-    """2 read forward; 2 read and 2 written backward; nothing read of an ignored row but its target and its statistics."""
+    """2 read forward, 2 read and 2 written backward; of an ignored row only the target and the statistics are read."""
     N, V, ignored = 5, 5000, 2
     logits, target, upstream = make(N, V, "cpu", torch.bfloat16)
     target[:ignored] = -100
     asked, is_smoothed = Options(**options), bool(options.get("label_smoothing"))
-    smoothed, first = 8 * is_smoothed, 2 * is_smoothed  # two float32 more of each row; its first logit once more
+    smoothed, first = 8 * is_smoothed, 2 * is_smoothed  # each row's two float32 more; and its first logit twice
     rivals = 4 * asked.return_token_accuracy
 
     with counted_traffic() as forward:
@@ -230,11 +230,11 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize(("ignored", "most"), [(0, 75), (1, 100)], ids=["all-count", "one-ignored"])
 def test_a_cpu_asks_for_few_operators(ignored, most):
-    """Of few logits the time is theirs, not that of the numbers."""
+    """With few logits the operators take the time, not the numbers."""
     logits, target, _ = make(4, 31, "cpu")
     target.clamp_(min=0)[:ignored] = -100
     logits.requires_grad_()
-    cross_entropy(logits, target).backward()  # the first one, by which the next upstream gradient is guessed
+    cross_entropy(logits, target).backward()  # the first backward, from which the next upstream gradient is guessed
     with Operators() as seen:
         cross_entropy(logits, target).backward()
     assert seen.count <= most

@@ -1,4 +1,4 @@
-"""What broke other libraries, each under its name: `test_no_…`."""
+"""Failures of other libraries, each by name: `test_no_…`."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_anchor_9_no_vocabulary_split_changes_the_loss(device, sizes, dtype, red
 
 @pytest.mark.parametrize("place", ["row-stride", "class-stride"])
 def test_anchor_10_no_offset_past_2_to_the_31_is_cut(device, place):
-    half = 2**30 + 16  # a stride that fits in 32 bits; twice it does not, and cut to them lies outside: a crash
+    half = 2**30 + 16  # a stride within 32 bits; twice the stride, cut to 32 bits, is outside the memory: a crash
     memory = torch.empty(2 * half + 64, dtype=torch.bfloat16, device=device)  # on a CPU only touched pages take memory
     size, stride = {"row-stride": ((3, 5), (half, 1)), "class-stride": ((1, 3), (1, half))}[place]
     logits = memory.as_strided(size, stride)

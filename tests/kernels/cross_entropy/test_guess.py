@@ -1,4 +1,4 @@
-"""The gradient that forward makes for the upstream gradient that it guesses: bytes by what arrives, and bits that never change."""
+"""Forward guesses the upstream gradient and makes the gradient for it: bytes moved, and bits that no guess changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def without_a_guess(logits: Tensor, target: Tensor, upstream: Tensor, **options:
         pytest.param({}, id="plain-of-two-blocks"),
         pytest.param({"reduction": "sum"}, id="sum-of-two-blocks"),
         *(pytest.param(*case.values, id=case.id, marks=pytest.mark.exhaustive) for case in ASKED[:-1]),
-        ASKED[-1],  # all of them
+        ASKED[-1],  # all options
     ],
 )
 def test_whatever_was_guessed_the_bits_are_the_same(device, options):
@@ -67,7 +67,7 @@ def test_whatever_was_guessed_the_bits_are_the_same(device, options):
 
 @pytest.mark.parametrize("numbers", [(0.5, 1.0, 0.25), (1.0, 1.0), (0.5, 0.5), (NAN, 1.0)], ids=str)
 def test_a_backward_that_a_cuda_graph_plays_again_without_its_forward(device, numbers, monkeypatch):
-    """It writes where forward wrote for its guess, and so may who was given it: what is there is not taken for that."""
+    """Backward overwrites forward's guess, and so may the caller: a replay must not take the memory for a guess."""
     monkeypatch.setattr(function, "is_recorded", lambda tensor: True)
     logits, target, _ = make(3, 37, device, torch.bfloat16)
     once, options = guess.Once(), Options()
@@ -95,7 +95,7 @@ def moved(numbers: list[float], **options: Any) -> list[tuple[float, float]]:
 
 
 def test_one_that_stays_the_same_costs_one_pass(interpreted):
-    """6 bytes counted, of which 2 are the second reading of a row that is still in the L2."""
+    """6 bytes are counted, 2 of them for the second reading of a row, which is still in the L2."""
     assert moved([1.0] * 3) == [(6, 0)] * 3
     assert moved([0.25] * 4) == [(6, 4), (2, 4), (6, 0), (6, 0)]
 
@@ -126,7 +126,7 @@ def test_without_a_backward_forward_makes_no_gradient(interpreted, context):
 
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {"return_lse": True}], ids=["none", "lse"])
 def test_where_nothing_can_be_guessed_nothing_is_kept_on_the_device(interpreted, options):
-    """A tensor that is made in the memory of torch.compile's CUDA graphs may not outlive their step."""
+    """A tensor in the memory of torch.compile's CUDA graphs may not outlive their step."""
     logits, target, _ = make(4, 31, "cpu", torch.bfloat16)
     outputs = cross_entropy(logits.requires_grad_(), target, **options)
     sum(each.sum() for each in (outputs if isinstance(outputs, tuple) else [outputs])).backward()
@@ -143,7 +143,7 @@ def test_the_guess_is_float32_whatever_torchs_default():
 
 
 def test_float16_is_not_made_ahead(interpreted):
-    """Its gradient of an unscaled loss may be 0."""
+    """In float16 the gradient of an unscaled loss may underflow to 0."""
     logits, target, _ = make(4, 8192, "cpu", torch.float16)
     with counted_traffic() as forward:
         cross_entropy(logits.requires_grad_(), target)
@@ -158,11 +158,11 @@ def test_a_second_backward_gets_a_gradient_of_its_own(device, numbers):
         upstream = torch.tensor(number, device=device)
         (found,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
         assert torch.equal(found, without_a_guess(logits, target, upstream))
-        found.zero_()  # what the caller does with it is its own matter
+        found.zero_()  # callers may overwrite the gradient
 
 
 def test_losses_whose_backwards_come_later(device):
-    """Each keeps the guess that it was made with."""
+    """Each loss keeps the guess that its forward made."""
     logits, target, _ = make(5, 37, device, torch.bfloat16)
     losses = [cross_entropy(logits.requires_grad_(), target) for _ in range(3)]
     for loss, number in zip(losses, (2.0, 1.0, 2.0), strict=True):
@@ -181,7 +181,7 @@ def test_recomputed_by_a_checkpoint(device, number):
 
 
 def test_it_is_saved_where_a_checkpoint_lets_go_of_it(interpreted):
-    """So it takes no memory between a checkpointed forward and its backward."""
+    """The guessed gradient takes no memory between a checkpointed forward and its backward."""
     logits, target, _ = make(5, 37, "cpu", torch.bfloat16)
     seen: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(tuple(x.shape)) or x, lambda x: x):
@@ -215,5 +215,5 @@ def test_what_arrives_in_float64_is_not_taken_for_a_guess_in_float32():
     logits, target, _ = make(3, 37, "cpu", torch.float64)
     upstream = torch.tensor(0.1, dtype=torch.float64)
     expected = without_a_guess(logits, target, upstream)
-    for _ in range(4):  # from the third on it is what is guessed
+    for _ in range(4):  # guessed from the third step on
         assert torch.equal(step(logits, target, upstream), expected)

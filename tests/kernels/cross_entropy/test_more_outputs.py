@@ -1,4 +1,4 @@
-"""The z-loss and the accuracy beside the loss: their values, that they move no gradient, and what they cost."""
+"""The z-loss and the accuracy beside the loss: their values, their cost, and gradients that they leave unchanged."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 
 
 def tied(N: int, V: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits of few values, so that several are the largest, one row of zeros, and targets among the largest; some ignored."""
+    """Logits with ties for the largest, and a row of zeros; targets among the largest logits, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-3, 4, (N, V), generator=generator).to(dtype)
     logits[0] = 0
     largest = logits == logits.amax(-1, keepdim=True)
-    target = torch.multinomial(largest.double(), 1, generator=generator).squeeze(1)  # the first of them, or another
+    target = torch.multinomial(largest.double(), 1, generator=generator).squeeze(1)  # any of the largest
     target[1::5], target[2::7] = 3 % V, -100
     target[0] = 0
     return logits, target

@@ -1,6 +1,7 @@
-"""Logits that are not finite: at the target, beside it, away from it and in all of a row, against torch's loss and gradient.
+"""Infinite and NaN logits at the target, beside it, away from it and in a whole row, against torch.
 
-In a row whose target is ignored the loss and the gradient are 0. Torch's loss is 0 there, and its gradient NaN if the softmax is.
+In a row with an ignored target Weft's loss and gradient are 0. Torch's loss is 0, too; its gradient is NaN where
+the row's softmax is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UPSTREAM = 0.7
 
 
 def rows(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A row for each value at each place; then the same rows with an ignored target; and one finite row."""
+    """A row for each value at each place; then the same rows with an ignored target; and a finite row."""
     logits = torch.randn(len(VALUES) * len(PLACES), V, generator=torch.Generator().manual_seed(1))
     for i, value in enumerate(VALUES):
         for j, columns in enumerate(PLACES.values()):
@@ -53,7 +54,7 @@ def expected(logits: Tensor, target: Tensor, upstream: Tensor, **options: Any) -
 
 
 def assert_same(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
-    """NaN and the infinities where torch has them, and elsewhere its numbers, to what `dtype` can tell."""
+    """Asserts torch's NaN and infinities, and torch's finite numbers up to the resolution of `dtype`."""
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     for ours, true in zip(found, truth, strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=8 * eps, atol=8 * eps, equal_nan=True)
@@ -78,7 +79,7 @@ def test_each_row_is_as_in_torch(device, options, dtype):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_reduced_loss_is_as_in_torch(device, reduction):
-    """Where no row is ignored, and the gradient may be made in forward: by the guess, and by another number than the guess."""
+    """No row is ignored, and forward may make the gradient: for the guessed number and for a number not guessed."""
     generator = torch.Generator().manual_seed(2)
     target = torch.full((3,), TARGET, device=device)
     for dtype, value, place, number in product(
@@ -168,7 +169,7 @@ def test_on_ranks(pool: Pool, how, options, dtype):
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("columns", [[TARGET], [0], [V - 1], list(range(V))], ids=["target", "first", "last", "all"])
 def test_of_a_linear_layer(device, columns, value, options, reduction, dtype):
-    """By its bias. Its target is one that is not finite, another one, and ignored."""
+    """The bias is not finite. The target is a class of such a bias, a finite class, or ignored."""
     generator = torch.Generator().manual_seed(4)
     x, weight, bias = (torch.randn(*size, generator=generator) for size in ((5, 3), (V, 3), (V,)))
     bias[columns] = value

@@ -1,4 +1,4 @@
-"""Weights, smoothing, z-loss, soft caps, scales, the lse and gradients in place: each as torch means it, on every path."""
+"""Class weights, smoothing, z-loss, soft caps, scales, lse, in-place gradients: with torch's meaning on every path."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_no_gap_of_200_is_lost_to_smoothing(device, options):
     ids=str,
 )
 def test_no_digits_of_a_smoothed_loss_are_lost_to_an_offset(device, options, V, dtype, offset):
-    """The sum of the logits grows with the offset, and so does V times their logsumexp: the loss has the difference of the two."""
+    """The loss is a difference: the sum of the logits and V times their logsumexp both grow with the offset."""
     logits, target, upstream = make(4, V, device, reduction="none")
     logits = (logits + offset).to(dtype)
     target[2] = -100
@@ -184,7 +184,7 @@ def test_in_place_it_is_the_same_gradient_in_the_memory_of_the_logits(device, op
 
 
 def test_in_place_a_second_use_is_an_error(device):
-    """Never a wrong number: two losses of the same logits, a second backward, an op that saved them."""
+    """Never a wrong number: after two losses of the same logits, a second backward, or an op that saved the logits."""
     leaf, target, _ = make(7, 31, device)
     leaf.requires_grad_()
     for use in (in_place, cross_entropy, lambda logits, target: logits.square().sum()):
@@ -269,7 +269,7 @@ def test_uint8_targets_on_a_mesh(pool, placements, ignore_index):
 
 
 def test_the_first_line_says_where_the_classes_are():
-    """torch's are dim 1: of [N, C, C] that is another number, silently."""
+    """torch's classes are dim 1: for logits [N, C, C] the same call gives another number, silently."""
     assert "logits [..., V], whose last dim is the classes" in inspect.getdoc(cross_entropy).splitlines()[0]
 
 
@@ -288,10 +288,35 @@ def test_class_dim_1_is_torchs_form(device, shape):
 @pytest.mark.parametrize(
     ("logits", "target", "more", "message"),
     [
-        pytest.param((2, 3), torch.rand(2, 3), {}, r"target has dtype torch.float32 and shape \(2, 3\), .* class ids of shape \(2,\); for probabilities, give target.argmax", id="probabilities"),
-        pytest.param((2, 5, 3), torch.zeros(2, 3, dtype=torch.int64), {}, r"or class_dim=1 for logits in torch's form, \[N, C, ...\]", id="torchs-form"),
-        pytest.param((2, 5), torch.zeros(2, dtype=torch.int64), {"class_dim": 2}, r"class_dim is 2 for logits of shape \(2, 5\)", id="no-dim"),
-        pytest.param((2, 5), torch.zeros(2, dtype=torch.int16), {}, r"target has dtype torch.int16 and shape \(2,\), not torch.int32, torch.int64, torch.uint8", id="int16"),
+        pytest.param(
+            (2, 3),
+            torch.rand(2, 3),
+            {},
+            r"target has dtype torch.float32 and shape \(2, 3\), .* class ids of shape \(2,\); "
+            r"for probabilities, give target.argmax",
+            id="probabilities",
+        ),
+        pytest.param(
+            (2, 5, 3),
+            torch.zeros(2, 3, dtype=torch.int64),
+            {},
+            r"or class_dim=1 for logits in torch's form, \[N, C, ...\]",
+            id="torchs-form",
+        ),
+        pytest.param(
+            (2, 5),
+            torch.zeros(2, dtype=torch.int64),
+            {"class_dim": 2},
+            r"class_dim is 2 for logits of shape \(2, 5\)",
+            id="no-dim",
+        ),
+        pytest.param(
+            (2, 5),
+            torch.zeros(2, dtype=torch.int16),
+            {},
+            r"target has dtype torch.int16 and shape \(2,\), not torch.int32, torch.int64, torch.uint8",
+            id="int16",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_target_is_named(logits, target, more, message):

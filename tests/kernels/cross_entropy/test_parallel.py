@@ -113,7 +113,7 @@ def refused(change: Callable[[int], dict[str, Any]]) -> str:
 
 
 def gathered(rank: int) -> dict[str, Any]:
-    """As after an all-gather: Megatron's loss was then too high by log(tp)."""
+    """Logits after an all-gather, for which Megatron's loss was too high by log(tp)."""
     return {"logits": torch.zeros(4, 8), "vocab_start": 0}
 
 

@@ -1,4 +1,4 @@
-"""How many programs take the rows of a kernel that reads them twice: as many on each multiprocessor, their rows in the L2."""
+"""The number of programs of a kernel that reads rows twice: equal on all multiprocessors, with their rows in the L2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that begin anywhere in 16-byte words: every length and place, and not a byte outside of the logits."""
+"""Rows that begin anywhere in 16-byte words: every length and place, and no byte outside the logits is written."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 24, 31, 8191, BLOCK + 1, BLOCK + 9]
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "options"])
 @pytest.mark.parametrize("V", LENGTHS)
 def test_the_kernels_are_torchs_path(interpreted, V, options):
-    """Nine rows, of which one begins at each place of a word; the gradient lands in its row and nowhere else.
+    """Nine rows, beginning at different places of a 16-byte word; a gradient is written in its row alone.
 
-    One number as the upstream gradient of all rows gives the same bits by one kernel as by two.
+    The same upstream gradient for all rows gives the same bits by one kernel as by two.
     """
     options = given(options, V, "cpu")
     weight = options.pop("weight", None)
@@ -48,7 +48,10 @@ def test_the_kernels_are_torchs_path(interpreted, V, options):
 
 
 def _with_mean(statistics: Tensor, V: int) -> Tensor:
-    """In float64, the sum of the logits as one number over V, as the loss takes it: its lower half is what rounding takes from the upper."""
+    """The statistics in float64, with the sum of the logits as a single number over V, as the loss takes it.
+
+    The sum's lower half holds the digits that rounding took from the upper half.
+    """
     return torch.cat([statistics[:, :3].double(), statistics[:, 3:].double().sum(1, keepdim=True) / V], 1)
 
 
@@ -62,7 +65,7 @@ def test_no_class_is_read_or_written_twice(interpreted, V):
     target[:] = 0
     with counted_traffic() as traffic:
         launch.statistics(logits, target, None, Shard(0, V, Options()))
-    assert traffic.loaded == 2 * logits.numel() + 9 * (8 + 2)  # and of a row its target, and the target's logit
+    assert traffic.loaded == 2 * logits.numel() + 9 * (8 + 2)  # and each row's target, and the target's logit
     loss = cross_entropy(logits.requires_grad_(), target, reduction="none")
     with counted_traffic() as traffic:
         loss.sum().backward()

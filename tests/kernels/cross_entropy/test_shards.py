@@ -1,4 +1,4 @@
-"""The hard cases of one process, on shards of the vocabulary: what no shard may make of them."""
+"""Hard cases of one process, repeated on shards of the vocabulary, which must give the same results."""
 
 from __future__ import annotations
 

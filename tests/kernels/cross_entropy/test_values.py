@@ -162,10 +162,11 @@ def test_an_ulp_is_the_distance_to_a_neighbour():
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}], ids=str)
 @pytest.mark.parametrize("size", [1, 10])
 def test_large_logits_lose_no_digit_of_their_dtype(device, dtype, options, size):
-    """Against float64 of the same rounded logits: the loss within 1e-5 and a few ulp of the lse; the gradient within an ulp.
+    """Large logits against float64: the loss is within 1e-5 and a few ulp of the lse, the gradient within an ulp.
 
-    Where labels are smoothed an element of it is a difference: in float32, of one that is small beside what is subtracted, an
-    ulp of a quarter of that is allowed. The options are rounded to float32, as the kernels are given them.
+    With smoothed labels an element of the gradient is a difference, which in float32 may be small beside its
+    operands: its error may be an ulp of a quarter of the subtracted term. The logits are the same rounded ones for
+    both, and the options are rounded to float32, as the kernels get them.
     """
     options = {name: torch.tensor(value).item() for name, value in options.items()}
     generator = torch.Generator().manual_seed(5)
@@ -205,7 +206,8 @@ def test_float32_loses_no_digit_where_all_logits_are_large(device):
         generator = torch.Generator().manual_seed(7)
         logits = (3 * torch.randn(4, 257, generator=generator)).to(device) + all_of_them
         target = torch.randint(257, (4,), generator=generator).to(device)
-        upstream = 1e-18 * torch.randn(4, generator=generator).to(device)  # of a loss that is scaled down
+        # the upstream gradient of a loss that is scaled down
+        upstream = 1e-18 * torch.randn(4, generator=generator).to(device)
         near = logits.double() - all_of_them  # exact, and the loss is the same
         loss, truth = torch_loss_and_gradient(near, target, upstream.double(), reduction="none")
         found, gradient = loss_and_gradient(logits, target, upstream, reduction="none")
@@ -214,7 +216,7 @@ def test_float32_loses_no_digit_where_all_logits_are_large(device):
 
 
 def test_float32_loses_no_digit_of_a_long_sum(device):
-    """Of equal logits all lanes round alike; a sum of 64 such exponentials in float32 alone would lose 3 bits."""
+    """With equal logits all lanes round alike: summing 64 such exponentials in float32 alone would lose 3 bits."""
     V = 1 << 17
     logits = torch.tensor([[2.0492654], [2.7426605], [4.129451], [4.822846]], device=device).repeat(1, V)
     logits[:, 0] = 0
@@ -239,10 +241,10 @@ def test_float32_logits_are_read_once_where_the_true_class_is_near_the_largest(i
 @pytest.mark.parametrize("shift", [-2e4, -690.0, -605.0, -80.0, 0.0, 75.0, 85.0, 590.0, 2e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_gradient_does_not_lose_digits_wherever_the_logits_lie(device, dtype, shift):
-    """Also beside rows that lie elsewhere: exp of some needs no maximum subtracted."""
+    """Rows with other offsets are in the same batch: some need no maximum subtracted before exp."""
     logits, target, upstream = make(6, 129, device, dtype, reduction="none")
     logits[::2] = (logits[::2].double() + shift).to(dtype)
-    logits[0, target[0]] += 30  # a likely class: the sum of the others is small
+    logits[0, target[0]] += 30  # a likely class: the remaining classes have a small sum
     loss, gradient = loss_and_gradient(logits, target, upstream, reduction="none")
     true_loss, truth = torch_loss_and_gradient(logits.double(), target, upstream.double(), reduction="none")
     assert float(ulps(gradient, truth).max()) <= 1

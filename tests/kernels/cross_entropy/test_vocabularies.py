@@ -1,4 +1,4 @@
-"""Cross-entropy of laid out logits over vocabularies that do not divide: its values, what it gathers, and how it counts."""
+"""Cross-entropy of sharded logits, over vocabularies that do not divide: values, gathers, and the count of tokens."""
 
 import math
 
@@ -60,14 +60,14 @@ def test_vocab_parallel_loss_gathers_12_bytes_per_token_and_rank_once(pool, mesh
 
 
 def on_part_of_the_world(placements, classes):
-    """As `vocab_parallel`, on the four first ranks; the others have nothing to do."""
+    """`vocab_parallel` on the first four ranks; the rest do nothing."""
     if dist.get_rank() >= GRID.size:
         return None
     return vocab_parallel(GRID, placements, classes, (4, 3), torch.float32)
 
 
 def test_ranks_outside_of_the_mesh_need_not_call_where_two_axes_shard_the_vocabulary(pool):
-    """There is one gather over both of them, as on the whole world."""
+    """A single gather runs over both axes, as on the whole world."""
     expected = torch_cross_entropy(normal(4, 3, 5), ints(5, 4, 3), reduction="none")
     *results, _ = pool.run(on_part_of_the_world, "dp: S(2), tp: S(2)", 5, ranks=5)
     loss = whole([result[0] for result in results], GRID, expected.shape)
@@ -76,7 +76,7 @@ def test_ranks_outside_of_the_mesh_need_not_call_where_two_axes_shard_the_vocabu
 
 
 def mean(mesh):
-    """The mean over tokens that lie on two axes, and what it communicates; ranks outside of the mesh do not call."""
+    """The mean over tokens sharded on two axes, and its communication; ranks outside the mesh do not call."""
     if dist.get_rank() >= mesh.size:
         return None
     logits, target = normal(4, 3, 5), torch.where(ints(3, 4, 3) == 0, -100, ints(5, 4, 3))

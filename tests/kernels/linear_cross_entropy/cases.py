@@ -1,4 +1,4 @@
-"""What the tests of linear cross-entropy share: inputs, the oracle, and what its gradients may err."""
+"""Shared by the tests of linear cross-entropy: inputs, the oracle, and the error that gradients may have."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(
     H: int = 16,
     bias: bool = False,
 ) -> Given:
-    """Logits of about randn, the third token to be ignored where there is one; leaves that require gradients."""
+    """Leaves that require gradients, with logits of about randn; the third token, if present, is ignored."""
     generator = torch.Generator().manual_seed(V)
     x = torch.randn(*tokens, H, generator=generator)
     weight = torch.randn(V, H, generator=generator)
@@ -56,7 +56,7 @@ def make(
 
 
 def oracle(case: Given, dtype: torch.dtype, **options: Any) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of torch's linear and cross-entropy: the linear in `dtype`, the loss no narrower than float32."""
+    """Loss and gradients by torch's linear in `dtype` and cross-entropy, which is no narrower than float32."""
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in case.leaves()]
     logits = F.linear(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
     wide = logits.detach().to(torch.promote_types(dtype, torch.float32))
@@ -70,7 +70,7 @@ def run(case: Given, **options: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def check(case: Given, loss: Tensor, gradients: list[Tensor], **options: Any) -> None:
-    """Loss and gradients within twice what eager torch errs in the same dtype."""
+    """Asserts that loss and gradients err at most twice as much as eager torch in the same dtype."""
     true_loss, true_gradients = oracle(case, torch.float64, **options)
     eager_loss, eager_gradients = oracle(case, case.input.dtype, **options)
     for ours, true, eager in zip(
@@ -78,7 +78,7 @@ def check(case: Given, loss: Tensor, gradients: list[Tensor], **options: Any) ->
     ):
         assert ours.shape == true.shape
         largest = float(true.abs().max()) if true.numel() else 0.0
-        # Either may err little by luck, so eager's error is taken for no less than one rounding of the result.
+        # Eager may err little by luck, so its error counts as at least one rounding of the result.
         eager_error = max(max_error(eager, true), torch.finfo(ours.dtype).eps / 2 * largest)
         assert max_error(ours, true) <= 2 * eager_error + 4 * torch.finfo(torch.float32).eps * largest
 
@@ -86,9 +86,9 @@ def check(case: Given, loss: Tensor, gradients: list[Tensor], **options: Any) ->
 def shard_by_shard(
     case: Given, sizes: list[int], *, chunk_tokens: int | None = None, **options: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    """Loss and whole gradients, of shards of the vocabulary whose statistics meet once a chunk, in one process.
+    """Loss and whole gradients of vocabulary shards in one process, which combine statistics once a chunk.
 
-    Asserts that every shard has the same loss, bitwise, and that only forward gathers.
+    Asserts that all shards have bitwise the same loss, and that only forward gathers.
     """
     weight = options.pop("weight", None)
     x, *factors = (leaf.detach() for leaf in case.leaves())
@@ -122,7 +122,7 @@ def shard_by_shard(
     for shard in range(len(sizes)):
         chunks = zip(*local, strict=True)
         loss, backward = forward(shard, True, meeting(chunks))
-        assert next(chunks, None) is None  # as many gathers as before, and none of them in backward
+        assert next(chunks, None) is None  # as many gathers as before, none in backward
         losses.append(loss)
         gradients.append(backward())
     assert all(torch.equal(loss.nan_to_num(), losses[0].nan_to_num()) for loss in losses)

@@ -18,11 +18,11 @@ GRADIENTS = (None, torch.bfloat16, torch.float32)  # None: frozen
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_anchor_3_the_error_of_the_weights_gradient_is_flat_in_the_number_of_chunks(device, dtype, reduction):
-    """Accumulated in bf16 over a hundred chunks it diverged: what is added is soon below half an ulp of the sum."""
+    """Accumulated in bf16 over a hundred chunks the error grew: addends soon fall below half an ulp of the sum."""
     case = make((64,), 5, device, dtype, reduction, H=4)
     with torch.no_grad():
         case.input.abs_()
-    case.target[:] = 3  # so that all tokens pull the same class, and the sum grows with each
+    case.target[:] = 3  # all tokens have the same class, so the sum grows with each
     _, truth = oracle(case, torch.float64, reduction=reduction)
     errors = [max_error(run(case, reduction=reduction, chunk_tokens=n)[1][1], truth[1]) for n in (64, 1)]
     assert max(errors) <= 1.5 * errors[0] + torch.finfo(dtype).eps / 2 * float(truth[1].abs().max())
@@ -44,7 +44,7 @@ def test_chunks_are_whole_tiles_and_cover_all_tokens():
 
 
 def nbytes_of(tokens: int, part: int, classes: int) -> int:
-    """What a chunk holds: the gradient of its logits in 16 bits, and the logits of one part in float32."""
+    """A chunk's bytes: the gradient of its logits in 16 bits, and the logits of one part in float32."""
     return classes * (2 * tokens + 4 * min(tokens, part))
 
 
@@ -63,7 +63,7 @@ def test_wide_factors_have_their_logits_at_once():
 
 
 class OnGpu:
-    """As much of a tensor as the choice of chunks looks at."""
+    """The properties of a tensor that the choice of chunks reads."""
 
     device, itemsize = torch.device("cuda"), 2
 

@@ -1,4 +1,4 @@
-"""Backward, once and again: the gradients that forward made are copied where they may be wanted later, and given away elsewhere."""
+"""Repeated backward passes: gradients made in forward are copied if a later pass may need them, else handed out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_two_backwards_and_two_losses_of_one_input(device, reduction):
     for loss in (losses[0], losses[0], losses[1]):
         found = torch.autograd.grad(loss, case.leaves(), case.upstream, retain_graph=True)
         assert all(map(torch.equal, found, expected))
-        found[1].zero_()  # what the caller does with it is its own matter
+        found[1].zero_()  # callers may overwrite the gradient
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
@@ -49,7 +49,7 @@ def test_given_away_it_is_the_same_gradient_and_a_second_backward_an_error(devic
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
 def test_what_forward_made_is_given_away_by_the_last_backward(device, chunk_tokens, kept):
-    """A graph that is not kept has no other: no second tensor of the weight's size."""
+    """A graph that is not retained allows no second backward, so no copy of the weight's size is made."""
     case = make((9,), 31, device, torch.bfloat16, bias=True)
     loss = linear_cross_entropy(case.input, case.linear_weight, case.target, chunk_tokens=chunk_tokens)
     (made,) = [saved for saved in loss.grad_fn.saved_tensors if saved is not None and saved.shape == (31, 16)]
@@ -65,7 +65,7 @@ def test_what_forward_made_is_given_away_by_the_last_backward(device, chunk_toke
 
 
 def test_recorded_in_a_cuda_graph_nothing_is_given_away(device, monkeypatch):
-    """It may be played again, with another number arriving, and saved tensors have no versions there."""
+    """A replay may have another upstream gradient, and under recording saved tensors have no versions."""
     monkeypatch.setattr(gradients, "is_recorded", lambda tensor: True)
     case = make((9,), 31, device, torch.bfloat16)
     _, expected = run(case, chunk_tokens=4)

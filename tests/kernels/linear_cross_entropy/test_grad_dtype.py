@@ -1,4 +1,4 @@
-"""Gradients of the dtype that a parameter asks for (`grad_dtype`): the float32 sum itself, never rounded to bf16 on its way."""
+"""Gradients in a parameter's `grad_dtype`: the float32 sum itself, without rounding to bf16 in between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def asking(case: Given, dtype: torch.dtype | None) -> Given:
 
 
 def backward(case: Given, **options: Any) -> list[Tensor]:
-    """What one more backward leaves in `.grad` of the leaves."""
+    """The `.grad` of each leaf after another backward."""
     loss = linear_cross_entropy(case.input, case.linear_weight, case.target, linear_bias=case.linear_bias, **options)
     loss.backward(case.upstream)
     return [leaf.grad for leaf in case.leaves()]
@@ -93,10 +93,10 @@ def test_the_gradient_given_away_is_the_sum_itself(device):
     assert case.linear_weight.grad.data_ptr() == total.data_ptr()
 
 
-@pytest.mark.exhaustive  # its sister is the eager one
+@pytest.mark.exhaustive  # the sample has the eager case
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_compiled_it_has_the_dtype(reduction):
-    """But is rounded to the weight's on its way: torch's compiler knows of no other."""
+    """The compiled gradient is rounded to the weight's dtype in between: torch's compiler knows no second dtype."""
     case = asking(make((9,), 37, "cpu", torch.bfloat16, reduction, bias=True), torch.float32)
     expected = [each.clone() for each in backward(case, reduction=reduction, chunk_tokens=4)]
     other = asking(case, torch.float32)

@@ -1,4 +1,4 @@
-"""Vocab-parallel linear cross-entropy on processes: its values, its collectives, when they run, and who is told of a mistake."""
+"""Vocab-parallel linear cross-entropy on processes: values, collectives, their timing, and mistakes told to all."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OPTIONS: list[Any] = [
         {"weight": True, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 7.0, "logit_scale": 1.3}, id="all"
     ),
 ]
-VOCABULARIES: list[Any] = [  # and how the ranks share it
+VOCABULARIES: list[Any] = [  # with the ranks' shares
     pytest.param(5, [2, 2, 1, 0], id="5-over-4"),
     pytest.param(31, [1, 0, 29, 1], id="any-sizes"),
 ]
 
 
 def tokens_of(V: int, reduction: str, options: dict[str, Any]) -> Given:
-    """Some of them to be ignored, whatever class that is."""
+    """A case in which some tokens are ignored, by whatever class `ignore_index` names."""
     case = make(TOKENS, V, "cpu", torch.bfloat16, reduction, bias=True)
     case.target[case.target == -100] = options.get("ignore_index", -100)
     return case
@@ -64,7 +64,7 @@ def by_group(V: int, sizes: list[int], reduction: str, sequence: bool, options: 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("V", "sizes"), VOCABULARIES)
 def test_by_the_group_it_is_torchs(pool: Pool, V, sizes, options, reduction, sequence):
-    """14 tokens in chunks of 5: three gathers, after one in which the ranks agree; the input's gradient reduced once."""
+    """14 tokens in chunks of 5: a gather to agree, three gathers of statistics; one reduction of input gradients."""
     results = pool.run(by_group, V, sizes, reduction, sequence, options, ranks=RANKS)
     case = tokens_of(V, reduction, options)
     loss = results[0][0]
@@ -79,7 +79,7 @@ def test_by_the_group_it_is_torchs(pool: Pool, V, sizes, options, reduction, seq
 
 
 def frozen_by_group(reduction: str, frozen: tuple[int, ...]) -> tuple[list[Any], list[str]]:
-    """Two backwards from an expanded number; the gradients of the first, None for what is frozen."""
+    """Two backward passes from an expanded number. Returns the first pass's gradients, with None for frozen leaves."""
     case, rank = tokens_of(8, reduction, {}), dist.get_rank()
     parts = [case.input, *(leaf[2 * rank : 2 * rank + 2] for leaf in case.leaves()[1:])]
     leaves = [part.detach().requires_grad_(i not in frozen) for i, part in enumerate(parts)]
@@ -120,7 +120,7 @@ def test_by_the_group_what_is_frozen_is_not_computed_nor_reduced(pool: Pool, fro
 
 
 class Waiting:
-    """A work that tells when it is waited for."""
+    """A collective's work handle that records when it is waited for."""
 
     def __init__(self, work: dist.Work, seen: list[str]) -> None:
         self.work, self.seen = work, seen
@@ -131,7 +131,7 @@ class Waiting:
 
 
 def order_of_work() -> list[str]:
-    """GEMMs of logits, gathers started and gathers waited for, in the order in which they happen."""
+    """Logits GEMMs, gathers started and gathers waited for, in the order in which they happen."""
     seen: list[str] = []
     all_gather, logits = gather.start_all_gather, Product.logits
 
@@ -267,7 +267,7 @@ def batch(ignored: int) -> Given:
 
 
 def training_step(sequence: bool, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens over dp and classes over tp, as `parallelize` lays them; whole, the loss and the gradients."""
+    """The whole loss and gradients; tokens are sharded over dp and classes over tp, as `parallelize` shards them."""
     case = batch(ignored)
     x = distribute(case.input.detach(), Layout(GRID, "dp: S(0), tp: S(1)" if sequence else "dp: S(0)")).requires_grad_()
     weight = distribute(case.linear_weight.detach(), Layout(GRID, "tp: S(0)")).requires_grad_()

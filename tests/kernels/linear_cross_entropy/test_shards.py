@@ -51,7 +51,7 @@ def test_no_gap_of_200_is_lost_to_smoothing(device, options, likely):
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("masked", [slice(0, 16), slice(16, 31)], ids=["first", "last"])
 def test_a_whole_shard_of_minus_infinity(device, masked, chunk_tokens):
-    """As the last rank has it of a padded vocabulary."""
+    """The last rank has such a shard when the vocabulary is padded."""
     case = make((5,), V, device, reduction="none", bias=True)
     with torch.no_grad():
         case.linear_bias[masked] = -torch.inf

@@ -1,4 +1,4 @@
-"""A sum in 24 bits: what it keeps of a float32, that its error stays float32's, and what it reads, writes and holds."""
+"""A sum in 24 bits: the bits that it keeps of a float32, its error, which is float32's, and its bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECIAL = [
 
 
 def numbers(device: str) -> Tensor:
-    """Float32 of any bits, and those where something may go wrong."""
+    """Float32 numbers of any bits, and special values."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (5000,), generator=generator).int()
     return torch.cat([bits.view(torch.float32), torch.tensor(SPECIAL)]).to(device)
@@ -46,7 +46,10 @@ def value(high: Tensor, low: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """To 16 significant bits, ties to even, by float64's own arithmetic; a spacing no finer than float32's smallest times 256."""
+    """Rounds to 16 significant bits, ties to even, by float64's arithmetic.
+
+    The spacing is at least 256 times float32's smallest.
+    """
     _, exponent = torch.frexp(x.double())
     spacing = 2 ** (exponent - 16).clamp(min=-141).double()
     found = torch.round(x.double() / spacing) * spacing
@@ -65,7 +68,7 @@ def test_it_keeps_16_significant_bits_to_the_nearest(device):
 
 
 def test_a_nan_of_any_bits_stays_one(device):
-    """All ones are what a GPU makes of one: rounded as a number they would be -0."""
+    """Bits that are all ones are a GPU's own NaN: rounded as a number they would become -0."""
     x = torch.tensor([0x7FFFFFFF, 0x7FFFFF80, 0x7F800001, -1], dtype=torch.int32).view(torch.float32).to(device)
     high, low = empty(x)
     accumulate(x, high, low, True, False)
@@ -94,7 +97,7 @@ def factors(n: int, V: int, H: int, device: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("chunks", [2, ADDITIONS, ADDITIONS + 1, 8 * ADDITIONS])
 def test_additions_that_are_all_too_small_lose_little(device, chunks):
-    """Each of them under half of the spacing at 1: in 24 bits they are lost, and of too many a float32 sum keeps them."""
+    """Each addend is less than half the spacing at 1, so that 24 bits would lose it; float32 sums of many keep them."""
     small = torch.tensor(0.9 * 2**-16).bfloat16()
     x = torch.full((chunks, 1), float(small), dtype=torch.bfloat16, device=device)
     x[0] = 1

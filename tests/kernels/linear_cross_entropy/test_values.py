@@ -1,4 +1,4 @@
-"""linear_cross_entropy against torch in float64: every dtype, reduction and option; what it computes and holds."""
+"""linear_cross_entropy against torch in float64: every dtype, reduction and option; its work and its memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_transposed_and_sliced_factors(device):
     torch.testing.assert_close(run(other, chunk_tokens=5), run(case, chunk_tokens=5))
 
 
-# What nothing is asked of
+# No tokens that count
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -106,7 +106,7 @@ def test_all_tokens_ignored(device, reduction):
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {}, {"inplace_backward": True}], ids=str)
 def test_an_upstream_gradient_that_is_no_number_leaves_ignored_tokens_alone(device, options, number):
-    """As in torch: their gradient is no product with it."""
+    """As in torch, an ignored token's gradient is 0, not a product with the upstream gradient."""
     case = make((5,), 31, device, reduction=options.get("reduction", "mean"), bias=True)
     _, (dx, dweight, dbias) = run(case._replace(upstream=torch.full_like(case.upstream, number)), **options)
     assert [bool((row == 0).all()) for row in dx] == (case.target == -100).tolist()
@@ -124,7 +124,7 @@ def test_a_class_may_be_the_one_to_ignore(device, V):
 
 @pytest.mark.parametrize("masked", [slice(30, 37), slice(0, 30), slice(1, None)], ids=["tail", "head", "all-but-one"])
 def test_classes_whose_bias_is_minus_infinity(device, masked):
-    """As a vocabulary that was padded has them."""
+    """A padded vocabulary has such classes."""
     case = make((9,), 37, device, reduction="none", bias=True)
     with torch.no_grad():
         case.linear_bias[masked] = -torch.inf
@@ -144,7 +144,7 @@ def test_no_gap_of_200_is_lost_to_smoothing(device):
 
 
 class Work(TorchDispatchMode):
-    """The GEMMs that run, and the elements of the largest tensor that any op makes."""
+    """Counts the GEMMs that run, and the elements of the largest tensor that an op makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_autocast_is_a_compute_dtype(reduction):
     assert all(map(torch.equal, gradients, expected))
 
 
-# What cannot be taken
+# Refusals
 
 
 @pytest.mark.parametrize(

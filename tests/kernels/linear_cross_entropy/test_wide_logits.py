@@ -1,4 +1,4 @@
-"""Logits of factors in 16 bits are float32: what the gradients err is the rounding of the gradient of the logits, and of themselves."""
+"""Logits of 16-bit factors are float32: gradients err by rounding the logits' gradient, and by rounding the result."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ NARROW = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, i
 def large(device: str, dtype: torch.dtype, reduction: str, V: int = V) -> Given:
     """Logits of 8 times randn, which 16 bits would round by as much as 0.06."""
     case = make((N,), V, device, dtype, reduction, H=H, bias=True)
-    case.target[1::2] = (case.input[1::2] @ case.linear_weight.mT + case.linear_bias).argmax(
-        -1
-    )  # half of them are likely
+    # Half of the targets are likely classes.
+    case.target[1::2] = (case.input[1::2] @ case.linear_weight.mT + case.linear_bias).argmax(-1)
     return case
 
 
 def truth_and_rounded(case: Given, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Loss and gradients in float64; and the same of a gradient of the logits that is rounded to 16 bits, rounded to 16 bits themselves."""
+    """Loss and gradients in float64; and the same with the logits' gradient and the results rounded to 16 bits."""
     dtype, leaves = case.input.dtype, [leaf.detach().double().requires_grad_() for leaf in case.leaves()]
     logits = F.linear(*leaves)
     loss, dlogits = torch_loss_and_gradient(logits.detach(), case.target, case.upstream.double(), **options)
@@ -43,7 +42,7 @@ def truth_and_rounded(case: Given, **options: Any) -> tuple[list[Tensor], list[T
 def check_error(found: list[Tensor], case: Given, **options: Any) -> None:
     for ours, true, rounded in zip(found, *truth_and_rounded(case, **options), strict=True):
         largest = float(true.abs().max())
-        least = torch.finfo(ours.dtype).eps / 2 * largest  # one rounding of the result
+        least = torch.finfo(ours.dtype).eps / 2 * largest  # a rounding of the result
         assert max_error(ours, true) <= 2 * max(max_error(rounded, true), least) + 1e-6 * largest
 
 

@@ -1,1 +1,1 @@
-"""matmul, linear and the products that go with them."""
+"""matmul, linear and related products."""

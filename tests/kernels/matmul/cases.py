@@ -49,7 +49,7 @@ def expected(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Tensor:
-    """In the dtype of what is given: in float64 the truth, in another what eager torch makes of it."""
+    """The result in the operands' dtype: the truth for float64, eager torch's result for narrower dtypes."""
     z = torch.matmul(a, b) * alpha
     out = ACTIVATIONS[activation](z if bias is None else z + bias)
     return out if residual is None else out + beta * residual
@@ -60,7 +60,7 @@ def largest(error: Tensor) -> float:
 
 
 def assert_as_good_as_eager(found: Tensor, eager: Tensor, truth: Tensor) -> None:
-    """Off by no more than twice what eager torch is off in the same dtype."""
+    """Asserts an error of at most twice eager torch's in the same dtype."""
     assert found.shape == truth.shape
     allowed = 2 * largest(eager.double() - truth) + 4 * torch.finfo(eager.dtype).eps * largest(truth)
     assert largest(found.double() - truth) <= allowed

@@ -1,4 +1,4 @@
-"""The kernels of products compiled for GPUs that need not be here: by tensor cores, by TMA, with warps told apart where they say so."""
+"""Matmul kernels compiled for absent GPUs: they use tensor cores, TMA, and specialized warps where they should."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.kernels.test_aot import EACH_TARGET, FIRST, reports_for
 from tests.support.pool import Pool
 
 MULTIPLIES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# As each target's instructions name the dtypes: of a chip without e4m3 8 bits are widened; tcgen05 has one kind for 16 bits.
+# By target, the dtypes' names in its instructions. A chip without e4m3 widens 8 bits; tcgen05 names all 16-bit dtypes
+# alike.
 DTYPES = {
     "sm_80": {"bf16": "bf16", "fp16": "f16", "tf32": "tf32", "fp8": "f16"},
     "sm_90": {"bf16": "bf16", "fp16": "f16", "tf32": "tf32", "fp8": "e4m3"},
@@ -35,14 +36,14 @@ BY_DESCRIPTORS = (
 
 
 def multiplications(report: dict[str, Any]) -> dict[str, int]:
-    """Of the inner loop, by instruction and dtype."""
+    """The inner loop's multiplications, by instruction and dtype."""
     others = ("cp.async.bulk.tensor", "setmaxnreg")
     return {kind: count for kind, count in report["inner_tensor_core"].items() if kind not in others}
 
 
 @EACH_TARGET
 def test_products_are_made_by_tensor_cores_of_their_dtype(target: str) -> None:
-    """float32 is multiplied as such, without them on NVIDIA's, unless tf32 is asked for."""
+    """float32 is multiplied without tensor cores on NVIDIA's chips, unless tf32 is asked for."""
     reports = {name: report for (name, _), report in reports_for(target).items() if "matmul" in name}
     assert len(reports) == 15
     for name, report in reports.items():
@@ -81,7 +82,7 @@ def settings() -> Iterator[Any]:
 def test_a_launch_cuts_to_tf32_where_torch_is_told_so(
     set_by: str | None, given: str, taken: str, settings: Any
 ) -> None:
-    """What is given here is the PRECISION that the two variants are compiled with."""
+    """The two variants are compiled with the PRECISION values that launches pass here."""
     from weft.kernels.matmul import variants
     from weft.kernels.matmul.launch import precision
 
@@ -135,7 +136,7 @@ def test_epilogues_store_128_bits_at_a_time() -> None:
 
 
 def spilling_candidates(name: str) -> list[str]:
-    """Of the configurations that are tuned, compiled with a bias and gelu, gated, and of groups."""
+    """The tuned configurations that spill registers: with bias and gelu, gated, and grouped."""
     from weft.kernels.grouped_matmul import kernel as of_groups
     from weft.kernels.grouped_matmul import variants as groups
     from weft.kernels.launching.aot import compile_variant

@@ -1,4 +1,4 @@
-"""What does not go together is refused, with the values and the remedy."""
+"""Operands that do not fit together are refused, with the values and the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EIGHT = A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
         pytest.param(A, B.bfloat16(), {}, "float32 and torch.bfloat16 cannot be multiplied; cast", id="dtypes"),
         pytest.param(A.int(), B.int(), {}, "int32 cannot be multiplied; cast", id="integers"),
         pytest.param(A, EIGHT[1], {}, "cannot be multiplied; cast", id="eight-and-more-bits"),
-        pytest.param(A, B.to("meta"), {}, "lie on cpu and meta; move them to one device", id="devices"),
+        pytest.param(A, B.to("meta"), {}, "are on cpu and meta; move them to one device", id="devices"),
         pytest.param(A, B, {"bias": A[0]}, r"a bias of shape \(8,\), got \(6,\)", id="bias"),
         pytest.param(A, B, {"residual": A}, r"\(4, 6\) does not broadcast to the output, \(4, 8\)", id="residual"),
         pytest.param(A, B, {"activation": "tanh"}, "activation is 'tanh'; give one of 'gelu', 'gelu_tanh'", id="name"),
@@ -38,12 +38,24 @@ EIGHT = A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn)
         pytest.param(A, B, {"a_scale": torch.ones(4)}, "of a factor of torch.float32; for an 8-bit factor", id="scale"),
         pytest.param(A, B, {"accumulate_into": A}, r"give torch.float32 of shape \(4, 8\)", id="sum-shape"),
         pytest.param(
-            A.bfloat16(), B.bfloat16(), {"accumulate_into": torch.zeros(4, 8).half()}, "give torch.float32", id="sum-dtype"
+            A.bfloat16(),
+            B.bfloat16(),
+            {"accumulate_into": torch.zeros(4, 8).half()},
+            "give torch.float32",
+            id="sum-dtype",
         ),
-        pytest.param(*EIGHT, {"accumulate_into": torch.zeros(4, 8)}, "takes factors of 16 bits at least", id="sum-of-eight-bits"),
-        pytest.param(A, B, {"accumulate_into": torch.zeros(4, 8, device="meta")}, "lie on cpu and meta", id="sum-elsewhere"),
         pytest.param(
-            A, B, {"accumulate_into": torch.zeros(4, 8), "activation": "relu"}, "beside accumulate_into", id="sum-of-relu"
+            *EIGHT, {"accumulate_into": torch.zeros(4, 8)}, "takes factors of 16 bits at least", id="sum-of-eight-bits"
+        ),
+        pytest.param(
+            A, B, {"accumulate_into": torch.zeros(4, 8, device="meta")}, "are on cpu and meta", id="sum-elsewhere"
+        ),
+        pytest.param(
+            A,
+            B,
+            {"accumulate_into": torch.zeros(4, 8), "activation": "relu"},
+            "beside accumulate_into",
+            id="sum-of-relu",
         ),
     ],
 )  # fmt: skip
@@ -80,11 +92,14 @@ def of_addends() -> list[str]:
     return messages
 
 
-# Axis, both layouts, which dim of which operand is cut, and what to make of the other.
+# The axis, both layouts, the sharded dims of both operands, and the reshard to insert.
 LEFT = (
     "matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not dim 0 of b; reshard b to (tp: S(0))"
 )
-RIGHT = "linear: on axis 'tp' operands are R, S(1): the axis shards dim 1 of weight, but not dim 1 of input; reshard input to (tp: S(1))"
+RIGHT = (
+    "linear: on axis 'tp' operands are R, S(1): "
+    "the axis shards dim 1 of weight, but not dim 1 of input; reshard input to (tp: S(1))"
+)
 
 
 def test_layouts_that_do_not_go_together_name_the_reshard(pool: Pool) -> None:

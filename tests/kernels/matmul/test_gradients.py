@@ -1,4 +1,4 @@
-"""Gradients of matmul and linear: of the plain path by finite differences, of the kernels against float64; and what they keep."""
+"""Gradients of matmul and linear: torch's path by finite differences, kernels against float64; and saved tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_activation_of_the_input_in_16_bits_is_as_good_as_eagers(activation: 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_the_derivative_is_computed_in_the_epilogue(activation: str, interpreted: None) -> None:
-    """The gradient of the input: tiles of 16 x 32 read the factors' panels and, once, what the activation was applied to."""
+    """Tiles of 16 x 32 of the input's gradient read the factors' panels, and the activation's input once."""
     N, M, K = 48, 32, 64
     x, weight = (normal(*shape, dtype=torch.float16).requires_grad_() for shape in ((N, K), (M, K)))
     weight.requires_grad_(False)
@@ -97,7 +97,7 @@ def test_gradients_in_16_bits_are_as_good_as_eagers(activation: str, device: str
 
 
 def kept(run: Any, *tensors: Tensor) -> int:
-    """Elements that are saved for backward and lie in none of the operands."""
+    """Elements saved for backward outside the operands' memory."""
     found: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def kept(run: Any, *tensors: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = run(*tensors)
-    for known in (*tensors, output):  # what comes next keeps the output anyway
+    for known in (*tensors, output):  # the next op keeps the output anyway
         found.pop(known.data_ptr(), None)
     return sum(found.values())
 

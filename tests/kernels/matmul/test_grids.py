@@ -103,7 +103,8 @@ def test_parts_of_groups_are_those_of_all(interpreted: None, monkeypatch: pytest
 
 
 TRITONS = {
-    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.float8_e4m3fnuz: "fp8e4b8", torch.float8_e5m2fnuz: "fp8e5b16"
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+    torch.float8_e4m3fnuz: "fp8e4b8", torch.float8_e5m2fnuz: "fp8e5b16"
 }  # fmt: skip
 
 

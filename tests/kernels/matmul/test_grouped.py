@@ -146,7 +146,7 @@ def test_each_way_to_cut_a_product(interpreted: None, way: str) -> None:
 
 @pytest.mark.parametrize("lying", ["apart", "expanded"])
 def test_offsets_of_any_strides(lying: str, device: str) -> None:
-    """A column of a table, and one number for all groups: they end where the first does, and the others are empty."""
+    """Offsets from a column of a table, or a single number for all groups, which leaves all but the first empty."""
     sizes = [5, 0, 10] if lying == "apart" else [5, 0, 0]
     given = ends(sizes, device)
     laid = torch.stack((given, given + 1), -1)[:, 0] if lying == "apart" else given[:1].expand(3)
@@ -174,7 +174,7 @@ def test_transposed_matrices_are_not_copied(device: str) -> None:
 
 
 def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the kernels find the groups themselves."""
+    """Runs the path of a GPU, on which the kernels find the groups themselves."""
     from weft.kernels.grouped_matmul import function, kernel
 
     class Launched:
@@ -190,7 +190,7 @@ def test_the_host_reads_no_offset(interpreted: None, monkeypatch: pytest.MonkeyP
         grouped_matmul(a, b, offsets, residual=residual).sum().backward()
 
 
-@pytest.mark.exhaustive  # its sisters are the losses' custom ops
+@pytest.mark.exhaustive  # the sample has the losses' custom ops
 def test_it_is_one_node_of_a_compiled_graph() -> None:
     torch._dynamo.reset()
     tensors = [normal(9, 4), normal(3, 4, 5)]

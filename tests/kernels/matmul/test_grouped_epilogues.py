@@ -1,4 +1,4 @@
-"""What follows the product of each group, beside bias and activation: residual, alpha and beta, 8-bit factors with scales."""
+"""Epilogues of grouped products, besides bias and activation: residual, alpha and beta, 8-bit factors with scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALES = {"numbers": ((), ()), "groups": ((N,), (4,)), "columns": ((N,), (4, M))
 def one_by_one(
     a: Tensor, b: Tensor, bias: Tensor, residual: Tensor, activation: str | None, alpha: float, beta: float
 ) -> Tensor:
-    """One product a group, each with its part of what follows."""
+    """The truth: a product for each group, with the group's part of the epilogue."""
     parts = (each.split([*SIZES, N - sum(SIZES)]) for each in (a, residual.expand(N, M)))
     found = [
         expected(rows, matrix, row, activation, added, alpha, beta)
@@ -87,7 +87,7 @@ def test_no_group_adds_no_residual(device: str) -> None:
 def test_beside_a_residual_what_the_activation_is_applied_to_is_kept(
     activation: str | None, outputs: int, device: str
 ) -> None:
-    """The output says nothing of relu then; and of the residual a shape is kept, which takes one number."""
+    """With a residual the output does not tell relu's mask. Of the residual its shape is kept, as one number."""
     a, b, _, residual = operands("whole", torch.float32, device)
     offsets = ends(SIZES, device)
     tensors = [each.requires_grad_() for each in (a, b, residual)]
@@ -152,14 +152,22 @@ EIGHTS = A.to(EIGHT), B.to(EIGHT)
     ("a", "b", "more", "told"),
     [
         pytest.param(A, B, {"residual": A}, r"\(28, 16\) does not broadcast to the output, \(28, 24\)", id="residual"),
-        pytest.param(A, B.to("meta"), {}, "lie on cpu and meta; move them to one device", id="devices"),
+        pytest.param(A, B.to("meta"), {}, "are on cpu and meta; move them to one device", id="devices"),
         pytest.param(A, EIGHTS[1], {}, "cannot be multiplied; cast", id="eight-and-more-bits"),
-        pytest.param(A, B, {"a_scale": torch.ones(())}, "of a factor of torch.float32; for an 8-bit factor", id="scale"),
         pytest.param(
-            *EIGHTS, {"a_scale": torch.ones(4)}, r"a_scale is .*\(4,\), .* give float32 of shape \(\) or \(28,\)", id="rows"
+            A, B, {"a_scale": torch.ones(())}, "of a factor of torch.float32; for an 8-bit factor", id="scale"
         ),
         pytest.param(
-            *EIGHTS, {"b_scale": torch.ones(M)}, r"\(\) or \(4,\) or \(4, 24\): one number, or one for each group", id="groups"
+            *EIGHTS,
+            {"a_scale": torch.ones(4)},
+            r"a_scale is .*\(4,\), .* give float32 of shape \(\) or \(28,\)",
+            id="rows",
+        ),
+        pytest.param(
+            *EIGHTS,
+            {"b_scale": torch.ones(M)},
+            r"\(\) or \(4,\) or \(4, 24\): one number, or one for each group",
+            id="groups",
         ),
         pytest.param(*EIGHTS, {"b_scale": torch.ones(4).double()}, "b_scale is torch.float64", id="scale-dtype"),
     ],

@@ -1,6 +1,6 @@
-"""Memory whose offsets do not fit in 32 bits, though each stride does: an offset that is cut lies outside of it.
+"""Memory with offsets beyond 32 bits, though each stride is within: an offset cut to 32 bits is outside the memory.
 
-The rows, columns or matrices that lie apart share what is between them, which is never touched.
+Rows, columns or matrices far apart share the memory between them, which is never touched.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .test_gradients import gradients
 from .test_grouped import eager, ends
 from .test_tiles import WAYS
 
-APART = 2**30 + 16  # elements; twice it is past 2**31, and a multiple of 16 bytes is what descriptors take
+APART = 2**30 + 16  # elements; twice as many exceed 2**31, and descriptors need a multiple of 16 bytes
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def apart(x: Tensor, dim: int, step: int = APART) -> Tensor:
-    """x of at most three along `dim`, with those `step` elements apart; on a CPU only touched pages take memory."""
+    """x, of size 3 at most along `dim`, with a stride of `step` there; on a CPU only touched pages take memory."""
     memory = torch.empty(2 * step + 1024, dtype=x.dtype)
     sizes = [size for i, size in enumerate(x.shape) if i != dim]
     strides = list(torch.empty(sizes, device="meta").stride())
@@ -61,7 +61,7 @@ def test_factors(case: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["descriptors", "pointers", "in-parts", "split"])
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_what_is_stored_and_added(dim: int, way: str) -> None:
-    """The output, what the activation is of, and the residual."""
+    """The output, the activation's input, and the residual."""
     from weft.kernels.matmul import launch
 
     a, b = factors(*((3, 16, 48) if dim == 0 else (16, 3, 48)))
@@ -103,7 +103,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart_rows(x: Tensor) -> Tensor:
-    """With a gradient."""
+    """Rows far apart, with a gradient."""
     found: Tensor = _Apart.apply(x)
     return found
 

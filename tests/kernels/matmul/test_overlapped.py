@@ -1,4 +1,4 @@
-"""all_gather_matmul and matmul_reduce_scatter against reshard and matmul: values, gradients, layouts, what travels and when."""
+"""all_gather_matmul and matmul_reduce_scatter against reshard and matmul: values, gradients, layouts, and transfers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_reduction_in_steps_is_the_product_and_the_reduction(pool: Pool, case:
 
 
 class Observed:
-    """What happens on this rank, in order: a part that is sent, with its bytes, a part that is waited for, a product."""
+    """Records this rank's events in order: a part sent, with its bytes, a part waited for, a product."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -200,13 +200,13 @@ def compiled() -> None:
         same(told(traced, a, b, None), told(run, a, b, None), torch.float64)
 
 
-@pytest.mark.exhaustive  # its sisters are the losses' custom ops
+@pytest.mark.exhaustive  # the sample has the losses' custom ops
 def test_each_is_one_node_of_a_compiled_graph(pool: Pool) -> None:
     pool.run(compiled, ranks=2)
 
 
 def on_rank(rank: int, ranks: int, device: str, store: str) -> None:
-    """Both ops over all ranks, each with a GPU of its own where `device` is "cuda"."""
+    """Both ops over all ranks, each rank with its own GPU where `device` is "cuda"."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cuda": "nccl", "cpu": "gloo"}[device]
@@ -229,6 +229,6 @@ def test_on_every_gpu(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (GPUS, "cuda", str(tmp_path / "store")), nprocs=GPUS)
 
 
-@pytest.mark.exhaustive  # its sisters are on the worker processes of the pool
+@pytest.mark.exhaustive  # the sample uses the pool's worker processes
 def test_what_every_gpu_does_on_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(on_rank, (2, "cpu", str(tmp_path / "store")), nprocs=2)

@@ -127,10 +127,14 @@ def test_the_gradients_of_the_input_are_added_up_in_their_products() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        pytest.param({"k_weight": normal(8, 5)}, r"qkv_linear takes input .* got \(2, 5, 3\) and \(8, 5\)", id="weight"),
+        pytest.param(
+            {"k_weight": normal(8, 5)}, r"qkv_linear takes input .* got \(2, 5, 3\) and \(8, 5\)", id="weight"
+        ),
         pytest.param({"v_bias": normal(7)}, r"qkv_linear takes a bias of shape \(8,\), got \(7,\)", id="bias"),
         pytest.param({"cos": ANGLES}, r"both cos and sin, or neither; give both", id="one-table"),
-        pytest.param({"cos": normal(4, 2), "sin": normal(4, 2)}, r"got \(2, 5, 16\), \(4, 2\) and \(4, 2\)", id="tokens"),
+        pytest.param(
+            {"cos": normal(4, 2), "sin": normal(4, 2)}, r"got \(2, 5, 16\), \(4, 2\) and \(4, 2\)", id="tokens"
+        ),
         pytest.param({"k_weight": normal(6, 3), "cos": ANGLES, "sin": ANGLES}, r"got \(2, 5, 6\), ", id="half-a-head"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""torch's GEMM of 8-bit factors in the kernel's place: which products it takes, and that they are those of float64."""
+"""torch's GEMM of 8-bit factors instead of the kernel: the products that it takes, against float64."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ def factors(a: torch.dtype = E4M3, b: torch.dtype = E4M3) -> tuple[Tensor, Tenso
 def scales(kind: str) -> tuple[Tensor | None, Tensor | None]:
     of_rows, of_columns = (normal(size, dtype=torch.float32, seed=size).abs() for size in (M, N))
     one, other = torch.tensor(0.5), torch.tensor(3.0)
-    return {"none": (None, None), "numbers": (one, other), "rows": (of_rows, of_columns), "rows-of-one": (of_rows, other)}[
-        kind
-    ]  # fmt: skip
+    return {
+        "none": (None, None),
+        "numbers": (one, other),
+        "rows": (of_rows, of_columns),
+        "rows-of-one": (of_rows, other),
+    }[kind]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(rows: int, cols: int, dtype: torch.dtype = E4M3, transposed: bool = False) -> Tensor:
-    return torch.empty(cols, rows, dtype=dtype, device="cuda").mT if transposed else torch.empty(rows, cols, dtype=dtype, device="cuda")  # fmt: skip
+    return (
+        torch.empty(cols, rows, dtype=dtype, device="cuda").mT
+        if transposed
+        else torch.empty(rows, cols, dtype=dtype, device="cuda")
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_where_the_kernel_does_not_run_it_does(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_scales_of_all_elements_and_of_rows_are_two_classes() -> None:
-    """torch's GEMM of the one is faster than that of the other."""
+    """torch's GEMM is faster with one scale than with scales of rows."""
     a, _ = factors()
     numbers, rows = scales("numbers"), scales("rows")
     assert kind_of(a, None, 1.0) == kind_of(a, "gelu", 1.0, None, *numbers) == "one_scale"

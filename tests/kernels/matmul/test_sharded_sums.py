@@ -1,4 +1,4 @@
-"""accumulate_into on DTensors: gradients of weights added up over two microbatches, where the layer is cut and where its rows are."""
+"""accumulate_into on DTensors: weight gradients of two microbatches added up, with sharded layers and sharded rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which factors are copied before they are multiplied: none but those whose rows no one stride reaches."""
+"""Factors copied before a product: only those whose rows cannot be described by a single stride."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COPIES = {"aten::clone", "aten::copy_", "aten::_to_copy", "aten::repeat"}
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies that run inside of it, of as many elements as the operands have."""
+    """Counts the copies made inside this mode of as many elements as the operands have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ FACTORS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], int]] = {
     "batches": (lambda: (made(2, 5, 6), made(2, 6, 7)), 0),
     "batches-both-transposed": (lambda: (transposed(2, 5, 6), transposed(2, 6, 7)), 0),
     "4-d-batches": (lambda: (made(2, 3, 5, 6), transposed(2, 3, 6, 7)), 0),
-    # What the docstring excepts: a's rows, or the batches, are one dim to no stride.
+    # The docstring's exceptions: no single stride describes a's rows, or the batches.
     "3-d-a-transposed": (lambda: (transposed(2, 5, 6), made(6, 7)), 1),
     "4-d-heads": (lambda: (made(2, 5, 3, 6).transpose(1, 2), made(2, 3, 6, 7)), 1),
 }

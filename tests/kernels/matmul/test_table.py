@@ -1,4 +1,4 @@
-"""The table of measurements: what a class of products is, which row a product finds, and what runs by it."""
+"""The table of measurements: the class of a product, the row that a product finds, and the configuration launched."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_a_row_is_read_by_people(tmp_path: Path) -> None:
     write({OF: ROW}, tmp_path / "table.json")
     (row,) = json.loads((tmp_path / "table.json").read_text())
     assert row["of"] == {
-        "chip": "sm_90", "dtype": "bfloat16", "kind": "plain", "transposed": "b", "m": 8192, "n": 4096, "k": 4096, "groups": 1,
+        "chip": "sm_90", "dtype": "bfloat16", "kind": "plain",
+        "transposed": "b", "m": 8192, "n": 4096, "k": 4096, "groups": 1,
     }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def test_the_table_is_one_measurement_a_line() -> None:
 
 
 def test_the_three_products_of_a_layer_are_of_three_classes(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are of 16 x 16 x 16: forward, dX and dW differ by what is transposed alone."""
+    """All are 16 x 16 x 16: forward, dX and dW differ in their transposed operands alone."""
     from weft.kernels.matmul.launch import class_of
 
     asked = []
@@ -94,7 +95,7 @@ def test_the_three_products_of_a_layer_are_of_three_classes(interpreted: None, m
 
 
 class Spied:
-    """A kernel, of which is kept what it is launched with."""
+    """A kernel that records the arguments of its launches."""
 
     def __init__(self, kernel: Any, launches: list[dict[str, Any]]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -113,7 +114,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, of: Class, configuration: Configur
 
 
 def test_products_of_groups_find_rows_of_their_own(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, the gradient of the rows and that of the matrices each find theirs, and none finds that of one product."""
+    """Grouped forward, rows' gradient and matrices' gradient find rows of their own, not those of plain products."""
     from weft.kernels.grouped_matmul import kernel
 
     sizes, K, M = [20, 0, 28, 16], 16, 32  # 16 rows a group

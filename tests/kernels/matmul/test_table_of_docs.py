@@ -1,4 +1,4 @@
-"""The page of products shows what the kept reports say."""
+"""The page of products shows the numbers of the recorded reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs/kernels/matmul.md").read_text()
 
 
 def line_of(report: Report) -> str:
-    """As the page has it, behind what the variant is and its tile."""
+    """The row of the documentation's table, after the variant's name and tile."""
     multiplies = ", ".join(kind for kind in report.inner_tensor_core if "cp.async" not in kind) or "none"
     loop = f"{report.inner_instructions}, {multiplies}"
     share = f"{report.programs} of {report.warps} warps, {report.occupancy:.1%}"

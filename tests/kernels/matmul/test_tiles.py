@@ -1,4 +1,4 @@
-"""How a product is cut: what is read, counted; the order of the tiles; configurations."""
+"""The tiles of a product: elements read, counted; the order of the tiles; configurations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_sum_is_added_to_in_float32(interpreted: None, splits: int) -> None:
 
 @pytest.mark.parametrize(("way", "splits"), [("descriptors", 1), ("pointers", 1), ("split", 3)])
 def test_a_tile_reads_its_rows_and_columns_once(interpreted: None, way: str, splits: int) -> None:
-    """No more than the tiles' panels, whose sum is the floor times the tiles that share each; and masked elements are not read."""
+    """A tile reads its panels once: the floor, times the tiles that share each panel. Masked elements are not read."""
     from weft.kernels.matmul import launch
 
     M, N, K = 40, 72, 48  # three rows and three columns of tiles, the last ones cut
@@ -84,7 +84,7 @@ def test_a_tile_reads_its_rows_and_columns_once(interpreted: None, way: str, spl
 
 
 def order_of(tiles_m: int, tiles_n: int, group_m: int) -> list[tuple[int, int]]:
-    """As the kernel computes it."""
+    """The order of the tiles, as the kernel computes it."""
     from weft.kernels.matmul import epilogue
 
     def place(tile: int) -> tuple[int, int]:
@@ -95,7 +95,7 @@ def order_of(tiles_m: int, tiles_n: int, group_m: int) -> list[tuple[int, int]]:
 
 
 def panels_of_waves(order: list[tuple[int, int]], programs: int) -> int:
-    """Panels of a and b that programs at work at once read together, over all waves: what the L2 must bring from memory."""
+    """Panels of a and b that concurrent programs read, summed over all waves: the L2's traffic from memory."""
 
     def waves() -> Iterator[list[tuple[int, int]]]:
         for start in range(0, len(order), programs):
@@ -111,7 +111,10 @@ def test_every_tile_has_its_turn_once(interpreted: None, tiles_m: int, tiles_n: 
 
 
 def test_grouped_tiles_share_panels_in_the_l2(interpreted: None) -> None:
-    """8192 x 8192 in tiles of 128 x 256 by the 132 multiprocessors of an H100: 16 waves. A model over the order, no measurement."""
+    """8192 x 8192 in tiles of 128 x 256 on an H100's 132 multiprocessors takes 16 waves.
+
+    This is a model of the tiles' order, not a measurement.
+    """
     rows, grouped = (panels_of_waves(order_of(64, 32, group_m), 132) for group_m in (1, LARGE.group_m))
     least = 16 * 2 * 132**0.5  # of squares of tiles
     assert rows == 590

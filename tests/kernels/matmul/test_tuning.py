@@ -1,4 +1,4 @@
-"""The benchmark of products and the command that fills their table, at small sizes: the host's clock, the kernels interpreted."""
+"""The benchmark of products, and the command that fills their table: small sizes, the host's clock, interpreted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("interpreted", "small")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled, and two configurations are tried: what is shown is that each way is right and in its place."""
+    """Compile nothing, and try two configurations: these tests show that each way is right and in its place."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(tune_matmul, "candidates", lambda of, format: TRIED)
 
@@ -92,7 +92,7 @@ def test_what_was_tuned_of_groups_is_what_their_product_finds(tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", ["of_product", "of_groups", "of_weights"])
 def test_what_is_wrong_in_one_tile_alone_is_seen(name: str) -> None:
-    """In the last one, and in one in the middle, of products of several tiles of 64 rows."""
+    """The last tile, and a tile in the middle, of products with several tiles of 64 rows."""
     format = FORMATS["bf16"]
     case = {
         "of_product": lambda: tune_matmul.of_product("plain", "b", (200, 48, 16), format, "cpu"),
@@ -125,7 +125,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tune_matmul.time, "monotonic", lambda: next(times))
 
     def tuned(where: str = "a test", end: float | None = None, again: bool = False) -> tuple[int, int]:
-        """Classes that are left, and those that were timed."""
+        """The numbers of classes left and of classes timed."""
         timed: list[Class] = []
         fastest = tune_matmul.fastest
 
@@ -146,7 +146,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_size_is_compiled_after_any_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch compiles a function for a few sizes, and then calls it as it stands."""
+    """torch compiles a function for a few sizes only, and then runs it eagerly."""
     compiled: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""matmul and linear, plain torch and the kernels interpreted, against float64: as good as eager torch in the same dtype."""
+"""matmul and linear, by plain torch and by interpreted kernels, against float64: as exact as eager torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_factor_is_copied_to_be_transposed(a_transposed: bool, b_transposed: 
         torch.autograd.grad(found, (a, b), grad)
     found, a, b = found.detach(), a.detach(), b.detach()
     assert_as_good_as_eager(found, expected(a, b, None, "relu"), expected(a.double(), b.double(), None, "relu"))
-    dz = multiplied.factors[1][0]  # in memory of its own, which forward made
+    dz = multiplied.factors[1][0]  # in memory of its own, made in forward
     assert multiplied.factors == [
         (lies(a), lies(b)),
         (dz, lies(b.mT)),
@@ -58,7 +58,7 @@ def lies(x: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 class Multiplied(TorchDispatchMode):
-    """What products are given, by torch or by the kernel, and by what a tensor is copied."""
+    """Records the factors of products, torch's and the kernel's, and the ops that copied a tensor."""
 
     PRODUCTS: ClassVar = {"mm": 0, "addmm": 1, "matmul": 0}  # where the factors are; the last is the kernel's launch
     COPIES: ClassVar = ("clone", "copy_", "_to_copy", "contiguous", "cat", "new_empty_strided")

@@ -1,4 +1,7 @@
-"""The configurations that a GPU is given, at three tiles a dim and more: interpreted, and on a GPU more tiles than it has multiprocessors."""
+"""The configurations of GPUs, at three tiles a dim and more.
+
+Interpreted; on a GPU with more tiles than multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ TRANSPOSED = pytest.mark.parametrize("transposed", ["", "a", "b", "ab"], ids=["n
 
 
 def on_kernels(test: Callable[..., None]) -> Callable[..., None]:
-    """Interpreted and on a GPU; interpreted it takes seconds, and test_tiles.py has its shorter sister, of smaller tiles."""
+    """Run a test interpreted, which takes seconds, and on a GPU; test_tiles.py has a short version with small tiles."""
     devices = ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
     return pytest.mark.exhaustive(pytest.mark.parametrize("device", devices, indirect=True)(test))
 
@@ -59,7 +62,7 @@ def sizes(of: Configuration, device: str) -> tuple[int, int, int]:
 def factors(
     of: Configuration, transposed: str, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """What is transposed lies in rows of 16 bytes, too, where descriptors load it."""
+    """Transposed factors have rows of 16-byte multiples, too, as descriptors need."""
     M, N, K = sizes(of, device)
     wide = -(-M // 8) * 8
     a = normal(K, wide, dtype=dtype).mT[:M] if "a" in transposed else normal(M, K, dtype=dtype)
@@ -88,7 +91,7 @@ def test_a_product_and_what_follows_it(name: str, transposed: str, device: str) 
 @on_kernels
 @pytest.mark.parametrize("name", ["middle", "large-split", "by-pointers-split", "not-aligned"])
 def test_a_sum_is_added_to(name: str, device: str) -> None:
-    """In float32, as the weights' gradients of microbatches are; and a batch of products, each of its own."""
+    """The sum is float32, as weight gradients of microbatches are. Batched products have a sum each."""
     from weft.kernels.matmul import launch
 
     chosen = CONFIGURATIONS[name]

@@ -1,4 +1,4 @@
-"""The layouts of gradients, by brute force: what is taken is right, on the operands' parts and the gradient's."""
+"""The layouts of gradients, by brute force: accepted layouts are right, on the operands' parts and the gradient's."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def whole_of(term: str, seed: int) -> torch.Tensor:
 
 
 def layouts(mesh: ProcessMesh, ndim: int) -> list[Layout]:
-    """Those of one reduction at most."""
+    """Layouts with at most one reduction."""
     every = every_layout(mesh, ndim, [Partial("sum"), Partial("avg")])
     return [layout for layout in every if not {Partial("sum"), Partial("avg")} <= set(layout.placements)]
 

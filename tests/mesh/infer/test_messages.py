@@ -1,4 +1,4 @@
-"""What the rules of layout inference give for the layouts of a transformer, and what they say when they refuse."""
+"""The layouts that inference gives for a transformer's, and the messages with which rules refuse."""
 
 import pickle
 
@@ -38,13 +38,15 @@ def line(layout=""):
     [
         pytest.param(
             einsum("mk,kn->mn", "tp: S(1)", ""),
-            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: the axis shards dim 1 of operand 0 \('mk'\), but not dim 0 of operand 1 \('kn'\); "
+            r"einsum 'mk,kn->mn': on axis 'tp' operands are S\(1\), R: "
+            r"the axis shards dim 1 of operand 0 \('mk'\), but not dim 0 of operand 1 \('kn'\); "
             r"reshard operand 1 \('kn'\) to \(dp: R, tp: S\(0\)\)$",
             id="contracted-in-one",
         ),
         pytest.param(
             lambda: infer.einsum("mk,kn->mn", line("tp: S(1)"), line(), name="matmul", operands=("a", "b")),
-            r"^matmul: on axis 'tp' operands are S\(1\), R: the axis shards dim 1 of a, but not dim 0 of b; reshard b to \(tp: S\(0\)\)$",
+            r"^matmul: on axis 'tp' operands are S\(1\), R: "
+            r"the axis shards dim 1 of a, but not dim 0 of b; reshard b to \(tp: S\(0\)\)$",
             id="named",
         ),
         pytest.param(
@@ -54,7 +56,8 @@ def line(layout=""):
         ),
         pytest.param(
             einsum("mk,kn->mn", "tp: S(0)", "tp: S(1)"),
-            r"the axis shards dim 0 of operand 0 \('mk'\) and dim 1 of operand 1 \('kn'\), which do not go together; reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
+            r"the axis shards dim 0 of operand 0 \('mk'\) and dim 1 of operand 1 \('kn'\), which do not go together; "
+            r"reshard operand 1 \('kn'\) to \(dp: R, tp: R\)$",
             id="two-indices",
         ),
         pytest.param(
@@ -91,7 +94,8 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.elementwise("add", True, line(), line("tp: S(0)")),
-            r"add: on axis 'tp' operands are R, S\(0\): the axis shards dim 0 of operand 1, but not dim 0 of operand 0; reshard operand 0 to \(tp: S\(0\)\)$",
+            r"add: on axis 'tp' operands are R, S\(0\): "
+            r"the axis shards dim 0 of operand 1, but not dim 0 of operand 0; reshard operand 0 to \(tp: S\(0\)\)$",
             id="add-alike",
         ),
         pytest.param(
@@ -101,17 +105,20 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.elementwise("add", True, line(), line("tp: S(1)"), shapes=((4, 6), (4, 1))),
-            r"a dim that is broadcast has one element, which all ranks need; reshard operand 0 to \(tp: S\(0\)\) and operand 1",
+            r"a dim that is broadcast has one element, which all ranks need; "
+            r"reshard operand 0 to \(tp: S\(0\)\) and operand 1",
             id="add-broadcast",
         ),
         pytest.param(
             lambda: infer.whole("rms_norm", "x", line("tp: S(1)"), 1),
-            r"rms_norm: on axis 'tp' the placement is S\(1\): rms_norm needs dim 1 of x whole; reshard x to \(tp: S\(0\)\)$",
+            r"rms_norm: on axis 'tp' the placement is S\(1\): "
+            r"rms_norm needs dim 1 of x whole; reshard x to \(tp: S\(0\)\)$",
             id="norm",
         ),
         pytest.param(
             lambda: infer.reduction("avg", line("tp: S(0)"), (5,)),
-            r"avg over dims \(0,\) of \(5,\): on axis 'tp' the placement is S\(0\): averages of parts that differ in size differ in weight",
+            r"avg over dims \(0,\) of \(5,\): on axis 'tp' the placement is S\(0\): "
+            r"averages of parts that differ in size differ in weight",
             id="uneven-mean",
         ),
         pytest.param(
@@ -124,7 +131,8 @@ def line(layout=""):
         ),
         pytest.param(
             lambda: infer.embedding(line("tp: S(0)"), line("tp: S(0)"), 2),
-            r"the axis shards dim 0 of the tokens and dim 0 of the table, which do not go together; reshard the table to \(tp: R\)$",
+            r"the axis shards dim 0 of the tokens and dim 0 of the table, which do not go together; "
+            r"reshard the table to \(tp: R\)$",
             id="embedding",
         ),
         pytest.param(
@@ -200,7 +208,7 @@ def test_a_bad_call_says_what_is_wrong(call, message):
 
 
 class TestPytorch163193:
-    """Partial plus a scalar, max and norm of a Partial: each rank's would count, or the reduction would change its place."""
+    """A scalar added to a Partial, or its max or norm, would count once per rank, or be taken before the sum."""
 
     @pytest.mark.parametrize(
         "call",

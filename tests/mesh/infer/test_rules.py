@@ -1,4 +1,4 @@
-"""Every rule of layout inference, proved by brute force: it takes what is right, and refuses what is wrong."""
+"""Every rule of layout inference, proved by brute force: right layouts are accepted, and wrong ones refused."""
 
 import contextlib
 import itertools
@@ -18,26 +18,25 @@ MESHES = [
     pytest.param(LINE, id="2"),
     pytest.param(ProcessMesh.grid(tp=3), id="3"),
     pytest.param(GRID, id="2x2"),
-    pytest.param(
-        ProcessMesh.grid(dp=2, tp=3), id="2x3", marks=pytest.mark.exhaustive
-    ),  # as 3 is beside 2, this is beside 2x2
+    # Beside 2x2 this mesh shows what 3 shows beside 2.
+    pytest.param(ProcessMesh.grid(dp=2, tp=3), id="2x3", marks=pytest.mark.exhaustive),
 ]
 LINES = MESHES[:2]
 SIZES = {"m": 5, "k": 4, "n": 7}  # uneven over 2 and 3, and 4 over 3 leaves a part empty
 
 
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random small integers, and no two layouts of them alike."""
+    """Random small integers; the seeds give each operand numbers of its own."""
     return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def few(mesh: ProcessMesh, *ops: str) -> dict[str, object]:
-    """On two axes, whose rules are one axis's twice, fewer reductions."""
+    """Fewer reductions on two axes, as a rule treats each axis alike."""
     return {} if mesh.ndim == 1 else {"partials": [Partial(op) for op in dict.fromkeys(("sum", "max", *ops))]}
 
 
 def sets(*shapes: tuple[int, ...]) -> list[list[torch.Tensor]]:
-    """Operands of these shapes, four times; the last ones are the first with the other sign."""
+    """Four sets of operands of these shapes; the last set is the first with the opposite sign."""
     first = [[integers(*shape, seed=10 * turn + number) for number, shape in enumerate(shapes)] for turn in range(3)]
     return [*first, [-operand for operand in first[0]]]
 
@@ -96,7 +95,7 @@ def test_elementwise_broadcast(mesh, linear, ops, shapes):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dims", [0, 1, (0, 1)], ids=str)
 def test_whole(mesh, dims):
-    """As softmax does, each element becomes one that depends on all along the dims, by no linear function."""
+    """Like softmax: each element depends on all elements along the dims, and not linearly."""
     tried = trials(lambda x: x * x.square().sum(dims, keepdim=True), *sets((5, 4)))
     prove(lambda layout: infer.whole("softmax", "x", layout, dims), tried, mesh, **few(mesh))
 
@@ -142,7 +141,7 @@ def test_reduction(mesh, op, shape, dims, keepdim):
 def test_transpose(mesh, dims):
     tried = trials(lambda x: x.permute(dims), *sets((5, 4, 3)))
     taken = prove(lambda layout: infer.transpose(layout, dims), tried, mesh, **few(mesh))
-    assert taken == (9 if mesh.ndim == 1 else 37)  # every layout of one reduction at most
+    assert taken == (9 if mesh.ndim == 1 else 37)  # every layout with at most one reduction
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -150,8 +149,10 @@ def test_transpose(mesh, dims):
     "shape, new",
     [
         ((6,), (2, 3)), ((2, 3), (6,)), ((4, 6), (24,)), ((24,), (4, 6)), ((5, 4), (20,)), ((12,), (3, 4)),
-        ((4, 6), (6, 4)), ((4, 3, 2), (12, 2)), ((4, 3, 2), (4, 6)), ((2, 2, 3), (4, 3)), ((1, 6), (6,)), ((6,), (1, 6)),
-        ((6, 1), (1, 6)), ((2, 1, 4), (2, 4, 1)), ((4,), (4,)), ((3, 4), (3, 2, 2)), ((0, 4), (0,)), ((1,), ()), ((), (1, 1)),
+        ((4, 6), (6, 4)), ((4, 3, 2), (12, 2)), ((4, 3, 2), (4, 6)),
+        ((2, 2, 3), (4, 3)), ((1, 6), (6,)), ((6,), (1, 6)),
+        ((6, 1), (1, 6)), ((2, 1, 4), (2, 4, 1)), ((4,), (4,)),
+        ((3, 4), (3, 2, 2)), ((0, 4), (0,)), ((1,), ()), ((), (1, 1)),
     ],
     ids=str,
 )  # fmt: skip
@@ -202,7 +203,7 @@ def test_concat(mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("start", [0, 2])
 def test_split(mesh, start):
-    """Half of dim 1, which every rank takes of its part at the same place."""
+    """Half of dim 1: every rank takes the same place of its part."""
     prove(
         lambda layout: infer.split(layout, 1), trials(lambda x: x.narrow(1, start, 2), *sets((5, 4))), mesh, **few(mesh)
     )
@@ -210,7 +211,7 @@ def test_split(mesh, start):
 
 @searched(st.data())
 def test_reshape_of_any_shape_on_any_mesh(data):
-    """What is taken is right on every rank: the rule looks at some ranks alone."""
+    """Every accepted layout is right on every rank, though the rule looks at some ranks only."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     mesh = ProcessMesh.grid(**dict(zip("abc", sizes, strict=False)))
     factors = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
@@ -264,8 +265,9 @@ RULES = [
 )
 @pytest.mark.parametrize("shape, rule", RULES)
 def test_no_layout_is_nearer_than_the_nearest(mesh, shape, rule):
-    """By elements that the busiest rank needs and lacks, counted on the whole tensor; of the layouts, in all orders, in which
-    replicated axes stay so and no dim of one element is sharded.
+    """Compares with the layouts, in all orders, that keep replicated axes and do not shard dims of one element.
+
+    Distance is the number of elements that the busiest rank needs and lacks, counted on the whole tensor.
     """
     every = every_layout(mesh, len(shape), partials=())
     where = torch.arange(math.prod(shape)).reshape(shape)

@@ -20,7 +20,7 @@ KEYS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A mesh and what its plan says; of one process without axes."""
+    """A mesh and its plan's options; one process where there are no axes."""
 
     axes: dict[str, int] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ CASES = {
 def make(
     case: Case, *, adapters: bool = False, seed: int = 0, **config: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model laid out, and an optimizer before its first step; the parameters are those of `seed`."""
+    """A model laid out with the parameters of `seed`, and an optimizer before its first step."""
     model: nn.Module = Llama(replace(CONFIG, **config))
     if adapters:
         lora(model, 2, 4.0, ["layers.*.self_attn.[qo]_proj", "layers.*.mlp.down_proj"])
@@ -72,7 +72,7 @@ def fill_state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What this rank holds of everything, by name."""
+    """This rank's parts of all parameters and optimizer states, by name."""
     found = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}

@@ -1,4 +1,4 @@
-"""Folders that a stranger may have changed: written whole, and changed with digests made right again."""
+"""Valid model folders for the tests of hostile input, and changes to a manifest with its digest recomputed."""
 
 import hashlib
 import json
@@ -8,11 +8,11 @@ from weft.models.checkpoint.states import save_checkpoint
 from weft.models.data.tokenizer import byte_tokenizer
 
 CONFIG = LlamaConfig(vocab_size=257, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
-NORM = "model.norm.weight"  # of 16 elements, in one part
+NORM = "model.norm.weight"  # 16 elements, saved as a single part
 
 
 def write_folders(tmp_path):
-    """A checkpoint of a run and a folder for transformers, whose checksums are removed, as another program writes it."""
+    """A run's checkpoint, and a folder for transformers without checksums.json, as another program writes a folder."""
     model = Llama(CONFIG)
     initialize(model, seed=0)
     save_checkpoint(model, tmp_path / "checkpoint", tokenizer=byte_tokenizer())
@@ -22,7 +22,7 @@ def write_folders(tmp_path):
 
 
 def change_manifest(folder, change, name="manifest.json"):
-    """Changes what a manifest holds, and makes its digest right again."""
+    """Change the contents of a manifest, and recompute its digest."""
     value = json.loads((folder / name).read_text())
     change(value["holds"])
     value["sha256"] = hashlib.sha256(json.dumps(value["holds"]).encode()).hexdigest()

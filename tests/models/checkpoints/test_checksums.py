@@ -1,4 +1,4 @@
-"""Folders for transformers that Weft wrote: synced, and with checksums of which each is compared where they are read."""
+"""Folders that Weft writes for transformers: files are synced, and each file's checksum is compared when it is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILES = [
 
 
 def gpt() -> nn.Module:
-    """Whose files hold queries, keys and values in one tensor, and transposed."""
+    """A GPT: its files hold queries, keys and values as one transposed tensor."""
     model = GPT(GPTConfig(vocab_size=257, hidden_size=16, num_layers=1, num_heads=2, max_seq_len=16))
     initialize(model, seed=0)
     return model
@@ -65,7 +65,7 @@ def flip(path: Path, at: float) -> None:
 
 
 def read_all(folder: Path) -> nn.Module:
-    """As `weft generate` does."""
+    """Reads the folder as `weft generate` does."""
     _find_tokenizer(folder)
     return from_pretrained(folder)
 
@@ -139,7 +139,7 @@ def test_what_is_read_lies_in_memory_as_what_torch_makes(tmp_path: Path) -> None
 
 
 def read_on_a_mesh(folder: Path, axes: dict[str, int]) -> Any:
-    """What this rank is told, or how many parameters it has; nothing of a rank outside of the mesh, which does not read."""
+    """The number of this rank's parameters, or the error of reading; None outside the mesh, where nothing is read."""
     if torch.distributed.get_rank() >= ProcessMesh.grid(**axes).size:
         return None
     try:

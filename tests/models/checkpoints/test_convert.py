@@ -1,4 +1,4 @@
-"""`weft convert`: a checkpoint of a run as a folder that transformers reads, and back, a tensor in memory at a time."""
+"""`weft convert`: a run's checkpoint to a folder for transformers, and back, with one tensor at a time in memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CODE = {"modeling_llama.py": b"raise SystemExit", "training_args.bin": b"\x80\x0
 def test_all_that_stands_beside_the_weights_goes_along_or_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There and back; nothing that can run code goes along."""
+    """There and back; files that could run code are left out."""
     import transformers
 
     their_model("llama", vocab_size=257).save_pretrained(tmp_path / "theirs")
@@ -112,7 +112,7 @@ def test_what_was_killed_is_not_in_the_way(direction: str, tmp_path: Path) -> No
 def test_two_at_once_into_one_folder_are_refused(
     direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second while the first writes its weights, which it then goes on with."""
+    """The second conversion is refused while the first writes its weights; the first then completes."""
     model, _ = make(Case())
     save_checkpoint(model, tmp_path / "checkpoint")
     save_pretrained(model, tmp_path / "folder")
@@ -140,9 +140,9 @@ def test_two_at_once_into_one_folder_are_refused(
 def ran(
     folder: Path, *, last: int | None = None, done: float = 1.0, saved: tuple[int, ...] = (), ended: bool = True
 ) -> dict[str, float]:
-    """A run's folder: the value of the first weight of the model at the end, and of each checkpoint, by their names.
+    """A run's folder. Returns the first weight of the final model and of each checkpoint's, by folder name.
 
-    last, done: step and share of the last line of metrics.jsonl; without a step there is no such file.
+    last, done: step and share in the last line of metrics.jsonl; without a step there is no such file.
     """
     folder.mkdir()
     (folder / "config.toml").touch()
@@ -174,7 +174,7 @@ def ran(
 def test_a_run_becomes_a_folder_for_transformers(
     run: dict[str, Any], taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of its last model, whichever form it was saved in."""
+    """The folder has the run's last model, in whichever form the model was saved."""
     values = ran(tmp_path / "run", **run)
     with pytest.raises(SystemExit, match="0"):
         main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
@@ -258,7 +258,7 @@ def test_what_was_converted_is_a_beginning(tmp_path: Path) -> None:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all tensors that an operation takes or makes, each storage once, as long as it is there; `most` at once."""
+    """Counts the bytes of all living tensors that ops take or return, each storage once; `most` is the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Alive(TorchDispatchMode):
 
 
 def converted_at_most(source: Path, target: Path) -> int:
-    """Bytes of tensors that are there at once while it is converted."""
+    """Peak bytes of living tensors during a conversion."""
     with Alive() as alive:
         convert(source, target)
     return alive.most
@@ -293,7 +293,7 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_at_once")
 def test_no_more_than_a_tensor_and_what_is_read_of_it_is_in_memory(tmp_path: Path) -> None:
-    """Of GPT-2, whose queries, keys and values are the parts of one tensor, which is the largest, and transposed."""
+    """For GPT-2, where queries, keys and values are parts of one transposed tensor, the largest of the file."""
     model = GPT(
         GPTConfig(vocab_size=50, hidden_size=128, num_layers=3, num_heads=2, max_seq_len=16, intermediate_size=128)
     )
@@ -303,7 +303,7 @@ def test_no_more_than_a_tensor_and_what_is_read_of_it_is_in_memory(tmp_path: Pat
     there = converted_at_most(tmp_path / "checkpoint", tmp_path / "theirs")
     assert 3 * part < there <= 3 * part + part + SMALL
     back = converted_at_most(tmp_path / "theirs", tmp_path / "back")
-    assert part < back <= part + 3 * part + SMALL  # the file's tensor is mapped, so that it may be dropped at any time
+    assert part < back <= part + 3 * part + SMALL  # the file's tensor is memory-mapped: the system may drop its pages
     for name, each in from_pretrained(tmp_path / "back").named_parameters():
         assert torch.equal(each, model.get_parameter(name)), name
 

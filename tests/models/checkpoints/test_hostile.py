@@ -1,4 +1,4 @@
-"""Model folders, checkpoints and adapters from a stranger: what they say is compared with what they hold, and nothing outside is read."""
+"""Hostile model folders, checkpoints and adapters: claims are checked against contents, and no file outside is read."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ def folder(tmp_path):
     return write_folders(tmp_path)
 
 
-# Names and links that lead out of a folder
+# Names and links leading out of a folder
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_no_json_is_not_copied_under_its_name(folder, name, content):
 
 
 def test_the_links_of_a_cache_are_followed(folder):
-    """As huggingface_hub lays out its cache: snapshots/REVISION/NAME is a link to blobs/HASH."""
+    """The layout of huggingface_hub's cache: snapshots/REVISION/NAME is a link to blobs/HASH."""
     snapshot = folder / "cache/snapshots/0123"
     snapshot.mkdir(parents=True)
     (folder / "cache/blobs").mkdir()
@@ -267,7 +267,7 @@ def test_an_adapter_that_is_no_matrix_is_refused(folder, other):
         load_lora(Llama(CONFIG), folder / "adapters")
 
 
-# What a terminal shows
+# Names in a terminal
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "two\nlines", "\u202ebackwards", "bell\x07\x9b2J"])

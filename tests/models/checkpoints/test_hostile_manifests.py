@@ -1,4 +1,4 @@
-"""Manifests from a stranger: the parts of each tensor cover the tensor once, and are those of the files."""
+"""Hostile manifests: each tensor's parts must cover the tensor once, and must be the files' parts."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import torch
 from weft.models import Llama, from_pretrained, initialize, save_pretrained
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, uncovered
-from weft.models.checkpoint.shards import DTYPES
+from weft.models.checkpoint.shards import STORED_DTYPES
 from weft.models.checkpoint.states import load_checkpoint
 
 from .strangers import CONFIG, NORM, change_manifest, write_folders
@@ -90,7 +90,7 @@ def boxes_of(shape, cuts):
 
 
 def covers_once(shape, boxes):
-    """By counting, element by element."""
+    """Counts coverage element by element."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
         place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
@@ -142,7 +142,7 @@ def test_many_parts_are_checked_in_seconds():
 
 
 def test_dtypes_of_manifests_are_those_of_files():
-    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
+    assert {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()} == ITEM_BYTES
 
 
 @pytest.mark.parametrize("says", [{"dtype": "BF16"}, {"dtype": "F16"}, {"shape": [4, 4]}, {"shape": [8]}], ids=str)

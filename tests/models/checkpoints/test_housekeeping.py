@@ -1,4 +1,4 @@
-"""What was saved before is removed when the new is whole; what cannot be removed is said, and ends nothing."""
+"""A complete new checkpoint replaces older ones; a failure to remove one is reported, and the run goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from weft.models.checkpoint.states import Snapshot
-from weft.models.train.folder import checkpoints, exchange, keep, newest_complete, remove, tidy
+from weft.models.train.folder import checkpoints, newest_complete, remove, remove_old, replace_folder, tidy
 from weft.models.train.loop import train
 from weft.models.train.report import Report
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def held_open(path: Path, *arguments: Any, ignore_errors: bool = False, **options: Any) -> None:
-    """`shutil.rmtree` of a folder with a file that a network disk keeps for who has it open."""
+    """`shutil.rmtree` on a network disk, which keeps a file while a process has it open."""
     if not ignore_errors:
         raise OSError(39, "Directory not empty", str(path))
 
@@ -51,7 +51,7 @@ def held_open(path: Path, *arguments: Any, ignore_errors: bool = False, **option
 def test_a_checkpoint_has_the_name_that_a_run_gives_it(name: str, step: int | None, folder: Path) -> None:
     (folder / "run" / name).mkdir()
     assert checkpoints(folder / "run") == ({} if step is None else {step: folder / "run" / name})
-    assert keep(folder / "run", 1, 0) == []
+    assert remove_old(folder / "run", 1, 0) == []
     assert (folder / "run" / name).exists()
 
 
@@ -70,7 +70,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(old: str, folder: Path) -> N
 def test_a_link_in_the_place_of_the_last_model_gives_way(folder: Path) -> None:
     (folder / "run/checkpoint").symlink_to(folder / "elsewhere")
     (folder / "run/new").mkdir()
-    assert exchange(folder / "run/new", folder / "run/checkpoint") == []
+    assert replace_folder(folder / "run/new", folder / "run/checkpoint") == []
     assert [path.is_symlink() for path in (folder / "run").iterdir()] == [False]
     assert (folder / "elsewhere/file").exists()
 
@@ -82,7 +82,7 @@ def test_what_could_not_be_removed_is_in_nobodys_way(folder: Path, monkeypatch: 
         (run / "new").mkdir()
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "rmtree", held_open)
-            (line,) = exchange(run / "new", run / "checkpoint")
+            (line,) = replace_folder(run / "new", run / "checkpoint")
         assert line.endswith("could not be removed: Directory not empty; remove it by hand")
         assert [path.name for path in run.glob("checkpoint")] == ["checkpoint"]
         assert len(list(run.glob(".checkpoint*.removed"))) == count + 1
@@ -99,7 +99,7 @@ def test_links_that_lie_where_a_run_writes_aside_are_removed_as_it_begins(name: 
 
 
 def a_run_whose_old_checkpoint_stays(folder: Path, why: str) -> tuple[int, list[str]]:
-    """That of step 2, when that of step 4 is whole; the signal that ended the run, and what it said."""
+    """Step 2's checkpoint stays after step 4's is complete. Returns the signal that ended the run, and its output."""
     run = run_in(folder, 1)
     run = replace(run, config=replace(CONFIG, keep=1))
     said: list[str] = []

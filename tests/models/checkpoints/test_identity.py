@@ -1,4 +1,4 @@
-"""A checkpoint is read into the model that it is of: its config, its dtype and its optimizer, not its shapes alone."""
+"""A checkpoint loads only into its own kind of model: config, dtype and optimizer are compared, not shapes alone."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_every_rank_refuses_another_model(pool: Pool, tmp_path: Path) -> None:
 
 
 def mixed(kind: str = "llama") -> nn.Module:
-    """Weights in bfloat16 beside norms in float32, as many published models have them."""
+    """Weights in bfloat16 with norms in float32, as in many published models."""
     model = filled(BASES[kind]).bfloat16()
     for name, parameter in model.named_parameters():
         if "norm" in name or "ln_" in name or name.endswith("k_proj.weight"):
@@ -202,9 +202,8 @@ def test_a_folder_of_several_dtypes_is_read_as_it_is(kind: str, save: Callable[.
     read = dict(from_pretrained(tmp_path / "saved").named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(read[name].float(), parameter.float()), name
-        fused = (
-            kind == "gpt" and save is save_pretrained and "attn" in name
-        )  # q, k and v are one tensor of the widest dtype
+        # q, k and v are saved as one tensor, in the widest dtype.
+        fused = kind == "gpt" and save is save_pretrained and "attn" in name
         assert fused or read[name].dtype == parameter.dtype, name
     for name, wide in from_pretrained(tmp_path / "saved", dtype=torch.float64).named_parameters():
         assert wide.dtype == torch.float64 and torch.equal(wide.float(), read[name].float()), name
@@ -330,7 +329,7 @@ def test_another_optimizer_is_refused_before_anything_is_changed(
 
 
 def test_the_state_of_an_older_checkpoint_is_compared_by_its_names(tmp_path: Path) -> None:
-    """One that does not say of which kind its optimizer was."""
+    """The checkpoint does not name its optimizer's kind."""
     trained(MAKES["adamw"], 1, tmp_path / "saved")
     older = replace(Manifest.read(tmp_path / "saved"), optimizer=None)
     (tmp_path / "saved" / MANIFEST).write_text(older.text())
@@ -347,7 +346,7 @@ STAGES = {"pipeline": PipelinePlan(split=(1, 1), schedule="1f1b", microbatches=2
 
 
 def refused_in_stages(folder: Path) -> list[str]:
-    """The errors of this rank: of a dtype that one stage alone would round, and of another optimizer."""
+    """This rank's errors: a dtype that a single stage would round, and a different optimizer."""
     config: Any = BASES["llama"]
     errors = []
     for dtype, make in (

@@ -1,4 +1,4 @@
-"""A checkpoint saved under one plan and read under another: every tensor is the same, to the bit, and nothing else is read."""
+"""Checkpoints saved under one plan and read under another: tensors have the same bits, and nothing else is read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def save(case: Case, folder: Path, options: dict[str, Any]) -> None:
     save_checkpoint(model, folder, optimizer, run={"step": 7})
 
 
-Saved = tuple[Path, dict[str, Any]]  # a folder, and what the model in it is like
+Saved = tuple[Path, dict[str, Any]]  # a folder, and the options of the model saved there
 
 
 def differences(case: Case, saved: list[Saved]) -> list[str]:
-    """Reads each folder into what has other values; the names of what is not as it was saved."""
+    """Load each folder into a model with other values; the names of the tensors that differ from the saved model's."""
     found = []
     for folder, options in saved:
         model, optimizer = make(case, seed=1, **options)
@@ -78,6 +78,6 @@ def test_what_several_ranks_hold_is_written_once(tmp_path: Path, pool: Pool) -> 
     nbytes = sum(tensor.nbytes for tensor in held(model, optimizer).values())
     manifest = json.loads((tmp_path / "saved/manifest.json").read_text())
     keys = [(name, *part["offsets"]) for name, each in manifest["holds"]["tensors"].items() for part in each["parts"]]
-    table = 120 * len(keys)  # bytes of a file for each of its entries, beside the tensors
+    table = 120 * len(keys)  # bytes in a file for each entry of its table, beside the tensors
     assert nbytes <= sum(written) <= nbytes + table
     assert max(written) < 1.5 * min(written), "each writes its share"

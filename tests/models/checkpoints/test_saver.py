@@ -1,4 +1,4 @@
-"""A run's checkpoints are written beside its steps: a write that is held up holds up nothing but the next save."""
+"""A run's checkpoints are written beside its steps: a delayed write delays the next save only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_in(folder: Path, ranks: int) -> Run:
 
 @dataclass
 class Gate:
-    """What a write waits at, and how many have come to it."""
+    """A gate where writes wait, with the number of writes that have arrived."""
 
     come: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     opened: threading.Event = field(default_factory=threading.Event)
@@ -126,14 +126,14 @@ def a_run_of_which_each_rank_has_named_a_folder(folder: Path) -> int:
 
 
 def test_ranks_that_have_named_other_folders_write_into_that_of_rank_0(folder: Path, pool: Pool) -> None:
-    """As those of a launcher, each by its own clock, where no folder was given."""
+    """Ranks of a launcher name their folders by their own clocks where no folder is given."""
     assert pool.run(a_run_of_which_each_rank_has_named_a_folder, folder, ranks=2) == [0, 0]
     assert newest_complete(folder / "run-0") == (folder / "run-0/checkpoint-6", [])
     assert not (folder / "run-1").exists()
 
 
 def a_run_whose_writes_wait_for_its_next_steps(folder: Path) -> list[str]:
-    """What happens in it, in order: the write of each checkpoint waits until the last step before the next is begun."""
+    """A run's events in order; each checkpoint's write waits for the start of the last step before the next save."""
     gates, happened = {step: threading.Event() for step in (2, 4)}, list[str]()
     take, write = Trainer.step, Snapshot.write
 
@@ -154,7 +154,7 @@ def a_run_whose_writes_wait_for_its_next_steps(folder: Path) -> list[str]:
     return happened
 
 
-@pytest.mark.exhaustive  # its sister is the one above, of what the loop calls
+@pytest.mark.exhaustive  # the sample has the case above, of the calls that the loop makes
 def test_the_loop_of_a_run_waits_for_no_write_but_at_the_next(folder: Path, pool: Pool) -> None:
     for happened in pool.run(a_run_whose_writes_wait_for_its_next_steps, folder, ranks=2):
         assert [each for each in happened if each.startswith("step")] == [f"step {n}" for n in range(1, 7)]

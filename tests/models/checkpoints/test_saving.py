@@ -1,4 +1,4 @@
-"""What is saved, how much of it is read, and that training goes on beside it."""
+"""Checkpoints: their contents, how much a load reads, and training while a save is under way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNEVEN = Case(axes={"dp": 3}, plan={"zero": 3})  # of 16 rows ranks have 6, 6 an
 
 
 def losses_of(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Of steps that are the same in every run."""
+    """Losses of steps whose batches are the same in every run."""
     found = []
     for step in steps:
         tokens = torch.randint(0, 33, (6, 9), generator=torch.Generator().manual_seed(step))
@@ -58,7 +58,7 @@ def losses_of(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> lis
 
 
 def went_on(folder: Path) -> tuple[tuple[int, ...], list[float]]:
-    """The rows of a weight that this rank has, and the losses after the second copy, which took the memory of the first."""
+    """This rank's shape of a weight, and the losses after a second snapshot, which reused the first copy's memory."""
     model, optimizer = make(UNEVEN, seed=1, num_layers=1)
     losses_of(model, optimizer, range(1))
     copy = snapshot(model, optimizer).copied()
@@ -74,7 +74,7 @@ def resumed(case: Case, folder: Path) -> list[float]:
 
 
 def test_anchor_31_uneven_shards_resume_to_the_losses_of_the_run_that_went_on(tmp_path: Path, pool: Pool) -> None:
-    """The same bits on the same mesh; on one process but for rounding."""
+    """The same bits on the same mesh; on one process up to rounding."""
     shapes, losses = zip(*pool.run(went_on, tmp_path / "saved", ranks=3), strict=True)
     assert shapes == ((6, 16), (6, 16), (4, 16))
     assert list(losses) == pool.run(resumed, UNEVEN, tmp_path / "saved", ranks=3)
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
 
 
 def bytes_read(case: Case, folder: Path) -> tuple[int, int]:
-    """What a rank has read, and what it holds."""
+    """Bytes that a rank has read, and bytes that it holds."""
     model, optimizer = make(case, seed=2, **WIDE)
     reader = load_checkpoint(model, folder, optimizer)
     return reader.nbytes, sum(each.nbytes for each in held(model, optimizer).values())
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_read_as_a_model_too(tmp_path: Path) -> None:
 
 
 def test_training_waits_for_less_than_a_tenth_of_what_saving_computes(tmp_path: Path) -> None:
-    """In time of the processor, without the disk's: so the share of a synchronous save is smaller still."""
+    """Both are processor time, without the disk's: in wall time the share of a synchronous save is smaller still."""
     model, optimizer = made(vocab_size=8192, hidden_size=128, intermediate_size=128, num_kv_heads=4)  # 28 MB in all
     copy, shares = None, []
     for number in range(6):

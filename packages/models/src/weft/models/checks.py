@@ -1,12 +1,8 @@
-"""Checks of config fields, and the degrees of parallelism that divide heads.
+"""Checks of config fields, of options, and of the degrees of parallelism that divide heads.
 
-Checks of config fields. Each raises a ValueError with the class, the field, the value and the remedy.
-
-The degrees of parallelism that divide numbers of heads.
-
-Range checks for the fields of a configuration. Called from `__post_init__` of the classes in config.py.
-
-In every function `where` is the option group named in errors ("data", "mesh", ...).
+Each check raises a ValueError with the field, the value and the remedy. The checks of sizes, counts, probabilities and
+choices also name the class of the config. The checks with a parameter `where` are called from `__post_init__` of the
+classes in train/config.py; `where` is the option group named in errors ("data", "mesh", ...).
 """
 
 from __future__ import annotations
@@ -14,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
@@ -35,6 +32,34 @@ class Cut(Protocol):
     @property
     def parallel_sizes(self) -> dict[str, int]:
         """Name -> size, of the sizes divided by tensor parallelism."""
+
+
+def check_drawing(
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raises ValueError for an option of `generate` that is out of range.
+
+    names: of options in the error, by parameter, where they differ from the parameter's.
+    """
+    checks = (
+        (
+            "max_new_tokens",
+            max_new_tokens,
+            0 <= max_new_tokens <= MOST_NEW_TOKENS,
+            f"0 or more, and at most {MOST_NEW_TOKENS:,}",
+        ),
+        ("temperature", temperature, 0 <= temperature < math.inf, "0 or more; 0 takes the likeliest token"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "1 or more"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0, and at most 1"),
+    )
+    for name, value, is_right, wanted in checks:
+        if not is_right:
+            raise ValueError(f"{names.get(name, name)} is {value}; it must be {wanted}")
 
 
 def check_sizes(config: Any, *names: str) -> None:

@@ -53,7 +53,7 @@ class ModelConfig:
         return type(self).__name__.removesuffix("Config")
 
     @property
-    def is_longer_alike(self) -> bool:
+    def is_length_independent(self) -> bool:
         """Whether raising max_seq_len keeps the model's function. False, unless a family overrides this property."""
         return False
 
@@ -151,7 +151,7 @@ class RotaryConfig(ModelConfig):
             )
 
     @property
-    def is_longer_alike(self) -> bool:
+    def is_length_independent(self) -> bool:
         """Whether raising max_seq_len keeps the model's function: not with dynamic scaling of its wavelengths."""
         return not isinstance(self.rope_scaling, DynamicRopeScaling)
 

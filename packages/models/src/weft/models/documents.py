@@ -86,7 +86,7 @@ def check_plain_name(name: str, where: str) -> None:
         raise ValueError(f"{where} names the file {name[:_SHOWN]!r}; a plain name within the folder is needed")
 
 
-def leads_out(path: Path) -> bool:
+def links_outside(path: Path) -> bool:
     """Whether a file is a link out of its folder, except a link into the blobs of a Hugging Face cache.
 
     A cache has snapshots/REVISION/NAME as a link into blobs. If the folder itself is a link, the folder behind the

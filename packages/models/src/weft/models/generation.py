@@ -15,7 +15,7 @@ from weft.mesh import Shard, derive_key
 from weft.reshard import fixed_parameters, layout_of, to_global
 from weft.reshard.extension import wrap
 
-from .checks import MOST_NEW_TOKENS
+from .checks import check_drawing
 from .decoder import CausalModel
 from .documents import read_json
 from .parallel.parallelize import pipeline_of
@@ -114,8 +114,9 @@ def stream(
     Arguments, communication and errors: as for `generate`.
     """
     rows = _rows(prompts)
+    check_drawing(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     draw = _Draw(temperature=temperature, top_k=top_k, top_p=top_p)
-    _check(rows, max_new_tokens)
+    _check(rows)
     if pipeline_of(model) is not None:
         raise ValueError(
             f"this {type(model).__name__} is cut into stages, and each token would wait for every stage in turn; "
@@ -255,19 +256,11 @@ def _uniform_numbers(rows: list[Tensor], count: int, seed: int, first_row: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draw:
-    """How to draw a token; fields as in `generate`. Raises ValueError for a value out of range."""
+    """How to draw a token; fields as in `generate`."""
 
     temperature: float
     top_k: int | None
     top_p: float | None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be >= 0, and 0 takes the likeliest token")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be >= 1, or None for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1, or None for all tokens")
 
 
 def _pick(logits: Tensor, draw: _Draw, numbers: Tensor) -> Tensor:
@@ -337,9 +330,7 @@ def _rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return list(prompts)
 
 
-def _check(rows: list[Tensor], max_new_tokens: int) -> None:
+def _check(rows: list[Tensor]) -> None:
     for row, tokens in enumerate(rows):
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError(f"prompts[{row}] has shape {tuple(tokens.shape)}; give a prompt of one token or more: [T]")
-    if not 0 <= max_new_tokens <= MOST_NEW_TOKENS:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be >= 0, and at most {MOST_NEW_TOKENS:,}")

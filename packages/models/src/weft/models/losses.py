@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, plan
-from weft.reshard.extension import Pending, cotangent, kind_of, memory_of, of_kind, started, wrap
+from weft.reshard.extension import Pending, cotangent, dtensor_spec, memory_of, start_plan, wrap, wrap_with_spec
+
+IGNORE_INDEX = -100  # torch's default `ignore_index`: the target of tokens that do not count
 
 
 def first_gradient(loss: Tensor) -> Tensor:
@@ -26,7 +28,7 @@ def local_value(scalar: Tensor) -> Tensor:
 
 def without_graph(loss: Tensor) -> Tensor:
     """The loss detached from the graph, in the same layout; skips the dispatch of DTensor's own `detach`."""
-    return of_kind(local_value(loss), kind_of(loss)) if isinstance(loss, DTensor) else loss.detach()
+    return wrap_with_spec(local_value(loss), dtensor_spec(loss)) if isinstance(loss, DTensor) else loss.detach()
 
 
 class LossSum:
@@ -47,7 +49,7 @@ class LossSum:
             layout = layout_of(losses[0])
             # Runs the plan on plain tensors: the autograd and DTensors of `reshard` take longer than the sum.
             summed = plan(layout, cotangent(layout), (), self.local.dtype)
-            self._pending = started(summed, self.local, losses[0].device_mesh)
+            self._pending = start_plan(summed, self.local, losses[0].device_mesh)
 
     def wait(self) -> Tensor:
         """The sum over all ranks, as a plain scalar."""

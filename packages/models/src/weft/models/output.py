@@ -21,14 +21,14 @@ class NotPrinted(Exception):
         self.cause = cause
 
 
-class Printing:
+class SafeStream:
     """Wraps a text stream: replaces characters outside the encoding by "?", and discards all output after an error.
 
-    ends: whether the first error raises NotPrinted; otherwise errors are silent. Further attributes are the stream's.
+    raises: whether the first error raises NotPrinted; otherwise errors are silent. Further attributes are the stream's.
     """
 
-    def __init__(self, stream: TextIO, *, ends: bool) -> None:
-        self._stream, self._ends = stream, ends
+    def __init__(self, stream: TextIO, *, raises: bool) -> None:
+        self._stream, self._raises = stream, raises
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -54,15 +54,15 @@ class Printing:
     def _discard(self, error: OSError | ValueError) -> None:
         with suppress(OSError, ValueError):  # the stream may have no descriptor
             _redirect_to_null(self._stream.fileno())
-        if self._ends:
+        if self._raises:
             raise NotPrinted(error) from error
 
 
 @contextmanager
-def printing(*, ends: bool) -> Iterator[None]:
-    """Makes standard output a `Printing` with `ends`, and standard error a silent one, within the context."""
+def printing(*, raises: bool) -> Iterator[None]:
+    """Makes standard output a `SafeStream` with `raises`, and standard error a silent one, within the context."""
     streams = sys.stdout, sys.stderr
-    begin_printing(ends=ends)
+    begin_printing(raises=raises)
     try:
         yield
         sys.stdout.flush()
@@ -74,7 +74,7 @@ def printing(*, ends: bool) -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def begin_printing(*, ends: bool = False) -> None:
+def begin_printing(*, raises: bool = False) -> None:
     """As `printing`, until the process ends.
 
     Opens closed descriptors 0 to 2 on the null device; otherwise the next opened file would take such a number.
@@ -86,7 +86,7 @@ def begin_printing(*, ends: bool = False) -> None:
             _redirect_to_null(descriptor)
     # Python sets sys.stdout or sys.stderr to None if its descriptor was closed at startup.
     out, error = (each or open(os.devnull, "w", encoding="utf-8") for each in (sys.stdout, sys.stderr))  # noqa: SIM115
-    sys.stdout, sys.stderr = Printing(out, ends=ends), Printing(error, ends=False)
+    sys.stdout, sys.stderr = SafeStream(out, raises=raises), SafeStream(error, raises=False)
 
 
 def can_show(text: str) -> bool:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from weft.kernels import linear_cross_entropy, rms_norm, swiglu
 
+from .losses import IGNORE_INDEX
+
 Forward = Callable[..., Any]
-IGNORED = -100  # the default label of tokens without a label
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TransformersClasses:
     """Class names in `transformers`: of a model, its RMS norms and its gated MLPs."""
 
     model: str
@@ -29,13 +30,13 @@ class Family:
     mlp: str | None = None
 
 
-FAMILIES = {
+SUPPORTED = {
     family.model: family
     for family in (
-        Family("LlamaForCausalLM", "LlamaRMSNorm", "LlamaMLP"),
-        Family("Qwen2ForCausalLM", "Qwen2RMSNorm", "Qwen2MLP"),
-        Family("Qwen3ForCausalLM", "Qwen3RMSNorm", "Qwen3MLP"),
-        Family("GPT2LMHeadModel"),
+        TransformersClasses("LlamaForCausalLM", "LlamaRMSNorm", "LlamaMLP"),
+        TransformersClasses("Qwen2ForCausalLM", "Qwen2RMSNorm", "Qwen2MLP"),
+        TransformersClasses("Qwen3ForCausalLM", "Qwen3RMSNorm", "Qwen3MLP"),
+        TransformersClasses("GPT2LMHeadModel"),
     )
 }
 
@@ -89,9 +90,9 @@ def patch(model: nn.Module) -> Patch:
     Raises ValueError for a model of another class, a replaced or wrapped forward of transformers, and a compiled
     module.
     """
-    family = FAMILIES.get(type(model).__name__)
+    family = SUPPORTED.get(type(model).__name__)
     if family is None or not hasattr(model, "config") or not _of_transformers(type(model)):
-        raise ValueError(f"patch takes a {', '.join(FAMILIES)} of transformers, not a {type(model).__name__}")
+        raise ValueError(f"patch takes a {', '.join(SUPPORTED)} of transformers, not a {type(model).__name__}")
     replacements: dict[str | None, tuple[Forward, str]] = {
         family.model: (_model, _what_of_model(model)),
         family.norm: (_norm, "rms_norm"),
@@ -175,20 +176,20 @@ def _bound(replacement: Forward, module: nn.Module) -> Forward:
     names = tuple(inspect.signature(own).parameters)[1:]
 
     @functools.wraps(own)
-    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
-        return replacement(self, dict(zip(names, given, strict=False)) | named)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement(self, dict(zip(names, args, strict=False)) | kwargs)
 
     return MethodType(forward, module)
 
 
-def _norm(self: Any, given: dict[str, Any]) -> Tensor:
-    return rms_norm(given["hidden_states"], self.weight, self.variance_epsilon)
+def _norm(self: Any, arguments: dict[str, Any]) -> Tensor:
+    return rms_norm(arguments["hidden_states"], self.weight, self.variance_epsilon)
 
 
-def _gated_mlp(self: Any, given: dict[str, Any]) -> Any:
+def _gated_mlp(self: Any, arguments: dict[str, Any]) -> Any:
     if type(self.act_fn) is not nn.SiLU or "forward" in self.act_fn.__dict__ or _has_hooks(self.act_fn):
-        return type(self).forward(self, **given)
-    return self.down_proj(swiglu(self.gate_proj(given["x"]), self.up_proj(given["x"])))
+        return type(self).forward(self, **arguments)
+    return self.down_proj(swiglu(self.gate_proj(arguments["x"]), self.up_proj(arguments["x"])))
 
 
 def _requests_logits(logits_to_keep: Any) -> bool:
@@ -196,18 +197,20 @@ def _requests_logits(logits_to_keep: Any) -> bool:
     return isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
 
 
-def _model(self: Any, given: dict[str, Any]) -> Any:
-    asks_for_logits = not self.training or given.get("labels") is None or _requests_logits(given.get("logits_to_keep"))
+def _model(self: Any, arguments: dict[str, Any]) -> Any:
+    asks_for_logits = (
+        not self.training or arguments.get("labels") is None or _requests_logits(arguments.get("logits_to_keep"))
+    )
     if asks_for_logits or _why_own_forward(self) is not None:
-        return type(self).forward(self, **given)
+        return type(self).forward(self, **arguments)
     head = self.get_output_embeddings()
     from transformers import modeling_outputs  # the library of the model; Weft does not depend on it
 
-    labels, targets = given.pop("labels"), given.pop("shift_labels", None)
-    ignored, tokens = given.pop("ignore_index", IGNORED), given.pop("num_items_in_batch", None)
-    given.pop("logits_to_keep", None)
-    as_tuple = not (self.config.use_return_dict if given.get("return_dict") is None else given["return_dict"])
-    hidden_output = self.base_model(**given | {"return_dict": True})
+    labels, targets = arguments.pop("labels"), arguments.pop("shift_labels", None)
+    ignored, tokens = arguments.pop("ignore_index", IGNORE_INDEX), arguments.pop("num_items_in_batch", None)
+    arguments.pop("logits_to_keep", None)
+    as_tuple = not (self.config.use_return_dict if arguments.get("return_dict") is None else arguments["return_dict"])
+    hidden_output = self.base_model(**arguments | {"return_dict": True})
     hidden = hidden_output.last_hidden_state  # [B, T, H]
     if targets is None:
         targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]  # [B, T]; each token's target is the next label

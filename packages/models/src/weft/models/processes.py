@@ -162,11 +162,11 @@ def end_with_parent() -> None:
     """
     parent = os.getppid()
 
-    def gone() -> None:
+    def wait_for_orphaning() -> None:
         while os.getppid() == parent:  # an orphan gets another parent
             time.sleep(LOOK_SECONDS)
 
-    _end_after(gone)
+    _end_after(wait_for_orphaning)
 
 
 def _end_after(wait: Callable[[], object]) -> None:

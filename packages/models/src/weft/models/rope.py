@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import kind_of, of_kind, wrap
+from weft.reshard.extension import dtensor_spec, wrap, wrap_with_spec
 
 from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, Rotary, YarnRopeScaling
 
@@ -55,7 +55,9 @@ _PARTS = "_positions_of_all_parts"  # attribute of a microbatch's positions: the
 def mark_parts(parts: Sequence[Tensor]) -> None:
     """Links the positions of all microbatches of a batch: `length_of` any of them is the batch's length."""
     # Detached aliases: a tensor referring to itself by an attribute would live until garbage collection.
-    aliases = tuple([of_kind(x.to_local(), kind_of(x)) if isinstance(x, DTensor) else x.detach() for x in parts])
+    aliases = tuple(
+        [wrap_with_spec(x.to_local(), dtensor_spec(x)) if isinstance(x, DTensor) else x.detach() for x in parts]
+    )
     for each in parts:
         setattr(each, _PARTS, aliases)
 

@@ -4,47 +4,48 @@ By wing: who communicates (world), tensors from layout to layout (moving), gradi
 A release may rename them; the changelog says how.
 """
 
-from .moving.collectives import Pending, Running, Waits, measured_by, reduce_scatter, start_all_gather, wait_for
+from .moving.collectives import Pending, Running, WaitTimer, measure_waits, reduce_scatter, start_all_gather, wait_for
 from .moving.compiled import COMMUNICATING
 from .moving.dtensor import (
     as_process_mesh,
-    kind_of,
+    dtensor_spec,
     layout_on,
     memory_of,
-    of_kind,
     one_mesh,
     shape_of,
     torch_layout,
     wrap,
+    wrap_with_spec,
 )
-from .moving.executor import giving, keeping, started
+from .moving.executor import record_received, replay_received, start_plan
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
 from .planning.layouts import cotangent, sharded_over
+from .training.full_parameters import contiguous_shard_slices
 from .training.gathered_modules import (
     Place,
     gather_when_called,
-    keeping_gathered,
+    gathering_units,
+    keep_gathered,
     layout_in_call,
-    units_of,
     with_fixed_parameters,
 )
-from .training.gradient_sync import BUCKET_BYTES, takes_addends
-from .training.pending_gradient import Waiting
-from .training.trees import tensors_of
-from .training.whole_parameters import stretch_in
+from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
+from .training.pending_gradient import GradPlaceholder
+from .training.trees import differentiable, tensors_of
 from .world.collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
 from .world.groups import (
     axes_of_group,
     axis_group,
     device_mesh,
+    format_ranks,
     group_for,
     group_named,
     group_over,
     name_of,
-    of_this_world,
     process_mesh,
     this_rank,
+    world_cache,
 )
 from .world.recording import Recorded, recording
 from .world.world import world
@@ -53,23 +54,27 @@ __all__ = [
     "BUCKET_BYTES",
     "COMMUNICATING",
     "Collective",
+    "GradPlaceholder",
     "Pending",
     "Place",
     "Recorded",
     "Running",
     "StartedReshard",
-    "Waiting",
-    "Waits",
+    "WaitTimer",
     "as_process_mesh",
     "axes_of_group",
     "axis_group",
     "begin_in_graph",
     "bytes_of_call",
+    "contiguous_shard_slices",
     "cotangent",
     "device_mesh",
+    "differentiable",
+    "dtensor_spec",
     "finish_in_graph",
+    "format_ranks",
     "gather_when_called",
-    "giving",
+    "gathering_units",
     "group_for",
     "group_named",
     "group_of_call",
@@ -77,33 +82,31 @@ __all__ = [
     "guard_shapes",
     "in_graph",
     "is_compiling",
-    "keeping",
-    "keeping_gathered",
-    "kind_of",
+    "keep_gathered",
     "kind_of_op",
     "layout_in_call",
     "layout_on",
-    "measured_by",
+    "local_grad_callback",
+    "measure_waits",
     "memory_of",
     "name_of",
-    "of_kind",
-    "of_this_world",
     "one_mesh",
     "process_mesh",
+    "record_received",
     "recording",
     "reduce_scatter",
+    "replay_received",
     "shape_of",
     "sharded_over",
     "start_all_gather",
-    "started",
-    "stretch_in",
-    "takes_addends",
+    "start_plan",
     "tensors_of",
     "this_rank",
     "torch_layout",
-    "units_of",
     "wait_for",
     "with_fixed_parameters",
     "world",
+    "world_cache",
     "wrap",
+    "wrap_with_spec",
 ]

@@ -1,4 +1,7 @@
-"""Attention of local tensors in plain torch: softmax(query @ key.T * scale) @ value, per head."""
+"""Attention of local tensors: softmax(query @ key.T * scale) @ value, per head.
+
+All functions run plain torch on every device. torch's `scaled_dot_product_attention` chooses its fused kernels itself.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +74,12 @@ def forward(
         here = Part.of((*query.shape[:-2], q.shape[1], T, S)) if part is None else part
         here = Part(here.offset + start, (*here.sizes[:-1], stop - start), here.strides)
         ones = torch.ones(here.sizes, dtype=q.dtype, device=q.device)
-        kept, _ = dropping.forward(ones, dropout_key, p=dropout, number=number, name=name, part=here)
-        output = _attend_with_dropout(q, k, v, mask, kept != 0, scale, dropping.quantized(dropout)[1])
+        drawn, _ = dropping.forward(ones, dropout_key, p=dropout, number=number, name=name, part=here)
+        output = _attend_with_dropout(q, k, v, mask, drawn != 0, scale, dropping.quantized(dropout)[1])
     return output.transpose(1, 2).reshape(query.shape)
 
 
-def in_order(
+def forward_in_order(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,7 +104,7 @@ def in_order(
     if parts is None:
         heads, S = query.shape[-1] // options["head_dim"], key.shape[-2]
         weights = (*query.shape[:-2], heads, S, S)
-        parts = tuple([rows_of(weights, start, stop) for start, stop in queries])
+        parts = tuple([part_of_rows(weights, start, stop) for start, stop in queries])
     pieces = torch.split(query, [stop - start for start, stop in queries], -2) if queries else ()
     outputs = [
         forward(piece, key, value, documents, dropout_key, first=start, part=part, **options)
@@ -110,13 +113,13 @@ def in_order(
     return torch.cat(outputs, -2) if outputs else forward(query, key, value, first=0, **options)
 
 
-def rows_of(weights: tuple[int, ...], start: int, stop: int) -> Part:
+def part_of_rows(weights: tuple[int, ...], start: int, stop: int) -> Part:
     """The box of rows `start` to `stop` within attention weights of shape `weights`, [..., heads, T, S]."""
     *lead, _, S = weights
     return Part.of(weights, (*(slice(0, size) for size in lead), slice(start, stop), slice(0, S)))
 
 
-def read_on(
+def forward_with_cache(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,8 +148,8 @@ def read_on(
         k, v = (_heads(x.narrow(-2, start, stop - start), head_dim) for x in (keys, values))
         return _attend(_heads(query, head_dim), k, v, None, False, scale).transpose(1, 2).reshape(query.shape)
     documents = None if documents is None else documents.narrow(-1, 0, stop)
-    kept = keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop)
-    return forward(query, *kept, documents, head_dim=head_dim, causal=causal, scale=scale, window=window)
+    cached = keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop)
+    return forward(query, *cached, documents, head_dim=head_dim, causal=causal, scale=scale, window=window)
 
 
 def _visible(
@@ -207,16 +210,16 @@ class _MetaAttention(torch.autograd.Function):
 
 
 def _attend_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor, scale: float | None, factor: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor, scale: float | None, factor: float
 ) -> Tensor:
-    """Attention with dropout: weights are multiplied by `factor` where `kept` is true, and set to zero elsewhere."""
+    """Attention with dropout: weights are multiplied by `factor` where `keep` is true, and set to zero elsewhere."""
     B, heads, T, D = q.shape
     q = q.view(B, k.shape[1], heads // k.shape[1], T, D)  # [B, kv_heads, groups, T, D]
     scores = q * (D**-0.5 if scale is None else scale) @ k.unsqueeze(2).mT  # [B, kv_heads, groups, T, S]
     if mask is not None:
         scores = scores.masked_fill(~(mask if mask.ndim == 2 else mask.unsqueeze(1)), -float("inf"))
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    weights = weights.masked_fill(~kept.view(scores.shape), 0) * factor
+    weights = weights.masked_fill(~keep.view(scores.shape), 0) * factor
     return (weights.to(v.dtype) @ v.unsqueeze(2)).view(B, heads, T, D)
 
 

@@ -40,10 +40,12 @@ def forward(
     The outputs are loss, lse, z-loss and accuracy, in this order, in float32 (float64 for float64 logits).
 
     logits: [..., V] with any strides, for the classes vocab_start to vocab_start + V of vocab_size. V may be 0.
-    target: [...], class ids of the whole vocabulary. weight: [vocab_size]. Both are the same on every shard.
-    denominator: a scalar to divide the sum by for "mean", instead of the sum of weights of tokens not ignored.
+    target: [...], class ids of the whole vocabulary. weight: [vocab_size]. Every shard gets the same target and the
+        same weight.
+    denominator: for "mean", divides the sum. None: the sum of the weights of tokens not ignored. [2]: see `per_token`.
     gather: see `Gather`. count: see `Count`; used for "mean" without a denominator. There is no other communication.
-    once: if given, forward may compute the gradient for the first backward.
+    once: if given, forward may also compute the gradient for a guessed upstream gradient (`guess.py`), and the first
+        backward returns it, recomputed if the guess was wrong.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
@@ -77,7 +79,7 @@ def outputs_of(
 ) -> tuple[Tensor, ...]:
     """The requested outputs, from each token's loss, lse and correctness.
 
-    lse: given if options.gives_lse. denominator: divides the sums for "mean".
+    lse: required if options.gives_lse, otherwise ignored. denominator: for "mean", divides the sums.
     """
 
     def reduced(each: Tensor) -> Tensor:
@@ -128,8 +130,8 @@ def backward(
         # tensor.
         dlogits = passes_on(logits).gradient(*rest, from_forward.data, guessed)
         if is_recorded(logits):
-            # A CUDA graph of backward alone may be replayed after the caller wrote to the gradient: each replay must
-            # recompute it.
+            # A CUDA graph of backward alone may be replayed. After one replay the caller may have overwritten the
+            # gradient. A NaN guess equals no upstream gradient, so every later replay recomputes.
             guessed.data.fill_(math.nan)
         return dlogits, None, None, None
     dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
@@ -149,8 +151,8 @@ def mean_denominator(
 ) -> Tensor:
     """The denominator of "mean": the sum of weights of all tokens not ignored; without weights, the number of tokens.
 
-    If one part of the mean is weighted and another is not, both numbers are returned as [2]: see
-    `Options.weighs_apart` and `per_token`.
+    If z-loss or accuracy is computed beside class weights, returns [2]: the sum of weights and the number of tokens.
+    See `Options.weighs_apart` and `per_token`.
     all_count: see `Shard`.
     """
     if weight is None and all_count:
@@ -163,10 +165,10 @@ def mean_denominator(
 
 
 def per_token(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Rescale the class weights for a mean divided by the number of tokens, in all its parts.
+    """Let one denominator serve all parts of a mean.
 
-    The weights are multiplied by tokens / sum of weights. The weighted part is then, in effect, divided by the sum of
-    weights. Arguments without a denominator [2] are returned unchanged.
+    For a denominator [2], multiply the weights by tokens / sum of weights, and return the number of tokens as the
+    denominator. Otherwise return both unchanged.
     """
     if weight is None or denominator is None or denominator.ndim == 0:
         return weight, denominator
@@ -181,7 +183,10 @@ def _like(logits: Tensor) -> Tensor:
 
 
 class Passes(Protocol):
-    """The passes over the logits, implemented by `reference` and by `launch`. `reference` documents them."""
+    """The passes over the logits, implemented by `reference` and by `launch`.
+
+    `reference` documents them, except `losses`, which `merged` documents.
+    """
 
     statistics: Callable[..., Tensor]
     losses: Callable[..., tuple[Tensor, Tensor | None]]

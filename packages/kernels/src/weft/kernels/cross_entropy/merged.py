@@ -1,8 +1,7 @@
-"""Combines the statistics of all shards into each row's loss and the scalars of each row's gradient.
+"""Combines all shards' statistics into each row's loss, logsumexp, accuracy and gradient scalars.
 
-Token accuracy: whether a token's class has the largest logit.
-
-Each shard computes one further statistic, in the same pass over the logits.
+The columns of the statistics are lse_hi, lse_lo (the logsumexp without the target) and target_logit; with label
+smoothing, logit_sum and logit_sum_lo; with the accuracy, the `rival`. See `reference.statistics`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from .options import Options
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard of the vocabulary, and the options of the loss."""
+    """A shard's place in the vocabulary, and the options of the loss."""
 
     start: int  # id of the shard's first class
     size: int  # of the whole vocabulary
     options: Options
-    all_count: bool = False  # True if the host knows every target to be a class and none to be ignored: see `check`
+    all_count: bool = False  # whether the host knows that every target is a class and not ignore_index; from `check`
 
     def part(self, weight: Tensor, V: int) -> Tensor:
         """The weights of this shard's V classes, from the weights of all classes."""
@@ -35,8 +34,8 @@ class Shard:
 class Upstream:
     """The upstream gradients of a call. None stands for zeros."""
 
-    loss: Tensor | None  # a scalar, or one number for each row; still to be divided by `denominator`
-    lse: Tensor | None = None  # one number for each row
+    loss: Tensor | None  # a scalar, or a number per row; not yet divided by `denominator`
+    lse: Tensor | None = None  # a number per row
     denominator: Tensor | None = None
 
     def of(self, rows: slice) -> Upstream:
@@ -60,10 +59,12 @@ class Merged(NamedTuple):
 def merge(statistics: Tensor) -> Merged:
     """Combine the first three statistics of `statistics` [shards, N, 3 to 6].
 
-    base: the largest among the shards' lse_hi and the target's logit. If every logit is -inf, base is 0 and log_sum
+    lse_hi is a shard's logsumexp without the target.
+
+    base: the largest lse_hi or the target's logit, whichever is larger. If every logit is -inf, base is 0 and log_sum
         is -inf.
     log_sum: log of the sum of exp(logit - base) over all classes. The logsumexp is base + log_sum. The two are kept
-        apart, because their sum would be rounded at the precision of a number as large as the logits.
+        apart: beside a large base, the sum would lose digits of log_sum.
     log_odds: log((1 - p) / p), for the target's softmax p. The loss is softplus(log_odds), and p - 1 is
         -sigmoid(log_odds); both are accurate for p near 1.
 
@@ -84,7 +85,7 @@ def merge(statistics: Tensor) -> Merged:
 
 
 def finite(largest: Tensor) -> Tensor:
-    """The number to subtract before exp: `largest`, or 0 if it is -inf, for which the difference would be NaN."""
+    """Replace -inf by 0 in `largest`, the number subtracted before exp, because -inf - -inf is NaN."""
     return largest.masked_fill(largest == -torch.inf, 0)
 
 
@@ -94,7 +95,7 @@ def losses(
     """The loss and the logsumexp of each row, both 0 for ignored rows, in the target's shape.
 
     statistics: [shards, N, 3 to 6] of all shards. weight: [size]. merged: the result of `merge`, if known.
-    The logsumexp is None if no output needs it.
+    The logsumexp is None unless options.gives_lse.
     """
     options = shard.options
     base, log_sum, log_odds = merged or merge(statistics)
@@ -117,8 +118,7 @@ def losses(
     def as_target(each: Tensor) -> Tensor:
         """`each` in the target's shape, 0 for ignored tokens.
 
-        The last step makes a new tensor: an output that is a view could not be changed in place by the caller under
-        autograd.
+        Always makes a new tensor, because the caller may not change a view among several outputs in place.
         """
         each = each.view(target.shape).to(statistics.dtype, copy=ignored is None)
         return each if ignored is None else each.masked_fill(ignored, 0)
@@ -140,9 +140,10 @@ def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The scalars of each row's gradient, in float64, each [N], or [1] if equal for all rows. Made by `rows`.
+    """The scalars of each row's gradient. Made by `rows`.
 
-    The gradient is softmax_scale * softmax - smoothing * weight for each class, except target_grad at the target.
+    [N] in float64; softmax_scale and smoothing are [1] if equal for all rows.
+    A class's gradient is softmax_scale * softmax - smoothing * weight; the target's is target_grad.
     """
 
     base: Tensor  # from `merge`: the logsumexp is base + log_sum
@@ -195,7 +196,7 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
 
 
 def rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least logit [n, 1] for which torch.argmax would still return the target, in `dtype`.
+    """[n, 1]: the smallest target logit for which torch.argmax returns the target, in `dtype`.
 
     torch.argmax returns the first of equal logits. So the target's logit must be at least the largest logit of the
     classes after the target, and at least the next float above the largest logit of the classes before.
@@ -209,7 +210,9 @@ def rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def correct(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """For each token, 1 if its class has the largest logit, otherwise 0. Ignored tokens are 0. Shaped as `target`.
+    """1 for each token whose logits' torch.argmax is the target, else 0, also for ignored tokens. Shaped as `target`.
+
+    Of equal logits the first counts.
 
     statistics: [shards, N, columns] of all shards; the last column is the `rival`.
     """

@@ -37,7 +37,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     - logit_sum and logit_sum_lo, for label smoothing: the sum of all logits, each multiplied by the class's weight if
     there are weights, and the sum's rounding error. The loss subtracts this sum from V times the logsumexp; both grow
     with V and with the logits;
-    - rival, for the accuracy: see `accuracy.rival`.
+    - rival, for the accuracy: see `merged.rival`.
 
     An ignored row has -inf, 0, 0, 0, 0, -inf.
 

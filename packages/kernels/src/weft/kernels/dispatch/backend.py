@@ -1,6 +1,6 @@
-"""Questions about how code runs on a tensor: with Triton or plain torch, eager or traced. Ops ask here alone.
+"""How an op runs on a tensor: with Triton or plain torch, eager or traced, with or without data.
 
-Checks of operands' dtypes, run in every call of an op: nothing is allocated.
+Also checks operands' dtypes. These checks run in each call of an op and allocate nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
-INTERPRETED_PROGRAMS = 3  # few, to give a program several tiles
-# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: ops ask twice in each call.
+INTERPRETED_PROGRAMS = 3  # few, so that each program computes several tiles
+# Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PLAIN = frozenset((Tensor, Parameter))
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
@@ -30,14 +30,15 @@ is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in 
 def use_triton(tensor: Tensor) -> bool:
     """Whether an op on this tensor launches Triton kernels. Otherwise the op runs plain torch.
 
-    True on CUDA, and on a CPU if `INTERPRETED`: if TRITON_INTERPRET was 1 when Weft was imported. float64 always runs plain torch, as the reference for the kernels.
+    True on CUDA, and on a CPU if `INTERPRETED`: if TRITON_INTERPRET was 1 when Weft was imported. float64 always runs
+    plain torch, as the reference for the kernels.
     Ask before importing kernels, because a CPU installation may have no triton.
     """
     return (tensor.is_cuda or (INTERPRETED and on_cpu(tensor))) and tensor.dtype != torch.float64
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether the tensor is in CPU memory. A meta tensor counts as a GPU's.
+    """Whether the tensor is in CPU memory. False for a meta tensor.
 
     On a CPU no GEMM multiplies 16-bit factors to a float32 product.
     """
@@ -47,7 +48,7 @@ def on_cpu(tensor: Tensor) -> bool:
 def is_short_of_memory(tensor: Tensor) -> bool:
     """Whether recomputing an output of this dtype, on this device, is worth its time.
 
-    Not in float32 and float64 on a CPU, which is slow and has memory to spare.
+    False for float32 and float64 on a CPU, where recomputing is slow and memory is plentiful. Otherwise True.
     """
     return not on_cpu(tensor) or tensor.dtype.itemsize <= 2
 
@@ -70,7 +71,7 @@ def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
 def refuse_jit_trace(name: str) -> None:
     """Raise RuntimeError while `torch.jit.trace` records.
 
-    Its graph would keep decisions made by the host from one call's values and shapes, and never check them again.
+    torch.jit.trace keeps what the host decided from one call's values and shapes, and never decides again.
     name: of the op.
     """
     if not is_compiling() and is_jit_tracing():  # Dynamo cannot trace is_jit_tracing
@@ -81,7 +82,10 @@ def refuse_jit_trace(name: str) -> None:
 
 
 def chip_of(device: torch.device) -> tuple[str, int]:
-    """The chip, as a Triton target name, and its multiprocessors. A CPU is "interpreted", with a few programs."""
+    """The chip, as a Triton target name, and its number of multiprocessors.
+
+    Any device other than a GPU gives ("interpreted", INTERPRETED_PROGRAMS).
+    """
     if device.type != "cuda":
         return "interpreted", INTERPRETED_PROGRAMS
     properties = torch.cuda.get_device_properties(device)
@@ -106,8 +110,9 @@ def can_read(tensor: Tensor) -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether the tensor has values. A fake tensor has a shape alone.
+    """Whether the tensor has values. False for a fake tensor, which has only a shape.
 
+    True for a meta tensor: callers check `is_meta` themselves.
     Caches of real tensors, kept from call to call, must not be filled or read with fake ones.
     """
     return not is_fake(tensor)
@@ -119,12 +124,12 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the tensor's device. Replays of the graph run no host code."""
+    """Whether the current CUDA stream is capturing a graph. False for a CPU tensor. A replay runs no host code."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_floats(op: str, names: tuple[str, ...], *operands: Tensor | None) -> None:
-    """Raise ValueError for an operand without a floating dtype of 16 bits or more. names: of the operands, in order."""
+    """Raise ValueError for an operand whose dtype is not in WIDE. names: of the operands, for the message."""
     for operand in operands:
         if operand is not None and operand.dtype not in WIDE:
             name = next(name for name, each in zip(names, operands, strict=True) if each is operand)

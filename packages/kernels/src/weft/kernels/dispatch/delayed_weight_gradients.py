@@ -1,6 +1,7 @@
 """Delayed weight gradients, for pipeline schedules that split backward into input (I) and weight (W) passes.
 
-The backward pass computes the gradients of inputs alone; the gradients of weights are computed later, when asked for.
+Inside `waiting_weights`, backward computes all gradients except delayed weight gradients, and collects one function
+per op to compute those.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ _later: Later | None = None  # per process, not per thread: autograd runs backwa
 def waiting_weights() -> Iterator[Later]:
     """Context for a backward pass that delays weight gradients. Yields a list of functions to call later.
 
-    Each function computes the delayed gradients of one op and adds them to `.grad`. Delayed are the weights listed in
-    `Op.weights`, if they are parameters (not computed tensors) and the op was recorded inside `weights_may_wait`.
-    torch calls a parameter's hooks twice: in the backward pass, without a gradient, and later.
+    Each function computes the delayed gradients of one op and adds them to `.grad`. Delayed are the operands at the
+    positions `Op.weights`, if they are parameters (not computed tensors). `linear` delays only if recorded inside
+    `weights_may_wait`: outside, it may use torch's own function.
+    A delayed parameter's hooks run twice: in backward with the gradient None (a post-accumulate hook then sees the old
+    `.grad`), and when the delayed function runs.
     """
     global _later
     before, _later = _later, []
@@ -38,7 +41,7 @@ def waiting_weights() -> Iterator[Later]:
 def weights_may_wait() -> Iterator[None]:
     """Context for a forward pass whose weight gradients `waiting_weights` may delay.
 
-    Inside, ops are recorded by Weft's autograd functions, never by torch's own, which cannot delay.
+    Inside, `linear` never uses torch's own autograd function, which cannot delay.
     """
     global _may_wait
     before, _may_wait = _may_wait, True
@@ -49,15 +52,18 @@ def weights_may_wait() -> Iterator[None]:
 
 
 def may_wait() -> bool:
-    """Whether ops recorded now may have to delay weight gradients, also while a backward pass recomputes a forward."""
+    """Whether an op recorded now may have to delay weight gradients.
+
+    True inside `weights_may_wait`, and inside `waiting_weights`, where activation checkpointing runs a forward again.
+    """
     return _may_wait or _later is not None
 
 
 class _Deferred(torch.autograd.Function):
-    """A scalar with a backward that gives the parameters the gradients returned by `compute`.
+    """Returns a scalar. Its backward calls `compute` and returns the results as the parameters' gradients.
 
-    Gradients returned by an autograd function can become `.grad` without a copy. Passed to `torch.autograd.backward`
-    they would be copied, because its caller still refers to them.
+    Autograd can store such a gradient as `.grad` without a copy. It copies gradients passed to
+    `torch.autograd.backward`, because the caller still refers to them.
     """
 
     @staticmethod
@@ -76,7 +82,10 @@ def compute_or_wait(
     needed: Sequence[bool],
     compute: Callable[[Sequence[bool]], Sequence[Tensor | None]],
 ) -> Sequence[Tensor | None]:
-    """The gradients of an op's operands, by position; without the delayed weights' inside `waiting_weights`.
+    """Return the gradients of an op's operands, by position.
+
+    Inside `waiting_weights`, return None for delayed weights, and append a function that computes their gradients to
+    the list of `waiting_weights`.
 
     ctx: of the op's autograd function; `ctx.given` tells for each operand whether it is a tensor or None.
     weights: the positions of weights to delay, `Op.weights`.

@@ -1,8 +1,8 @@
 """Recomputing a norm's or a gate's output in backward, instead of saving it for the ops after.
 
 A linear layer saves its input for backward. If the input is the output of a norm or a gate, the layer saves the
-tensors behind this output instead, for example swiglu's gate and up. The norm or gate has saved them already: no more
-memory is needed. Backward recomputes the output once for all readers.
+tensors from which the norm or gate computes the output, for example swiglu's gate and up. The norm or gate has saved
+these already: no more memory is needed. Backward recomputes the output once for all readers.
 
 Not done under torch.compile, where the compiler decides what to recompute, nor on a CPU in 32 bits or more.
 """
@@ -25,23 +25,23 @@ SOURCE = "_weft_source"  # the attribute of an untyped storage under which its `
 class Recipe:
     """How to recompute an op's last output in backward.
 
-    `mark_recomputable` makes one for each call of an op with `Op.again`. No tensor is kept alive except `value`, from
-    the first reader in backward to the last.
+    `mark_recomputable` makes one for each call of an op with `Op.recompute`. Holds `value` until `readers` calls of
+    `make` have passed. Keeps no other tensor alive.
     """
 
     op: Op
     options: dict[str, Any]
     readers: int = 0  # ops that would have saved the output
-    reads_left: int = 0  # readers whose backward is still to come; 0 before the first
+    reads_left: int = 0  # calls of `make` until `value` is dropped; 0 if there is no value
     value: Tensor | None = None  # the recomputed output
 
     def make(self, saved: Tensors) -> Tensor:
         """Return the recomputed output to one of its readers.
 
-        saved: the tensors saved by the op, from position `Op.again_from` on.
+        saved: the tensors saved by the op, from position `Op.recompute_from` on.
         """
-        assert self.op.again is not None, "mark_recomputable is called for ops with `again` alone"
-        value = self.op.again(saved, **self.options) if self.value is None else self.value
+        assert self.op.recompute is not None, "mark_recomputable is called for ops with `recompute` alone"
+        value = self.op.recompute(saved, **self.options) if self.value is None else self.value
         self.reads_left = (self.reads_left or self.readers) - 1
         self.value = value if self.reads_left else None
         made: Tensor = value
@@ -49,18 +49,19 @@ class Recipe:
 
 
 class Source(NamedTuple):
-    """How to recompute the op output stored in a storage, on which the source is kept. Stale once the version
-    changes.
+    """How to recompute the op output stored in a storage, on which the source is kept.
+
+    Stale once the output or a saved tensor is written in place.
     """
 
     recipe: Recipe
     saved: Tensors
-    version: int  # the output's `_version` when it was marked
+    versions: tuple[int, ...]  # `_versions` when the output was marked
     geometry: tuple[Any, ...]  # the output's `_geometry`
 
 
-# One entry for each tensor to save: None if the tensor is saved itself, else its recipe and the number of tensors
-# saved instead.
+# For each tensor to save: None if the tensor is saved itself, else its recipe and the number of tensors saved in its
+# place.
 Recipes = list[tuple[Recipe, int] | None]
 
 
@@ -72,12 +73,13 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
     """
     if not backend.is_short_of_memory(output):
         return
-    source = Source(Recipe(op, options), saved[op.again_from :], output._version, _geometry(output))
+    saved = saved[op.recompute_from :]
+    source = Source(Recipe(op, options), saved, _versions(output, saved), _geometry(output))
     setattr(output.untyped_storage(), SOURCE, source)
 
 
 def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recipes]:
-    """Replace each recomputable tensor among `saved` by the tensors behind it. Called when an op saves for backward.
+    """Replace each recomputable tensor in `saved` by its `Source.saved`. Called when an op saves for backward.
 
     Returns the tensors for `save_for_backward`, and the recipes for `restore`: an empty list if nothing was replaced.
     """
@@ -101,7 +103,10 @@ def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recip
 
 
 def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
-    """Return the original `saved` of `replace_recomputable` from its two results. Called in backward, once."""
+    """Return the tensors originally given to `replace_recomputable`, from its two results.
+
+    Called once per op and backward pass. Do not call with empty recipes.
+    """
     remaining = iter(tensors)
     saved: list[Tensor | None] = []
     for entry in recipes:
@@ -116,24 +121,29 @@ def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
 def _source(tensor: Tensor) -> Source | None:
     """The tensor's `Source`; None if the tensor must be saved itself.
 
-    A view of a marked output has none, nor an output written in place since, nor one whose sources have lost their
-    memory.
+    None for a view of a marked output; where the output or a saved tensor was written in place after marking; and
+    where the memory of a saved tensor was freed.
     """
     source: Source | None = getattr(tensor.untyped_storage(), SOURCE, None)
-    if source is None or source.version != tensor._version or source.geometry != _geometry(tensor):
+    if source is None or source.geometry != _geometry(tensor) or source.versions != _versions(tensor, source.saved):
         return None
     return source if all(map(_has_memory, source.saved)) else None
+
+
+def _versions(output: Tensor, saved: Tensors) -> tuple[int, ...]:
+    """Counts of writes in place: to the output, and to each tensor that it would be recomputed from."""
+    return output._version, *[each._version for each in saved if each is not None]
 
 
 def _has_memory(tensor: Tensor | None) -> bool:
     """False for a parameter gathered for another module and freed since.
 
-    Backward reaches the present op before the other module gathers the parameter again, so nothing could be
-    recomputed.
+    The op that saves now runs its backward before the other module gathers the parameter again, and could not
+    recompute.
     """
     return tensor is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    """Distinguishes a tensor from other views of its storage."""
+    """Shape, strides, offset and dtype. If equal for two tensors of one storage, both show the same elements."""
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

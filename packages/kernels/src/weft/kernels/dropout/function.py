@@ -1,4 +1,9 @@
-"""Dropout of local tensors. Forward and backward are the same function: dropout is linear, and its own transpose."""
+"""Dropout of local tensors. Forward and backward are the same function: dropout is linear, and its own transpose.
+
+`forward` and `backward` run on every device. On a GPU and in Triton's interpreter, a Triton kernel (`launch.masked`)
+draws and applies the mask in one pass. Plain torch (`plain_mask`, then `plain_masked`) computes on a CPU and in
+float64, and defines the result.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,8 @@ from weft.mesh import derive_key
 from ..dispatch import backend
 from ..dispatch.op import Tensors
 from ..dispatch.token_order import Runs
+from ..random import philox
 from ..random.part import Part
-from . import reference
 
 DROPS_ALL = 2**16  # a threshold above every number of 16 bits
 
@@ -39,16 +44,18 @@ def forward(
     part: Part | None = None,
     order: Runs | None = None,
     parts: tuple[Part, ...] | None = None,
-    held: list[Tensor] | None = None,
+    saved_mask: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Dropout of x, plus the residual. Only the key is saved: backward draws the mask again, or takes it from `held`.
+    """Dropout of x, plus the residual. The graph saves only the key.
+
+    Backward draws the mask again, or takes it from `saved_mask`.
 
     key, number, name: the random key is `key`, or `number` where that is None; with a name it is derive_key(key, name).
     residual: added to the output; of the shape of x, or None.
     part: which box of the global tensor x is; None means all of it.
     order: the stored order of the tokens (dim -2), where it is not the sequence's.
     parts: with an order, for each of x's runs of tokens, which box of the global tensor it is, in the sequence's order.
-    held: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
+    saved_mask: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
         float64 on a CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of
         the graph: under activation recomputation, reading one would recompute the layer up to here, with its
         communication, for a mask that exists already.
@@ -56,12 +63,12 @@ def forward(
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
     redraws = key is not None or backend.use_triton(x) or backend.is_short_of_memory(x)
-    if held is None or redraws or threshold == DROPS_ALL or not parts:
-        return _masked(x, residual, key, p, number, name, parts), () if key is None else (key,)
+    if saved_mask is None or redraws or threshold == DROPS_ALL or not parts:
+        return _dropout_of_parts(x, residual, key, p, number, name, parts), () if key is None else (key,)
     number = number if name is None else derive_key(number, name)
-    drawn = [reference.drawn(each, number, threshold, x.device) for each in parts]
-    held.append(drawn[0] if len(drawn) == 1 else torch.cat(drawn, -2))
-    return reference.masked(x, held[0], residual, scale=scale), ()
+    masks = [plain_mask(each, number, threshold, x.device) for each in parts]
+    saved_mask.append(masks[0] if len(masks) == 1 else torch.cat(masks, -2))
+    return plain_masked(x, saved_mask[0], residual, scale=scale), ()
 
 
 def backward(
@@ -75,14 +82,16 @@ def backward(
     part: Part | None = None,
     order: Runs | None = None,
     parts: tuple[Part, ...] | None = None,
-    held: list[Tensor] | None = None,
+    saved_mask: list[Tensor] | None = None,
 ) -> Tensors:
     """Gradients of x, key and residual: dropout of the upstream gradient, None, and the upstream gradient."""
     of_x: Tensor | None = None
-    if needed[0] and held:
-        of_x = reference.masked(grad, held.pop(), None, scale=quantized(p)[1])
+    if needed[0] and saved_mask:
+        of_x = plain_masked(grad, saved_mask.pop(), None, scale=quantized(p)[1])
     elif needed[0]:
-        of_x = _masked(grad, None, saved[0] if saved else None, p, number, name, _parts(grad, part, order, parts))
+        of_x = _dropout_of_parts(
+            grad, None, saved[0] if saved else None, p, number, name, _parts(grad, part, order, parts)
+        )
     return (of_x, None, grad if needed[2:] and needed[2] else None)[: len(needed)]
 
 
@@ -102,7 +111,7 @@ def parts_of(shape: Sequence[int], box: Sequence[slice], runs: Runs) -> tuple[Pa
     return tuple([Part.of(shape, (*lead, slice(*run), width)) for run in runs])
 
 
-def _masked(
+def _dropout_of_parts(
     x: Tensor,
     residual: Tensor | None,
     key: Tensor | None,
@@ -112,26 +121,26 @@ def _masked(
     parts: tuple[Part, ...],
 ) -> Tensor:
     if len(parts) == 1:
-        return _masked_part(x, residual, key, p, number, name, parts[0])
+        return _dropout_of_part(x, residual, key, p, number, name, parts[0])
     if not parts:
         return x.new_zeros(x.shape)  # this rank holds no tokens
     lengths = [each.sizes[-2] for each in parts]
-    others: Sequence[Tensor | None] = [None] * len(parts) if residual is None else torch.split(residual, lengths, -2)
-    pieces = zip(torch.split(x, lengths, -2), others, parts, strict=True)
-    return torch.cat([_masked_part(y, other, key, p, number, name, of) for y, other, of in pieces], -2)
+    residuals: Sequence[Tensor | None] = [None] * len(parts) if residual is None else torch.split(residual, lengths, -2)
+    pieces = zip(torch.split(x, lengths, -2), residuals, parts, strict=True)
+    return torch.cat([_dropout_of_part(y, added, key, p, number, name, of) for y, added, of in pieces], -2)
 
 
-def _masked_part(
+def _dropout_of_part(
     x: Tensor, residual: Tensor | None, key: Tensor | None, p: float, number: int, name: str | None, part: Part
 ) -> Tensor:
     if key is None:
-        return _drawn(x, residual, p, number, name, part)
-    masked: Tensor = _masked_by_tensor_key(x, residual, p, key, name, part.offset, part.sizes, part.strides)
-    return masked
+        return _dropout_by_number(x, residual, p, number, name, part)
+    output: Tensor = _dropout_by_tensor_key(x, residual, p, key, name, part.offset, part.sizes, part.strides)
+    return output
 
 
 @library.custom_op("weft::dropout", mutates_args=())
-def _masked_by_tensor_key(
+def _dropout_by_tensor_key(
     x: Tensor,
     residual: Tensor | None,
     p: float,
@@ -143,15 +152,15 @@ def _masked_by_tensor_key(
 ) -> Tensor:
     """Dropout with the key in a tensor: one node of a compiled graph, which takes a new key in each step."""
     part = Part(offset, tuple(sizes), tuple(strides))
-    return _drawn(x, residual, p, int(key.view(torch.int64)) % 2**64, name, part)
+    return _dropout_by_number(x, residual, p, int(key.view(torch.int64)) % 2**64, name, part)
 
 
-@_masked_by_tensor_key.register_fake
+@_dropout_by_tensor_key.register_fake
 def _(x: Tensor, *more: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _drawn(x: Tensor, residual: Tensor | None, p: float, key: int, name: str | None, part: Part) -> Tensor:
+def _dropout_by_number(x: Tensor, residual: Tensor | None, p: float, key: int, name: str | None, part: Part) -> Tensor:
     key = key if name is None else derive_key(key, name)
     threshold, scale = quantized(p)
     if threshold == DROPS_ALL:
@@ -160,4 +169,31 @@ def _drawn(x: Tensor, residual: Tensor | None, p: float, key: int, name: str | N
         from . import launch  # imports triton, which a CPU run may not have
 
         return launch.masked(x, residual, part, key, threshold=threshold, scale=scale)
-    return reference.masked(x, reference.drawn(part, key, threshold, x.device), residual, scale=scale)
+    return plain_masked(x, plain_mask(part, key, threshold, x.device), residual, scale=scale)
+
+
+def plain_mask(part: Part, key: int, threshold: int, device: torch.device) -> Tensor:
+    """The dropout mask of the elements in `part`, an int8 tensor: -1 (all bits set) where kept, 0 where dropped.
+
+    An element is kept where its 16 random bits are `threshold` or more.
+    """
+    mask = torch.empty(part.sizes, dtype=torch.int8, device=device)
+
+    def transform(words: philox.Words) -> Tensor:
+        halves = philox.as_halves(words)
+        return torch.ge(halves, threshold - 2**15, out=halves).neg_()  # comparing into a bool takes ten times as long
+
+    philox.fill(mask, part, key, transform, philox.HALVES)
+    return mask
+
+
+def plain_masked(x: Tensor, mask: Tensor, residual: Tensor | None, *, scale: float) -> Tensor:
+    """scale * x for kept elements and 0 for dropped ones, even infinite or NaN; plus the residual, unless None.
+
+    x: any strides. mask: from `plain_mask`. Returns a contiguous tensor of x's shape and dtype; the product is
+    computed in float32, or in float64 for a float64 x.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    bits = torch.int32 if wide.dtype == torch.float32 else torch.int64
+    y = mask.to(bits).bitwise_and_(wide.view(bits)).view(wide.dtype).mul_(scale).to(x.dtype)
+    return y if residual is None else y.add_(residual)

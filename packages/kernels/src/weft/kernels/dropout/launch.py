@@ -29,7 +29,7 @@ LONG_RUN = Launch(rows=1, groups=256, warps=4, lanes=8)
 
 
 def masked(x: Tensor, residual: Tensor | None, part: Part, key: int, *, threshold: int, scale: float) -> Tensor:
-    """Dropout of x plus the residual, as in `reference`. x: bf16, fp16 or fp32. threshold: below 2**16."""
+    """Dropout of x plus the residual, as in `function.plain_masked`. x: bf16, fp16 or fp32. threshold: below 2**16."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         _launch(x, None if residual is None else residual.contiguous(), y, part, signed(key), threshold, scale)

@@ -71,7 +71,7 @@ def dropout(
         return x
     options: dict[str, Any] = {"p": p, "number": number, "name": name}
     if not is_compiling():
-        options["held"] = []
+        options["saved_mask"] = []
     if order is not None:
         if x.ndim < 2:
             raise ValueError(
@@ -108,19 +108,19 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     layout, _, *residual = layouts
     shape = shapes[0]
     assert layout is not None and shape is not None, "x is given"
-    others = [each for each in residual if each is not None]
-    names = ("x", "the residual")[: 1 + len(others)]
-    output = infer.elementwise("dropout", True, layout, *others, operands=names)
+    residuals = [each for each in residual if each is not None]
+    names = ("x", "the residual")[: 1 + len(residuals)]
+    output = infer.elementwise("dropout", True, layout, *residuals, operands=names)
 
     order = options.get("order")
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         if order is None:
             return {"part": part_of(layout, shape, rank)}
-        held = layout.local_slices(shape, rank)
-        return {"parts": function.parts_of(shape, held, runs_within(order, held[-2].start, held[-2].stop))}
+        box = layout.local_slices(shape, rank)
+        return {"parts": function.parts_of(shape, box, runs_within(order, box[-2].start, box[-2].stop))}
 
     return Sharding(output, shape, independent(output, (layout, None, *residual)), local)
 
 
-DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number", "held"))
+DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number", "saved_mask"))

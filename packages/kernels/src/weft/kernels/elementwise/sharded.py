@@ -1,15 +1,16 @@
-"""add on plain tensors and DTensors."""
+"""add on plain tensors and DTensors, and its local computation: plain torch on every device (`forward`, `backward`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..dispatch.op import Op
+from ..dispatch.op import Op, Tensors
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
-from . import reference
 
 
 @autocasts("add")
@@ -46,4 +47,25 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, independent(output, layouts))
 
 
-ADD = Op("add", reference.forward, reference.backward, _rule)
+def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:
+    """x + alpha * y, of the shape of x. y lacks the first `repeated` dims of x; no other dim is broadcast.
+
+    Raises ValueError for any other shapes.
+    """
+    if x.shape[repeated:] != y.shape:
+        raise ValueError(
+            f"add takes two tensors of one shape but for {repeated} first dims, got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}; expand one"
+        )
+    return x + y if alpha == 1 else torch.add(x, y, alpha=alpha), ()
+
+
+def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, repeated: int = 0, alpha: float = 1) -> Tensors:
+    """dx = grad; dy = alpha * grad, summed over the first `repeated` dims."""
+    dy = None if not needed[1] else grad if alpha == 1 else grad * alpha
+    if dy is not None and repeated:
+        dy = dy.sum(tuple(range(repeated)))
+    return grad if needed[0] else None, dy
+
+
+ADD = Op("add", forward, backward, _rule)

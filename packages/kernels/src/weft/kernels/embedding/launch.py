@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import rows_of
+from ..launching.rows import contiguous_rows
 from . import kernel
 
 # 16 bytes of bf16 a thread. Backward reads four tokens at once, so a frequent token has four loads in flight.
@@ -25,7 +25,7 @@ def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_s
     if not y.numel():
         return
     H = weight.shape[1]
-    weight, block = rows_of(weight, H), block_of(H)
+    weight, block = contiguous_rows(weight, H), block_of(H)
     with device_of(y):
         kernel.forward[(tokens.numel() * -(-H // block),)](
             tokens.contiguous(), weight, y, len(weight), H, weight.stride(0), vocab_start, vocab_size,
@@ -42,7 +42,7 @@ def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, pa
     ends = torch.searchsorted(
         found, torch.arange(vocab_start, vocab_start + rows + 1, device=found.device, dtype=found.dtype)
     )
-    grad, block = rows_of(grad, H), block_of(H)
+    grad, block = contiguous_rows(grad, H), block_of(H)
     with device_of(grad):
         kernel.backward[(rows * -(-H // block),)](
             grad, order, ends,

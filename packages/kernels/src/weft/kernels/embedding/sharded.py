@@ -13,7 +13,6 @@ from ..dispatch.backend import TOKEN_DTYPES, check_floats, is_torchs
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
-from .reference import look_up
 
 
 def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -40,7 +39,7 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
         and weight.dim() == 2
         and tokens.dtype in TOKEN_DTYPES
     ):
-        return look_up(tokens, weight, padding_idx)
+        return function.look_up(tokens, weight, padding_idx)
     return _looked_up(tokens, weight, padding_idx)
 
 

@@ -1,29 +1,35 @@
-"""GELU of local tensors, forward and backward, by the kernels of `swiglu` or in plain torch."""
+"""GELU of local tensors: x * Phi(x), where Phi is the normal distribution function (Hendrycks and Gimpel 2016).
+
+`forward`, `recompute` and `backward` choose the code by `use_triton`. The Triton kernels of `swiglu` compute on a GPU
+and in Triton's interpreter. Plain torch (`plain_forward`, `plain_backward`) computes on a CPU and in float64, and
+defines the result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..dispatch.backend import is_torchs, use_triton
 from ..dispatch.op import Tensors
-from ..swiglu.function import activated, gradients
-from . import reference
+from ..swiglu.function import kernel_backward, kernel_forward
 
 
 def forward(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors]:
     """gelu(x), and the saved tensors: x."""
-    y = activated(x, None, approximate) if use_triton(x) else reference.forward(x, approximate=approximate)
+    y = kernel_forward(x, None, approximate) if use_triton(x) else plain_forward(x, approximate=approximate)
     return y, (x,)
 
 
 def native(x: Tensor, approximate: str) -> Tensor | None:
     """gelu(x) by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere."""
-    return reference.forward(x, approximate=approximate) if is_torchs(x) else None
+    return plain_forward(x, approximate=approximate) if is_torchs(x) else None
 
 
-def again(saved: Tensors, *, approximate: str = "none") -> Tensor:
+def recompute(saved: Tensors, *, approximate: str = "none") -> Tensor:
     """Recomputes the output of `forward` from its saved tensors."""
     (x,) = saved
     assert x is not None, "forward saves x"
@@ -31,9 +37,20 @@ def again(saved: Tensors, *, approximate: str = "none") -> Tensor:
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, approximate: str = "none") -> Tensors:
-    """The gradient of x, as in `reference.backward`."""
+    """The gradient of x, as in `plain_backward`."""
     (x,) = saved
     assert x is not None, "forward saves x"
     if use_triton(x):
-        return gradients(grad, x, None, needed, approximate)
-    return (reference.backward(grad, x, approximate=approximate) if needed[0] else None,)
+        return kernel_backward(grad, x, None, needed, approximate)
+    return (plain_backward(grad, x, approximate=approximate) if needed[0] else None,)
+
+
+def plain_forward(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(x), of x's shape. approximate: "none", or "tanh" for the form in section 2 of the paper, as GPT-2 uses."""
+    return F.gelu(x, approximate=approximate)
+
+
+def plain_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    """dx = grad * (Phi(x) + x * phi(x)), or the tanh form's derivative; one pass, by aten's gelu_backward."""
+    dx: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return dx

@@ -41,4 +41,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, independent(output, layouts))
 
 
-GELU = Op("gelu", function.forward, function.backward, _rule, again=function.again)
+GELU = Op("gelu", function.forward, function.backward, _rule, recompute=function.recompute)

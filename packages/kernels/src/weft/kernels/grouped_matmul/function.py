@@ -1,13 +1,14 @@
-"""grouped_matmul of local tensors, forward and backward.
+"""grouped_matmul of local tensors, forward and backward, and the checks of its arguments.
 
-The products are custom ops of torch: where groups end is not known while tracing.
-
-Checks of the arguments of grouped_matmul: shapes, dtypes, scales and offsets.
+Each product is one custom op (`_rows_by_group`, `_weights_by_group`), because the ends of the groups are unknown while
+tracing. Inside the op, Triton kernels compute on a GPU and in Triton's interpreter. Plain torch (`plain_rows_by_group`,
+`plain_weights_by_group`) computes on a CPU, in float64 and for 8-bit factors that Triton cannot multiply on this chip.
+It defines the result, and makes the host read the offsets. The `check_` functions run on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..dispatch.backend import WIDE, can_read, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
+from ..matmul import reference as matmul
 from ..matmul.checks import (
     check_activation_name,
     check_apart,
@@ -27,8 +29,6 @@ from ..matmul.checks import (
     check_scale,
 )
 from ..matmul.function import compiles
-from ..matmul.reference import derivative
-from . import reference
 
 OP = "grouped_matmul"
 
@@ -50,7 +50,7 @@ def forward(
     adds: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """The rows of each group times its matrix, as in `reference.forward`; rows in no group of b are zero.
+    """The rows of each group times its matrix, as in `plain_rows_by_group`; rows in no group of b are zero.
 
     first: the global number of b's first group.
     adds: whether this rank adds bias and residual; False where the ranks' outputs are summed and another rank adds
@@ -68,7 +68,7 @@ def forward(
     return out, (a, b, offsets, out if saves_output else z, residual_shape)
 
 
-def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensors:
+def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensors:
     """dz = grad * act'(z), in the dtype of a; and dresidual = beta * grad, zero in rows behind the last group."""
     a, _, offsets, z, residual = saved
     assert a is not None and offsets is not None, "forward saves the operands"
@@ -76,7 +76,7 @@ def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options:
     if needed[4] and residual is not None:
         dresidual = _zeroed_behind_groups(grad, offsets).mul_(options.get("beta", 1.0))
         dresidual = dresidual.sum_to_size(residual.shape).to(residual.dtype)
-    dz = grad if z is None else derivative(grad, z, options.get("activation"))
+    dz = grad if z is None else matmul.derivative(grad, z, options.get("activation"))
     return dz if a.dtype.itemsize == 1 else dz.to(a.dtype), dresidual
 
 
@@ -105,7 +105,7 @@ def backward(
     For each group g: da[rows] = alpha * dz[rows] @ b[g].T, db[g] = alpha * a[rows].T @ dz[rows],
     dbias[g] = dz[rows].sum(0).
 
-    grads: (dz, dresidual), from `of_products`.
+    grads: (dz, dresidual), from `epilogue_backward`.
     """
     a, b, offsets = saved[:3]
     dz, dresidual = grads
@@ -141,7 +141,7 @@ def _rows_by_group(a: Tensor, b: Tensor, *operands: Any) -> None:
 
         launch.forward(a, b, *operands)
     else:
-        reference.forward(a, b, *operands)
+        plain_rows_by_group(a, b, *operands)
 
 
 @launched(
@@ -154,7 +154,77 @@ def _weights_by_group(a: Tensor, *operands: Any) -> None:
 
         launch.weights(a, *operands)
     else:
-        reference.weights(a, *operands)
+        plain_weights_by_group(a, *operands)
+
+
+def plain_rows_by_group(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out: Tensor,
+    z: Tensor | None,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    first: int = 0,
+) -> None:
+    """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with epilogue.
+
+    The epilogue is that of `matmul.reference`.
+    offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; the rows of
+        other groups stay as they are in out.
+    residual: broadcast to out. a_scale: one number or [N]. b_scale: one number, [G] or [G, M].
+    z: receives the pre-activation; None where it is not wanted.
+    """
+    epilogue = (bias, residual, a_scale, b_scale, activation)
+    is_plain_product = alpha == 1 and out.dtype == a.dtype and all(each is None for each in epilogue)
+    residual = None if residual is None else residual.expand(out.shape)
+    for g, rows in enumerate(_groups(offsets, first, len(b))):
+        if is_plain_product:
+            torch.mm(a[rows], b[g], out=out[rows])
+            continue
+        out[rows], of_rows = matmul.product(
+            a[rows], b[g], None if bias is None else bias[g], None if residual is None else residual[rows],
+            _scale_at(a_scale, rows), _scale_at(b_scale, g),
+            activation=activation, alpha=alpha, beta=beta, out_dtype=out.dtype, keep_z=z is not None,
+        )  # fmt: skip
+        if z is not None and of_rows is not None:
+            z[rows] = of_rows
+
+
+def _scale_at(scale: Tensor | None, place: slice | int) -> Tensor | None:
+    return scale if scale is None or scale.ndim == 0 else scale[place]
+
+
+def plain_weights_by_group(
+    a: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    alpha: float = 1.0,
+    first: int = 0,
+    accumulate: bool = False,
+) -> None:
+    """a [N, K], grad [N, M] -> out [G, K, M]: out[g] = alpha * a[rows].T @ grad[rows], for the rows of group first + g.
+
+    accumulate: add a[rows].T @ grad[rows] to out[g] instead; alpha must be 1.
+    """
+    for g, rows in enumerate(_groups(offsets, first, len(out))):
+        if accumulate:
+            matmul.accumulate(a[rows].mT, grad[rows], out[g])
+        else:
+            torch.addmm(out[g], a[rows].mT, grad[rows], beta=0, alpha=alpha, out=out[g])
+
+
+def _groups(offsets: Tensor, first: int, count: int) -> Iterator[slice]:
+    """The rows of each of `count` groups from `first` on. The host reads the offsets."""
+    ends: list[int] = offsets.tolist()
+    for g in range(first, first + count):
+        yield slice(ends[g - 1] if g else 0, ends[g])
 
 
 def check_grouped(

@@ -27,7 +27,7 @@ def forward(
     first: int = 0,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes the products of `reference.forward` into out, and z where given. z has the strides of out."""
+    """Writes the products of `plain_rows_by_group` into out, and z where given. z has the strides of out."""
     (N, K), (count, _, M) = a.shape, b.shape
     if out.numel() == 0 or count == 0:
         return
@@ -67,7 +67,7 @@ def weights(
     accumulate: bool = False,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes the products of `reference.weights` into out, or adds them to out with `accumulate`."""
+    """Writes the products of `plain_weights_by_group` into out, or adds them to out with `accumulate`."""
     count, K, M = out.shape
     if out.numel() == 0:
         return

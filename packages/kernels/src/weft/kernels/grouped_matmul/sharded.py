@@ -187,6 +187,6 @@ GROUPED_MATMUL = Op(
     _dtype,
     inference=_inferred,
     weights=(1, 3),
-    of_products=function.of_products,
+    epilogue_backward=function.epilogue_backward,
 )
 ACCUMULATE = Op("grouped_matmul_accumulate", function.accumulate, lambda *_, **__: (None,) * 4, _rule_of_accumulation)

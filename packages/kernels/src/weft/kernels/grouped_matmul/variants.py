@@ -99,7 +99,7 @@ NOT_AT_16_BYTES = dict.fromkeys(
     ("K", "M", "stride_an", "stride_bg", "stride_bk", "stride_on", "stride_gn", "stride_og"), "i32"
 )
 # Further configurations the rules choose, each with the epilogue that needs the most registers.
-OTHERS = (
+EXTRA_VARIANTS = (
     _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **FOLLOWED),
     _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **FOLLOWED),
     _variant(

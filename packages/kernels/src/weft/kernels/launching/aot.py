@@ -2,9 +2,10 @@
 
     python -m weft.kernels.launching.aot                                # a table of all targets
     python -m weft.kernels.launching.aot --target sm_90 --json
-    python -m weft.kernels.launching.aot --save benchmarks/results/aot  # the reference of the tests, for the installed triton
+    python -m weft.kernels.launching.aot --save benchmarks/results/aot  # what the tests expect of the installed triton
 
-Each op declares its variants as `VARIANTS`, in its launch.py or in a variants.py next to it.
+Each op declares its variants as `VARIANTS`, and further ones as `EXTRA_VARIANTS`, in its launch.py or in a variants.py
+next to it.
 """
 
 from __future__ import annotations
@@ -102,10 +103,10 @@ def variants() -> Iterator[Variant]:
         yield from importlib.import_module(module).VARIANTS
 
 
-def others() -> Iterator[Variant]:
+def extra_variants() -> Iterator[Variant]:
     """Further variants, of the ops with more launch configurations of the same code."""
     for module in MODULES:
-        yield from getattr(importlib.import_module(module), "OTHERS", ())
+        yield from getattr(importlib.import_module(module), "EXTRA_VARIANTS", ())
 
 
 def compile_all(targets: Iterable[str]) -> list[Report]:
@@ -116,7 +117,7 @@ def compile_all(targets: Iterable[str]) -> list[Report]:
 
 
 def _compile_for(target: str) -> list[Report]:
-    return [compile_variant(variant, target) for variant in (*variants(), *others())]
+    return [compile_variant(variant, target) for variant in (*variants(), *extra_variants())]
 
 
 def compile_variant(variant: Variant, target: str) -> Report:

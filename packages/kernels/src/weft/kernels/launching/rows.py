@@ -14,15 +14,15 @@ MOST_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """The rows of one program. `Tile.of` chooses them for a row length."""
+class RowTile:
+    """The rows of one program. `RowTile.of` chooses them for a row length."""
 
     rows: int
     block: int  # the row length, rounded up to a power of two of 16 or more
     warps: int  # shared by the rows
 
     @classmethod
-    def of(cls, length: int, elements: int) -> Tile:
+    def of(cls, length: int, elements: int) -> RowTile:
         """The tile for rows of `length` elements, with `elements` in each thread unless more than MOST_WARPS result."""
         block = max(16, 1 << (length - 1).bit_length())
         warps = min(MOST_WARPS, max(1, block // (32 * elements)))
@@ -34,7 +34,7 @@ def fits(x: Tensor, length: int) -> bool:
     return 0 < length * x.itemsize <= LONGEST_BYTES
 
 
-def rows_of(x: Tensor, length: int) -> Tensor:
+def contiguous_rows(x: Tensor, length: int) -> Tensor:
     """x as [N, length] with contiguous rows: a view if a single stride reaches every row, otherwise a copy."""
     rows = x.reshape(x.numel() // max(1, length), length)
     return rows if rows.stride(-1) == 1 or length < 2 else rows.contiguous()

@@ -1,43 +1,55 @@
-"""Layer norm of local tensors, with or without a residual: forward and backward, by the kernels or in plain torch."""
+"""Layer norm of local tensors, with or without a residual: (x - mean) / sqrt(variance + eps) * weight + bias.
+
+`forward`, `recompute`, `backward` and the `add_` functions choose the code by `_launches`. Triton kernels
+(`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
+functions) computes on a CPU, in float64 and for rows too long for a kernel. It defines the result: Ba et al. 2016,
+eq. 4.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch.backend import is_torchs, use_triton
+from ..dispatch.backend import is_compiling, is_torchs, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..launching.rows import fits
-from . import reference
+
+Wanted = tuple[bool, ...]
+# Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are
+# computed in pieces: of at most ROWS_AT_ONCE rows, for sums nearly as exact as torch.sum's pairwise ones, and of at
+# most ELEMENTS_AT_ONCE elements, to stay in a core's cache.
+ROWS_OF_TORCH, ROWS_AT_ONCE, ELEMENTS_AT_ONCE = 2048, 512, 2**18
 
 
 def forward(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
 ) -> tuple[Tensor, Tensors]:
-    """The layer norm of x, and the saved tensors (x, weight, bias, mean, rstd), as in `reference.forward`."""
+    """The layer norm of x, and the saved tensors (x, weight, bias, mean, rstd), as in `plain_forward`."""
     if not _launches(x):
-        return reference.forward(x, weight, bias, eps=eps)
-    y, _, mean, rstd = _normalized(x, None, weight, bias, eps)
+        return plain_forward(x, weight, bias, eps=eps)
+    y, _, mean, rstd = _kernel_forward(x, None, weight, bias, eps)
     return y, (x, weight, bias, mean, rstd)
 
 
 def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> bool:
     """Whether torch's own layer_norm and its gradient serve as well: for plain CPU tensors with few rows.
 
-    With many rows, torch's running sums for the weight's gradient are less exact: see `reference.ROWS_OF_TORCH`.
+    With many rows, torch's running sums for the weight's gradient are less exact: see `ROWS_OF_TORCH`.
     """
     if not is_torchs(x, weight, bias, residual):
         return False
     size = x.shape[-1:]
     of_a_row = (weight is None or weight.shape == size) and (bias is None or bias.shape == size)
-    return of_a_row and len(size) == 1 and x.numel() <= reference.ROWS_OF_TORCH * size[0]
+    return of_a_row and len(size) == 1 and x.numel() <= ROWS_OF_TORCH * size[0]
 
 
-def again(saved: Tensors, *, eps: float) -> Tensor:
+def recompute(saved: Tensors, *, eps: float) -> Tensor:
     """Recomputes the output of `forward` from its saved tensors."""
     x, weight, bias, *_ = saved
     assert x is not None, "forward saves x"
@@ -45,10 +57,10 @@ def again(saved: Tensors, *, eps: float) -> Tensor:
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float) -> Tensors:
-    """The gradients of x, weight and bias, as in `reference.backward`."""
+    """The gradients of x, weight and bias, as in `plain_backward`."""
     x = saved[0]
     assert x is not None, "forward saves x"
-    return _gradients(saved, grad, None, needed) if _launches(x) else reference.backward(saved, grad, needed, eps=eps)
+    return _kernel_backward(saved, grad, None, needed) if _launches(x) else plain_backward(saved, grad, needed, eps=eps)
 
 
 def add_forward(
@@ -56,10 +68,10 @@ def add_forward(
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """(x + residual, the layer norm of this sum). Saves the sum instead of x and residual."""
     if not _launches(x) or x.dtype != residual.dtype:
-        plain = x + residual
-        y, saved = forward(plain, weight, bias, eps=eps)
-        return (plain, y), saved
-    y, total, mean, rstd = _normalized(x, residual, weight, bias, eps)
+        summed = x + residual
+        y, saved = forward(summed, weight, bias, eps=eps)
+        return (summed, y), saved
+    y, total, mean, rstd = _kernel_forward(x, residual, weight, bias, eps)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, bias, mean, rstd)
 
@@ -75,29 +87,30 @@ def add_backward(
     assert total is not None, "forward saves the sum"
     wanted = (needed[0] or needed[1], *needed[2:])
     if not _launches(total):
-        dx, *others = reference.backward(saved, grad, wanted, eps=eps)
+        dx, *dparameters = plain_backward(saved, grad, wanted, eps=eps)
         dx = dx if dx is None or grad_sum is None else dx.add_(grad_sum)
     else:
-        dx, *others = _gradients(saved, grad, grad_sum, wanted)
-    return dx if needed[0] else None, dx if needed[1] else None, *others
+        dx, *dparameters = _kernel_backward(saved, grad, grad_sum, wanted)
+    return dx if needed[0] else None, dx if needed[1] else None, *dparameters
 
 
 def _launches(x: Tensor) -> bool:
     return use_triton(x) and fits(x, x.shape[-1])
 
 
-def _normalized(
+def _kernel_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """By the kernel: (output, x + residual or None, mean, rstd), where rstd is 1 / the standard deviation of a row."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) for _ in range(2))
-    _forward(x, residual, weight, bias, y, total, mean, rstd, eps)
+    _launch_forward(x, residual, weight, bias, y, total, mean, rstd, eps)
     return y, total, mean, rstd
 
 
-def _gradients(saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Sequence[bool]) -> Tensors:
+def _kernel_backward(saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Sequence[bool]) -> Tensors:
+    """By the kernel: the gradients of x, weight and bias. grad_sum: a gradient of x to add, or None."""
     x, weight, bias, mean, rstd = saved
     assert x is not None, "forward saves x"
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
@@ -105,7 +118,7 @@ def _gradients(saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Se
         None if each is None or not need else torch.empty_like(each)
         for each, need in zip((weight, bias), needed[1:], strict=False)
     )
-    _backward(grad, grad_sum, x, weight, mean, rstd, dx, dweight, dbias)
+    _launch_backward(grad, grad_sum, x, weight, mean, rstd, dx, dweight, dbias)
     return dx, dweight, dbias
 
 
@@ -113,7 +126,7 @@ def _gradients(saved: Tensors, grad: Tensor, grad_sum: Tensor | None, needed: Se
     "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, "
     "Tensor(a!) y, Tensor(b!)? total, Tensor(c!) mean, Tensor(d!) rstd, float eps)"
 )
-def _forward(*arguments: Any) -> None:
+def _launch_forward(*arguments: Any) -> None:
     from . import launch  # imports triton, which a CPU run may not have
 
     launch.forward(*arguments)
@@ -123,7 +136,76 @@ def _forward(*arguments: Any) -> None:
     "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
     "Tensor(a!)? dx, Tensor(b!)? dweight, Tensor(c!)? dbias)"
 )
-def _backward(*arguments: Any) -> None:
+def _launch_backward(*arguments: Any) -> None:
     from . import launch
 
     launch.backward(*arguments)
+
+
+def plain_forward(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
+) -> tuple[Tensor, Tensors]:
+    """x [..., H], weight [H], bias [H] -> [..., H]; in float32 at least, then rounded to x's dtype, as torch does."""
+    wide = _wide(x)
+    scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
+    output, mean, rstd = torch.native_layer_norm(wide, x.shape[-1:], scale, shift, eps)  # mean, rstd [..., 1]
+    return output.to(x.dtype), (x, weight, bias, mean, rstd)
+
+
+def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float) -> Tensors:
+    """dx, dweight = sum(grad * n) and dbias = sum(grad), where n = (x - mean) * rstd; dx in one pass, by aten."""
+    x, weight, bias, mean, rstd = saved
+    assert x is not None and mean is not None and rstd is not None, "forward saves x, mean and rstd"
+    sums = tuple(each is not None and need for each, need in zip((weight, bias), needed[1:], strict=False))
+    wide, upstream = _wide(x), grad.to(mean.dtype)
+    scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
+    operands, wanted = (upstream, wide, mean, rstd), (needed[0], *sums)
+    if not any(sums) or (not is_compiling() and x.numel() <= ROWS_OF_TORCH * x.shape[-1]):
+        dx, *totals = _gradients_by_aten(*operands, scale, shift, wanted)
+    elif is_compiling():
+        dx = _gradients_by_aten(*operands, scale, shift, (needed[0], False, False))[0]
+        totals = _fused_sums(*map(_rows, operands))
+    else:
+        dx, *totals = _gradients_in_pieces(*operands, scale, shift, wanted)
+    return None if dx is None else dx.to(x.dtype), *(
+        total.to(each.dtype) if total is not None and each is not None and need else None
+        for total, each, need in zip(totals, (weight, bias), sums, strict=False)
+    )
+
+
+def _gradients_by_aten(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
+) -> list[Tensor | None]:
+    """The wanted gradients of x, weight and bias by aten, which sums over rows with a running sum."""
+    found = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, wanted)
+    return [each if want else None for each, want in zip(found, wanted, strict=True)]
+
+
+def _gradients_in_pieces(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
+) -> list[Tensor | None]:
+    """`_gradients_by_aten` for many rows: by pieces, then summed. A single running sum would lose the last digits."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
+    rows = max(1, min(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // x.shape[-1]))
+    parts: list[list[Tensor | None]] = []
+    for start in range(0, math.prod(x.shape[:-1]), rows):
+        g, part, m, r = (_rows(each)[start : start + rows] for each in (grad, x, mean, rstd))
+        found, *sums = _gradients_by_aten(g, part, m, r, weight, bias, wanted)
+        if dx is not None and found is not None:
+            _rows(dx)[start : start + rows] = found
+        parts.append(sums)
+    totals = zip(zip(*parts, strict=True), wanted[1:], strict=True)
+    return [dx, *(torch.stack(each).sum(0) if want else None for each, want in totals)]
+
+
+def _fused_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor | None]:
+    """[dweight, dbias] for a compiler, which fuses both into one pass; the number of rows may be symbolic."""
+    return [((x - mean) * rstd * grad).sum(0), grad.sum(0)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1, which is ambiguous for an empty x

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import Tile, programs_of, rows_of, vector_of
+from ..launching.rows import RowTile, contiguous_rows, programs_of, vector_of
 from ..rms_norm.launch import BACKWARD_ELEMENTS, BACKWARD_WARPS_AT_WORK, FORWARD_ELEMENTS, WARPS_AT_WORK, keeps_weight
 from . import kernel
 
@@ -30,8 +30,11 @@ def forward(
     """Writes y; mean and rstd, [N] in float32; and with a residual total = x + residual."""
     if not x.numel():
         return
-    rows, residual = rows_of(x, x.shape[-1]), None if residual is None else rows_of(residual, x.shape[-1])
-    tile = Tile.of(x.shape[-1], FORWARD_ELEMENTS)
+    rows, residual = (
+        contiguous_rows(x, x.shape[-1]),
+        None if residual is None else contiguous_rows(residual, x.shape[-1]),
+    )
+    tile = RowTile.of(x.shape[-1], FORWARD_ELEMENTS)
     with device_of(x):
         kernel.forward[(programs_of(x, -(-len(rows) // tile.rows), tile.warps, WARPS_AT_WORK),)](
             rows, residual, vector_of(weight), vector_of(bias),
@@ -62,7 +65,7 @@ def backward(
             if each is not None:
                 each.zero_()
         return
-    tile = Tile.of(x.shape[-1], BACKWARD_ELEMENTS)
+    tile = RowTile.of(x.shape[-1], BACKWARD_ELEMENTS)
     given = (grad, grad_sum, x, weight, mean, rstd, tile)
     if keeps_weight(tile, MOST_ELEMENTS[x.itemsize]):
         _backward(*given, dx, dweight, dbias)
@@ -78,7 +81,7 @@ def _backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    tile: Tile,
+    tile: RowTile,
     dx: Tensor | None,
     dweight: Tensor | None,
     dbias: Tensor | None,
@@ -87,7 +90,11 @@ def _backward(
     if dx is None and dweight is None and dbias is None:
         return
     H = x.shape[-1]
-    grad, x, grad_sum = rows_of(grad, H), rows_of(x, H), None if grad_sum is None else rows_of(grad_sum, H)
+    grad, x, grad_sum = (
+        contiguous_rows(grad, H),
+        contiguous_rows(x, H),
+        None if grad_sum is None else contiguous_rows(grad_sum, H),
+    )
     programs = programs_of(x, -(-len(x) // tile.rows), tile.warps, BACKWARD_WARPS_AT_WORK)
     sums = (dweight, dbias)
     addends = [None if each is None else x.new_empty(programs, H, dtype=torch.float32) for each in sums]
@@ -103,26 +110,26 @@ def _backward(
             out.copy_(of_programs.sum(0))
 
 
-def _variant(of: str, dtype: str, H: int, *asked: str) -> Variant:
-    """asked: "residual" for add_layer_norm; "dx" or "sums" for a backward launch that computes only these."""
+def _variant(of: str, dtype: str, H: int, *features: str) -> Variant:
+    """features: "residual" for add_layer_norm; "dx" or "sums" for a backward launch that computes only these."""
     function, elements = getattr(kernel, of), FORWARD_ELEMENTS if of == "forward" else BACKWARD_ELEMENTS
-    tile = Tile.of(H, elements)
+    tile = RowTile.of(H, elements)
     kinds = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr", "grad_ptr", "dx_ptr"), f"*{dtype}:16")
     kinds |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32:16")
     kinds |= dict.fromkeys(
-        ("residual_ptr", "sum_ptr", "grad_sum_ptr"), f"*{dtype}:16" if "residual" in asked else "None"
+        ("residual_ptr", "sum_ptr", "grad_sum_ptr"), f"*{dtype}:16" if "residual" in features else "None"
     )
     kinds |= dict.fromkeys(("H", "stride_xn", "stride_rn", "stride_gn", "stride_sn"), "i32:16") | {
         "N": "i32",
         "eps": "fp32",
     }
-    if "dx" in asked:
+    if "dx" in features:
         kinds |= {"dweight_ptr": "None", "dbias_ptr": "None"}
-    if "sums" in asked:
+    if "sums" in features:
         kinds["dx_ptr"] = "None"
     constexprs = {"KEEP_WEIGHT": int(keeps_weight(tile, elements)), "ROWS": tile.rows, "BLOCK_H": tile.block}
     return Variant(
-        "-".join((f"layer_norm.{of}/{dtype}-{H}", *asked)),
+        "-".join((f"layer_norm.{of}/{dtype}-{H}", *features)),
         function,
         {each: kinds[each] for each in function.arg_names if each in kinds},
         {each: constexprs[each] for each in function.arg_names if each in constexprs},

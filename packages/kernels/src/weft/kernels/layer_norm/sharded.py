@@ -106,11 +106,11 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     return Sharding(output, shape, gradients, more=((output, shape),))
 
 
-LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, again=function.again)
+LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, recompute=function.recompute)
 ADD_LAYER_NORM = Op(
     "add_layer_norm",
     function.add_forward,
     function.add_backward,
     _add_rule,
-    again=function.again,
+    recompute=function.recompute,
 )

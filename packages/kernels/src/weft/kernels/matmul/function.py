@@ -1,4 +1,9 @@
-"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster."""
+"""Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster.
+
+`linear`, `matmul` and their backwards run on every device, through `product`, `multiply`, `sloped`, `accumulate` and
+`activated`. These launch Triton kernels where `use_triton` holds and, for products, `by_kernel`, which reads the table
+of measurements. Otherwise they call plain torch: `reference.py`, which defines the result.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from ..swiglu import function as gates
 from . import reference
 from .checks import rows_in_place
 from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of
-from .reference import derivative, rows_of, shaped
+from .reference import as_rows, derivative, shaped
 
 # activation -> its name in swiglu.function, whose kernel computes it
 GATES = {
@@ -48,7 +53,7 @@ def linear(
     if activation is None and not MEASURED:
         return torch.nn.functional.linear(hidden, weight, bias), (input, weight)
     keep_z = keep and activation not in (None, "relu")
-    out, z = product(rows_of(hidden), weight.mT, bias, activation=activation, keep_z=keep_z)
+    out, z = product(as_rows(hidden), weight.mT, bias, activation=activation, keep_z=keep_z)
     out = shaped(out, input)
     return out, (input, weight) if activation is None else (input, weight, out if z is None else shaped(z, input))
 
@@ -56,7 +61,7 @@ def linear(
 def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """input @ weight.T + bias by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
 
-    Also None where the weight's gradient may be computed later than the input's (see `weights.py`).
+    Also None where the weight's gradient may be computed later than the input's (see `delayed_weight_gradients.py`).
     """
     if may_wait() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
         return None
@@ -66,7 +71,7 @@ def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
     return torch.nn.functional.linear(input, weight, bias)
 
 
-def linear_of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
+def linear_epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
     """dz = grad * act'(z), the gradient of the pre-activation."""
     _, _, *z = saved
     return derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad
@@ -88,15 +93,15 @@ def linear_backward(
     """
     input, weight = saved[:2]
     assert input is not None and weight is not None, "forward saves both"
-    rows = rows_of(dz)  # [N, M]
+    rows = as_rows(dz)  # [N, M]
     dinput = dweight = None
     if needed[0]:
         dinput = shaped(
-            plain(rows, weight) if input_activation is None else sloped(rows, weight, input, input_activation), input
+            multiply(rows, weight) if input_activation is None else sloped(rows, weight, input, input_activation), input
         )
     if needed[1]:
         hidden = input if input_activation is None else activated(input, input_activation)
-        dweight = plain(rows.mT, rows_of(hidden))  # [M, K]
+        dweight = multiply(rows.mT, as_rows(hidden))  # [M, K]
     dbias = rows.sum(0) if len(needed) > 2 and needed[2] else None
     return (dinput, dweight, dbias)[: len(needed)]
 
@@ -188,20 +193,20 @@ def matmul_backward(
     if needed[3] and residual is not None:
         dresidual = (grad if beta == 1 else grad * beta).sum_to_size(residual.shape).to(residual.dtype)
     dz = grad if z is None else derivative(grad, z, activation)
-    dbias = rows_of(dz).sum(0) if needed[2] else None
+    dbias = as_rows(dz).sum(0) if needed[2] else None
     da = db = None
     if needed[0] or needed[1]:
         dz = (dz if alpha == 1 else dz * alpha).to(a.dtype)
         left, right = _flat(a, b)
-        rows = rows_of(dz) if b.ndim == 2 else dz.flatten(0, -3)
-        da = plain(rows, right.mT).view(a.shape) if needed[0] else None
-        db = plain(left.mT, rows).view(b.shape) if needed[1] else None
+        rows = as_rows(dz) if b.ndim == 2 else dz.flatten(0, -3)
+        da = multiply(rows, right.mT).view(a.shape) if needed[0] else None
+        db = multiply(left.mT, rows).view(b.shape) if needed[1] else None
     return (da, db, dbias, dresidual, None, None)[: len(needed)]
 
 
 def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both factors with their leading dims flattened into one; for a b of two dims, a as rows [N, K]."""
-    return (rows_of(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
+    return (as_rows(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
 
 
 def product(
@@ -240,7 +245,7 @@ def _launch(*arguments: Any) -> None:
     launch.product(*arguments)
 
 
-def plain(a: Tensor, b: Tensor) -> Tensor:
+def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, without an epilogue."""
     return a @ b if not MEASURED else product(a, b)[0]
 
@@ -251,15 +256,15 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return (
         reference.activated(x, activation)
         if gate_name is None or not use_triton(x)
-        else gates.activated(x, None, gate_name)
+        else gates.kernel_forward(x, None, gate_name)
     )
 
 
 def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
     """(a @ b) * act'(z), where z has a row for each row of a; in one pass where the kernel runs."""
-    z = rows_of(z)
+    z = as_rows(z)
     if not use_triton(a) or not by_kernel(a, b, "fused"):
-        return derivative(plain(a, b), z, activation)
+        return derivative(multiply(a, b), z, activation)
     out = torch.empty((len(a), b.shape[-1]), dtype=a.dtype, device=a.device)
     _launch(a, b, None, z, None, None, out, None, None, activation, 1.0, 1.0, False)
     return out
@@ -267,7 +272,7 @@ def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
 
 def accumulate_into(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     """Adds a @ b to into in place, in the dtype of into. a: [..., K]. b: [K, N]. Raises as `rows_in_place`."""
-    accumulate(rows_of(a), b, rows_in_place("matmul", into))
+    accumulate(as_rows(a), b, rows_in_place("matmul", into))
     return into, ()
 
 

@@ -109,7 +109,7 @@ def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
     return found
 
 
-def rows_of(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """[..., M] -> [N, M]."""
     if x.ndim == 2:
         return x

@@ -1,4 +1,4 @@
-"""The kernel variants the launches use, by configuration and epilogue: weft.kernels.launching.aot compiles them without a GPU."""
+"""The kernel variants the launches use, by configuration and epilogue, which `launching.aot` compiles without a GPU."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def eight_on(target: str) -> str:
 
 
 def _arguments(
-    of: str, to: str, asked: tuple[str, ...], aligned: bool, a_transposed: bool, b_transposed: bool
+    of: str, to: str, features: tuple[str, ...], aligned: bool, a_transposed: bool, b_transposed: bool
 ) -> dict[str, str]:
     size = ALIGNED if aligned else "i32"
 
     def given(name: str, kind: str) -> str:
-        return kind if name in asked else "None"
+        return kind if name in features else "None"
 
     return {
         "a_ptr": f"*{of}:16", "b_ptr": f"*{of}:16", "up_ptr": given("gated", f"*{of}:16"),
         "bias_ptr": given("bias", f"*{to}:16"), "residual_ptr": given("residual", f"*{to}:16"),
         "a_scale_ptr": given("scales", "*fp32:16"), "b_scale_ptr": given("scales", "*fp32:16"),
         "out_ptr": f"*{to}:16", "z_ptr": given("z", f"*{to}:16"),
-        "z_up_ptr": f"*{to}:16" if {"gated", "z"} <= set(asked) else "None",
+        "z_up_ptr": f"*{to}:16" if {"gated", "z"} <= set(features) else "None",
         "M": "i32", "N": size, "K": size, "K_SPLIT": size,
         "stride_ab": ALIGNED, "stride_am": "1" if a_transposed else size, "stride_ak": size if a_transposed else "1",
         "stride_bb": ALIGNED, "stride_bk": "1" if b_transposed else size, "stride_bn": size if b_transposed else "1",
@@ -59,7 +59,7 @@ def _arguments(
 def _product(
     name: str,
     chosen: Configuration,
-    *asked: str,
+    *features: str,
     of: str = "bf16",
     to: str = "bf16",
     activation: str | None = None,
@@ -70,7 +70,8 @@ def _product(
 ) -> Variant:
     """A variant of the kernel `product`.
 
-    asked: any of "gated", "bias", "residual", "slope", "scales", "z" and "sum". of, to: dtypes of factors and output.
+    features: any of "gated", "bias", "residual", "slope", "scales", "z" and "sum".
+    of, to: dtypes of factors and output.
     transposed: the factors with contiguous columns. elsewhere: configurations on other chips.
     """
     at, bt = "a" in transposed, "b" in transposed
@@ -79,22 +80,22 @@ def _product(
         return Variant(
             f"matmul.product/{name}",
             kernel.product,
-            _arguments(eight_on(target) if of == EIGHT else of, to, asked, aligned, at, bt),
+            _arguments(eight_on(target) if of == EIGHT else of, to, features, aligned, at, bt),
             {
                 "DESCRIPTORS": int(configuration.descriptors), "A_BY_ROWS": int(not at), "B_BY_ROWS": int(not bt),
-                "PRECISION": precision, "ACTIVATION": None if "slope" in asked else activation,
-                "SLOPE": activation if "slope" in asked else None, "ACCUMULATE": int("sum" in asked),
+                "PRECISION": precision, "ACTIVATION": None if "slope" in features else activation,
+                "SLOPE": activation if "slope" in features else None, "ACCUMULATE": int("sum" in features),
                 "SPECIALIZED": int(configuration.specialized),
                 "TILE_M": configuration.tile_m, "TILE_N": configuration.tile_n, "TILE_K": configuration.tile_k,
                 "GROUP_M": configuration.group_m, "PARTS": configuration.parts,
             },
             configuration.warps,
             configuration.stages,
-            configuration.flop_per_byte(BYTES[of], 2 if "gated" in asked else 1),
+            configuration.flop_per_byte(BYTES[of], 2 if "gated" in features else 1),
         )  # fmt: skip
 
-    others = {target: launched(other, target) for target, other in (elsewhere or {}).items()}
-    return replace(launched(chosen), elsewhere=others)
+    on_other_chips = {target: launched(other, target) for target, other in (elsewhere or {}).items()}
+    return replace(launched(chosen), elsewhere=on_other_chips)
 
 
 OLDER = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
@@ -142,7 +143,7 @@ def _combine(name: str, constexprs: dict[str, int | str | None], **given: str) -
 
 
 # Further configurations the rules choose, each with the epilogues that need the most registers.
-OTHERS = (
+EXTRA_VARIANTS = (
     *(
         _product(f"bf16-flat-{how or 'none'}", FLAT, *EPILOGUE, activation="gelu", transposed=how, elsewhere=OLDER)
         for how in ("b", "", "a", "ab")

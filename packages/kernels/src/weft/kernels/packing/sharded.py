@@ -1,16 +1,19 @@
-"""pack and unpack on plain tensors and DTensors."""
+"""pack and unpack on plain tensors and DTensors, and their local computation: plain torch on every device.
+
+They are inverses, and each is the backward of the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
-from ..dispatch.op import Op
+from ..dispatch.op import Op, Tensors
 from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, independent
-from . import reference
 
 
 def pack(*tensors: Tensor, parts: int) -> Tensor:
@@ -83,5 +86,37 @@ def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: di
     return Sharding(layout, first, gradients, more=tuple([(layout, each) for each in more_shapes]))
 
 
-PACK = Op("pack", reference.pack, reference.pack_backward, _pack_rule)
-UNPACK = Op("unpack", reference.unpack, reference.unpack_backward, _unpack_rule)
+def pack_forward(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:
+    """Tensors [..., P * width] -> packed [..., P, sum of widths]: part p holds part p of every tensor, side by side."""
+    parts = [x.reshape(*x.shape[:-1], x.shape[-1] // width, width) for x, width in zip(tensors, widths, strict=True)]
+    return torch.cat(parts, -1), ()
+
+
+def unpack_forward(packed: Tensor, *, widths: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensors]:
+    """packed [..., P, sum of widths] -> tensors [..., P * width], in the order of `widths`."""
+    return tuple([part.flatten(-2) for part in torch.split(packed, list(widths), -1)]), ()
+
+
+def pack_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, widths: tuple[int, ...]) -> Tensors:
+    """The gradients of the tensors: `unpack_forward` of the packed tensor's gradient."""
+    parts, _ = unpack_forward(grad, widths=widths)
+    return tuple([part if need else None for part, need in zip(parts, needed, strict=True)])
+
+
+def unpack_backward(
+    saved: Tensors, grads: tuple[Tensor | None, ...], needed: Sequence[bool], *, widths: tuple[int, ...]
+) -> Tensors:
+    """The gradient of the packed tensor: `pack_forward` of the tensors' gradients. None among them means zeros."""
+    given = next(i for i, grad in enumerate(grads) if grad is not None)
+    like = grads[given]
+    assert like is not None, "autograd calls backward with at least one gradient"
+    count = like.shape[-1] // widths[given]
+    full = [
+        like.new_zeros(*like.shape[:-1], count * width) if grad is None else grad
+        for grad, width in zip(grads, widths, strict=True)
+    ]
+    return (pack_forward(*full, widths=widths)[0],) if needed[0] else (None,)
+
+
+PACK = Op("pack", pack_forward, pack_backward, _pack_rule)
+UNPACK = Op("unpack", unpack_forward, unpack_backward, _unpack_rule)

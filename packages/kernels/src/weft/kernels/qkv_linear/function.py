@@ -1,4 +1,7 @@
-"""Query, key and value projections of local tensors, with rope on queries and keys: forward and backward."""
+"""Query, key and value projections of local tensors, with rope on queries and keys: forward and backward.
+
+All functions call those of `matmul` and `rope`, which choose between Triton kernels and plain torch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..dispatch.op import Tensors
-from ..matmul.function import accumulate, linear, plain
-from ..matmul.reference import rows_of, shaped
+from ..matmul.function import accumulate, linear, multiply
+from ..matmul.reference import as_rows, shaped
 from ..rope import function as rope
 
 
@@ -36,13 +39,13 @@ def forward(
     return (q, k, v), (input, q_weight, k_weight, v_weight, cos, sin)
 
 
-def of_products(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
+def epilogue_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
     """The gradients of the three products: rope's backward of the gradients of queries and keys, and that of values."""
     cos, sin = saved[4:]
     if cos is None or sin is None:
         return grads
-    *turned, dv = grads
-    return *(None if each is None else rope.backward((cos, sin), each, (True,))[0] for each in turned), dv
+    *rotated, dv = grads
+    return *(None if each is None else rope.backward((cos, sin), each, (True,))[0] for each in rotated), dv
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
@@ -53,9 +56,9 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
     """
     input, *weights = saved[:4]
     assert input is not None, "forward saves the input"
-    given = [None if grad is None else rows_of(grad) for grad in grads]  # [N, M]
+    given = [None if grad is None else as_rows(grad) for grad in grads]  # [N, M]
     dinput: Tensor | None = None
-    rows = rows_of(input)
+    rows = as_rows(input)
     dweights: list[Tensor | None] = [None] * 3
     dbiases: list[Tensor | None] = [None] * 3
     for i, (grad, weight) in enumerate(zip(given, weights, strict=True)):
@@ -63,9 +66,9 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
             continue
         assert weight is not None, "forward saves the weights"
         if needed[0]:
-            dinput = plain(grad, weight) if dinput is None else accumulate(grad, weight, dinput)
+            dinput = multiply(grad, weight) if dinput is None else accumulate(grad, weight, dinput)
         if needed[1 + i]:
-            dweights[i] = plain(grad.mT, rows)
+            dweights[i] = multiply(grad.mT, rows)
         if needed[4 + i]:
             dbiases[i] = grad.sum(0)
     return None if dinput is None else shaped(dinput, input), *dweights, *dbiases, None, None

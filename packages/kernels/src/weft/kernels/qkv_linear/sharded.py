@@ -19,7 +19,7 @@ from . import function
 
 NAMES = ("queries", "keys", "values")
 WEIGHTS = ("q_weight", "k_weight", "v_weight")
-TURNED = (0, 1)  # rope applies to queries and keys
+ROTATED = (0, 1)  # rope applies to queries and keys
 
 
 @autocasts("qkv_linear")
@@ -67,8 +67,8 @@ def qkv_linear(
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    input, *others = layouts
-    weights, biases, (cos, sin) = others[:3], others[3:6], others[6:]
+    input, *operands = layouts
+    weights, biases, (cos, sin) = operands[:3], operands[3:6], operands[6:]
     input_shape, table = shapes[0], shapes[7]
     assert input is not None and input_shape, "apply_many passes the input"
     dims = len(input_shape)
@@ -80,7 +80,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         product = output = linear_output("qkv_linear", input, weight, dims, WEIGHTS[i])
         check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{lead}y", "y"), product)
         shape = (*input_shape[:-1], of_weight[0])
-        if i in TURNED and cos is not None and sin is not None and table is not None:
+        if i in ROTATED and cos is not None and sin is not None and table is not None:
             output = turned_layout("qkv_linear", product, cos, sin, shape, table)
         products.append(product)
         outputs.append((output, shape))
@@ -93,7 +93,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             if grad is None:
                 continue
             assert weight is not None, "apply_many passes all weights"
-            if i in TURNED and cos is not None and sin is not None:
+            if i in ROTATED and cos is not None and sin is not None:
                 grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
             through, of_weights[i] = linear_gradients("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
             of_input.setdefault(through, f"{NAMES[i]} ({grad})")
@@ -119,5 +119,5 @@ QKV_LINEAR = Op(
     function.backward,
     _rule,
     weights=(1, 2, 3, 4, 5, 6),
-    of_products=function.of_products,
+    epilogue_backward=function.epilogue_backward,
 )

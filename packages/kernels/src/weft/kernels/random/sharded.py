@@ -41,7 +41,7 @@ def uniform(
     Raises ValueError for a shape, key or dtype outside these; LayoutError for a layout which does not fit the shape
     or is Partial.
     """
-    return _made("uniform", shape, key, layout, dtype, device, _fill_uniform)
+    return _generate("uniform", shape, key, layout, dtype, device, _fill_uniform)
 
 
 def normal(
@@ -59,7 +59,7 @@ def normal(
 
     Communication and errors: as in `uniform`.
     """
-    return _made("normal", shape, key, layout, dtype, device, _fill_normal)
+    return _generate("normal", shape, key, layout, dtype, device, _fill_normal)
 
 
 def normal_(tensor: Tensor, key: int, *, std: float = 1.0) -> Tensor:
@@ -90,7 +90,7 @@ def part_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Part:
     return Part.of(shape, layout.local_slices(shape, rank))
 
 
-def _made(
+def _generate(
     name: str,
     shape: Sequence[int],
     key: int,

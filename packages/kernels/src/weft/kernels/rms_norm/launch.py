@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import Tile, programs_of, rows_of, vector_of
+from ..launching.rows import RowTile, contiguous_rows, programs_of, vector_of
 from . import kernel
 
 # Elements of a row a thread. Forward: 32 bytes of bf16, two 16-byte loads; a row too long for 16 warps has more a
@@ -31,8 +31,8 @@ def forward(
     """Writes y; rrms, [N] in float32; and with a residual total = x + residual. H: the length of a row."""
     if not x.numel():
         return
-    rows, residual = rows_of(x, H), None if residual is None else rows_of(residual, H)
-    tile = Tile.of(H, FORWARD_ELEMENTS)
+    rows, residual = contiguous_rows(x, H), None if residual is None else contiguous_rows(residual, H)
+    tile = RowTile.of(H, FORWARD_ELEMENTS)
     with device_of(x):
         kernel.forward[(programs_of(x, -(-len(rows) // tile.rows), tile.warps, WARPS_AT_WORK),)](
             rows, residual, vector_of(weight),
@@ -61,8 +61,12 @@ def backward(
         if dweight is not None:
             dweight.zero_()
         return
-    tile = Tile.of(H, BACKWARD_ELEMENTS)
-    grad, x, grad_sum = rows_of(grad, H), rows_of(x, H), None if grad_sum is None else rows_of(grad_sum, H)
+    tile = RowTile.of(H, BACKWARD_ELEMENTS)
+    grad, x, grad_sum = (
+        contiguous_rows(grad, H),
+        contiguous_rows(x, H),
+        None if grad_sum is None else contiguous_rows(grad_sum, H),
+    )
     programs = programs_of(x, -(-len(x) // tile.rows), tile.warps, BACKWARD_WARPS_AT_WORK)
     addends = None if dweight is None else x.new_empty(programs, H, dtype=torch.float32)
     with device_of(x):
@@ -76,7 +80,7 @@ def backward(
         dweight.copy_(addends.sum(0))
 
 
-def keeps_weight(tile: Tile, elements: int) -> bool:
+def keeps_weight(tile: RowTile, elements: int) -> bool:
     """Whether a program keeps the weight in registers: where a thread has at most `elements` elements of a row."""
     return tile.block <= 32 * tile.warps * elements
 
@@ -90,7 +94,7 @@ def _variants(dtype: str, H: int, residual: bool) -> tuple[Variant, Variant]:
     kinds |= dict.fromkeys(("y_ptr", "grad_ptr", "dx_ptr"), f"*{dtype}:16") | {"dweight_ptr": "*fp32:16"}
 
     def variant(of: str, elements: int) -> Variant:
-        function, tile = getattr(kernel, of), Tile.of(H, elements)
+        function, tile = getattr(kernel, of), RowTile.of(H, elements)
         arguments = {each: kinds[each] for each in function.arg_names if each in kinds}
         constexprs = {"KEEP_WEIGHT": int(keeps_weight(tile, elements)), "ROWS": tile.rows, "BLOCK_H": tile.block}
         constexprs = {each: constexprs[each] for each in function.arg_names if each in constexprs}

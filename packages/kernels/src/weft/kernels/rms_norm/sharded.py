@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from weft.mesh import Layout, infer
 
-from ..attention.sharded.heads import check_heads
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
+from ..dispatch.sharded.heads import check_heads
 from . import function
 
 
@@ -105,7 +105,7 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
 
 
 RMS_NORM = Op(
-    "rms_norm", function.forward, function.backward, _rule, inference=function.inference, again=function.again
+    "rms_norm", function.forward, function.backward, _rule, inference=function.inference, recompute=function.recompute
 )
 ADD_RMS_NORM = Op(
     "add_rms_norm",
@@ -113,5 +113,5 @@ ADD_RMS_NORM = Op(
     function.add_backward,
     _add_rule,
     inference=function.add_inference,
-    again=function.again,
+    recompute=function.recompute,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import programs_of, rows_of
+from ..launching.rows import contiguous_rows, programs_of
 from . import kernel
 
 # 16 first and 16 second elements of pairs a thread: two 16-byte loads of bf16 each. The norm's backward also keeps the
@@ -21,7 +21,7 @@ WARPS_AT_WORK = 16  # resident on a multiprocessor in backward, at 128 registers
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class RopeTile:
     """How many tokens by how many heads a program computes.
 
     half: D / 2, rounded up to a power of two.
@@ -32,7 +32,7 @@ class Tile:
     half: int
 
     @classmethod
-    def of(cls, heads: int, D: int, pairs: int) -> Tile:
+    def of(cls, heads: int, D: int, pairs: int) -> RopeTile:
         """The tile with `pairs` pairs a thread: all heads of a token where they fit, to read its angles once."""
         half = 1 << (D // 2 - 1).bit_length()
         rows = max(1, 32 * WARPS * pairs // half)  # (token, head) pairs of a program
@@ -49,8 +49,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, inverse: bool, interlea
     if not x.numel():
         return
     D = 2 * cos.shape[-1]
-    rows, heads = rows_of(x, x.shape[-1]), x.shape[-1] // D
-    tile = Tile.of(heads, D, PAIRS_PER_THREAD)
+    rows, heads = contiguous_rows(x, x.shape[-1]), x.shape[-1] // D
+    tile = RopeTile.of(heads, D, PAIRS_PER_THREAD)
     with device_of(x):
         kernel.turn[(tile.count(len(rows), heads),)](
             rows, cos.contiguous(), sin.contiguous(),
@@ -68,8 +68,8 @@ def normalize_and_turn(
     if not x.numel():
         return
     D = 2 * cos.shape[-1]
-    rows, heads = rows_of(x, x.shape[-1]), x.shape[-1] // D
-    tile = Tile.of(heads, D, PAIRS_PER_THREAD)
+    rows, heads = contiguous_rows(x, x.shape[-1]), x.shape[-1] // D
+    tile = RopeTile.of(heads, D, PAIRS_PER_THREAD)
     with device_of(x):
         kernel.normalize_and_turn[(tile.count(len(rows), heads),)](
             rows, weight.contiguous(), cos.contiguous(), sin.contiguous(),
@@ -100,8 +100,8 @@ def normalize_and_turn_backward(
             dweight.zero_()
         return
     D = 2 * cos.shape[-1]
-    grad, x, heads = rows_of(grad, x.shape[-1]), rows_of(x, x.shape[-1]), x.shape[-1] // D
-    tile = Tile.of(heads, D, BACKWARD_PAIRS_PER_THREAD)
+    grad, x, heads = contiguous_rows(grad, x.shape[-1]), contiguous_rows(x, x.shape[-1]), x.shape[-1] // D
+    tile = RopeTile.of(heads, D, BACKWARD_PAIRS_PER_THREAD)
     programs = programs_of(x, tile.count(len(x), heads), WARPS, WARPS_AT_WORK)
     addends = None if dweight is None else x.new_empty(programs, D, dtype=torch.float32)
     with device_of(x):
@@ -117,7 +117,7 @@ def normalize_and_turn_backward(
 
 def _variant(of: str, dtype: str, heads: int, D: int, interleaved: bool = False) -> Variant:
     function = getattr(kernel, of)
-    tile = Tile.of(heads, D, BACKWARD_PAIRS_PER_THREAD if of.endswith("backward") else PAIRS_PER_THREAD)
+    tile = RopeTile.of(heads, D, BACKWARD_PAIRS_PER_THREAD if of.endswith("backward") else PAIRS_PER_THREAD)
     kinds = dict.fromkeys(("x_ptr", "y_ptr", "grad_ptr", "dx_ptr", "weight_ptr"), f"*{dtype}:16")
     kinds |= dict.fromkeys(("cos_ptr", "sin_ptr", "rrms_ptr", "dweight_ptr"), "*fp32:16")
     kinds |= dict.fromkeys(("D", "stride_xn", "stride_gn"), "i32:16") | {"N": "i32", "heads": "i32", "R": "i32"}

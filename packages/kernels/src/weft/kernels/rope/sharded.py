@@ -10,11 +10,11 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 from weft.mesh.extension import terms
 
-from ..attention.sharded.heads import check_heads
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
-from . import function, reference
+from ..dispatch.sharded.heads import check_heads
+from . import function
 
 
 @autocasts("rope")
@@ -159,4 +159,4 @@ def _table_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dic
 
 ROPE = Op("rope", function.forward, function.backward, _rule, inference=function.inference)
 RMS_NORM_ROPE = Op("rms_norm_rope", function.norm_forward, function.norm_backward, _norm_rule)
-ROPE_TABLE = Op("rope_table", reference.table, None, _table_rule)
+ROPE_TABLE = Op("rope_table", function.plain_table, None, _table_rule)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..dispatch.backend import device_of
 from ..launching.aot import Variant
-from ..launching.rows import rows_of
+from ..launching.rows import contiguous_rows
 from . import kernel
 
 # Two 16-byte loads of each operand a thread. Compiled without spills for sm_80 to sm_100 and gfx942; the speed is not
@@ -24,8 +24,8 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: int) -> None
     """Writes activation(gate) * up into y, or activation(gate) where up is None."""
     if not y.numel():
         return
-    gate, *others = _rows(gate, *(() if up is None else (up,)))
-    up = others[0] if others else None
+    gate, *ups = _rows(gate, *(() if up is None else (up,)))
+    up = ups[0] if ups else None
     block = block_of(y.itemsize)
     with device_of(y):
         kernel.forward[(_programs(gate, block),)](
@@ -40,8 +40,8 @@ def backward(
     """Writes the gradients into dgate and dup; a gradient whose tensor is None is skipped."""
     if not gate.numel():
         return
-    grad, gate, *others = _rows(grad, gate, *(() if up is None else (up,)))
-    up = others[0] if others else None
+    grad, gate, *ups = _rows(grad, gate, *(() if up is None else (up,)))
+    up = ups[0] if ups else None
     block = block_of(gate.itemsize)
     with device_of(gate):
         kernel.backward[(_programs(gate, block),)](
@@ -61,7 +61,7 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     length = tensors[0].shape[-1] if tensors[0].ndim else 1
     if all(each.is_contiguous() for each in tensors):
         length = tensors[0].numel()
-    return [rows_of(each, length) for each in tensors]
+    return [contiguous_rows(each, length) for each in tensors]
 
 
 def _variant(of: str, dtype: str, activation: str, gated: bool) -> Variant:

@@ -83,7 +83,7 @@ SWIGLU, GEGLU = (
         function.backward,
         _rule_of(name),
         inference=function.inference,
-        again=function.again,
+        recompute=function.recompute,
     )
     for name in ("swiglu", "geglu")
 )

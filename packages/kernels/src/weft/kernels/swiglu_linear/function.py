@@ -1,4 +1,9 @@
-"""silu(input @ gate_weight.T) * (input @ up_weight.T) of local tensors (Shazeer 2020, eq. 6), forward and backward."""
+"""silu(input @ gate_weight.T) * (input @ up_weight.T) of local tensors (Shazeer 2020, eq. 6), forward and backward.
+
+`forward` launches one Triton kernel (`_launch`, the kernel of `matmul`) where `use_triton` and `by_kernel` hold.
+Otherwise `forward`, and `backward` everywhere, call the functions of `matmul` and `swiglu`, which choose their code
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ from torch import Tensor
 from ..dispatch.backend import use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
-from ..matmul.function import accumulate, by_kernel, linear, plain
-from ..matmul.reference import rows_of, shaped
+from ..matmul.function import accumulate, by_kernel, linear, multiply
+from ..matmul.reference import as_rows, shaped
 from ..swiglu import function as swiglu
 
 
@@ -25,16 +30,16 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
         products = linear(input, gate_weight)[0], linear(input, up_weight)[0]
         if not keep:
             return swiglu.inference(*products), ()
-        out, kept = swiglu.forward(*products)
-        return out, (input, gate_weight, up_weight, *kept)
-    rows, gate, up = rows_of(input), gate_weight.mT, up_weight.mT
+        out, saved = swiglu.forward(*products)
+        return out, (input, gate_weight, up_weight, *saved)
+    rows, gate, up = as_rows(input), gate_weight.mT, up_weight.mT
     out = torch.empty((*input.shape[:-1], gate.shape[1]), dtype=input.dtype, device=input.device)
     both = [torch.empty_like(out) if keep else None for _ in range(2)]
-    _launch(rows, *_with_equal_strides(gate, up), *(None if each is None else rows_of(each) for each in (out, *both)))
+    _launch(rows, *_with_equal_strides(gate, up), *(None if each is None else as_rows(each) for each in (out, *both)))
     return out, (input, gate_weight, up_weight, *both)
 
 
-def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
+def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
     """The gradients of input @ gate_weight.T and input @ up_weight.T, from the output's gradient."""
     return swiglu.backward(saved[3:], grad, (needed[0] or needed[1], needed[0] or needed[2]))
 
@@ -42,19 +47,19 @@ def of_products(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     """dinput = dgate @ gate_weight + dup @ up_weight; dgate_weight = dgate.T @ input, dup_weight = dup.T @ input.
 
-    grads: (dgate, dup), from `of_products`.
+    grads: (dgate, dup), from `epilogue_backward`.
     """
     input, gate_weight, up_weight = saved[:3]
     assert input is not None and gate_weight is not None and up_weight is not None, "forward saves the operands"
-    dgate, dup = (None if each is None else rows_of(each) for each in grads)
-    dinput, rows = None, rows_of(input)
+    dgate, dup = (None if each is None else as_rows(each) for each in grads)
+    dinput, rows = None, as_rows(input)
     if needed[0]:
-        assert dgate is not None and dup is not None, "of_products computes both where dinput is needed"
-        dinput = shaped(accumulate(dup, up_weight, plain(dgate, gate_weight)), input)
+        assert dgate is not None and dup is not None, "epilogue_backward computes both where dinput is needed"
+        dinput = shaped(accumulate(dup, up_weight, multiply(dgate, gate_weight)), input)
     return (
         dinput,
-        plain(dgate.mT, rows) if needed[1] and dgate is not None else None,
-        plain(dup.mT, rows) if needed[2] and dup is not None else None,
+        multiply(dgate.mT, rows) if needed[1] and dgate is not None else None,
+        multiply(dup.mT, rows) if needed[2] and dup is not None else None,
     )
 
 

@@ -82,7 +82,7 @@ SWIGLU_LINEAR = Op(
     _rule,
     inference=_inferred,
     weights=(1, 2),
-    of_products=function.of_products,
-    again=swiglu.again,
-    again_from=3,
+    epilogue_backward=function.epilogue_backward,
+    recompute=swiglu.recompute,
+    recompute_from=3,
 )

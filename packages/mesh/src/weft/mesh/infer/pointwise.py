@@ -75,9 +75,9 @@ def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[st
     return tuple(
         "".join(
             next(new) if size == 1 != full_size else index
-            for size, full_size, index in list(zip(shape, sizes, output, strict=True))[dims - len(given) :]
+            for size, full_size, index in list(zip(shape, sizes, output, strict=True))[dims - len(unpadded) :]
         )
-        for shape, given in zip(padded, shapes, strict=True)
+        for shape, unpadded in zip(padded, shapes, strict=True)
     ), output
 
 

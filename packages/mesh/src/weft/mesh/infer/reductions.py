@@ -45,16 +45,16 @@ def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int,
         (placement,) = placements
         return placement if isinstance(placement, Partial) and (placement.op in PASSING[op] or not dims) else None
 
-    def judged(given: Layout) -> Layout | str:
-        misfits, why = _misfits(op, given, shape, dims)
+    def judged(candidate: Layout) -> Layout | str:
+        misfits, why = _misfits(op, candidate, shape, dims)
         whole = "".join(term[dim] for dim in misfits)
         operation = Operation(name, (term,), output, partial, Partial(op), whole, why, operands=("the operand",))
-        return judge(operation, (given,))
+        return judge(operation, (candidate,))
 
     answer = judged(layout)
     if isinstance(answer, Layout):
         return answer
-    near = nearest(layout, shape, lambda given: isinstance(judged(given), Layout))
+    near = nearest(layout, shape, lambda candidate: isinstance(judged(candidate), Layout))
     raise LayoutError(f"{name}: {answer}; reshard the operand to ({near})", (near,))
 
 

@@ -214,12 +214,12 @@ def _sharded(operation: Operation, placements: Placements) -> str:
     return f"{_shown(placements)}: the axis shards {' and '.join(dims)}"
 
 
-def _can_be_with(placement: Placement, others: Iterable[Placement]) -> bool:
-    """Whether a tensor can have this placement on an axis and `others` on the remaining axes.
+def _can_be_with(placement: Placement, rest: Iterable[Placement]) -> bool:
+    """Whether a tensor can have this placement on an axis and `rest` on the remaining axes.
 
     Partial by two different ops would make the value depend on the order of the reductions.
     """
-    return not isinstance(placement, Partial) or all(o == placement for o in others if isinstance(o, Partial))
+    return not isinstance(placement, Partial) or all(o == placement for o in rest if isinstance(o, Partial))
 
 
 def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
@@ -231,10 +231,10 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
     chosen: dict[str, Placements] = {}
     output: list[Placement] = []
     for axis in mesh.axis_names:
-        given = tuple(layout[axis] for layout in layouts)
-        answers = {choice: _output_on_axis(operation, choice) for choice in _choices(operation, given)}
+        current = tuple(layout[axis] for layout in layouts)
+        answers = {choice: _output_on_axis(operation, choice) for choice in _choices(operation, current)}
         fitting = {c: a for c, a in answers.items() if not callable(a) and _can_be_with(a, output)}
-        chosen[axis] = min(fitting, key=partial(_cost, mesh.axis_size(axis), given))
+        chosen[axis] = min(fitting, key=partial(_cost, mesh.axis_size(axis), current))
         output.append(fitting[chosen[axis]])
     orders: dict[str, list[str]] = {}  # index -> the axes that will shard the index; present axes first
     for number, layout in enumerate(layouts):
@@ -250,31 +250,31 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
     ]
 
 
-def _choices(operation: Operation, given: Placements) -> list[Placements]:
+def _choices(operation: Operation, current: Placements) -> list[Placements]:
     """The operands' placements to try on an axis.
 
     As given; an index sharded; Partial operands kept, all or a single operand; as many operands as possible Partial by
     the same op; all replicated.
     """
-    whole: Placements = tuple(Replicate() for _ in given)
-    choices = [given]
+    whole: Placements = tuple(Replicate() for _ in current)
+    choices = [current]
     for index in dict.fromkeys("".join(operation.terms)):
         choices.append(tuple(Shard(term.index(index)) if index in term else Replicate() for term in operation.terms))
-    choices.append(tuple(p if isinstance(p, Partial) else Replicate() for p in given))
-    for position, placement in enumerate(given):
+    choices.append(tuple(p if isinstance(p, Partial) else Replicate() for p in current))
+    for position, placement in enumerate(current):
         if isinstance(placement, Partial):
             choices.append((*whole[:position], placement, *whole[position + 1 :]))
-    partials = dict.fromkeys(p for p in given if isinstance(p, Partial))
-    choices += [tuple(Replicate() if isinstance(p, Partial) and p != op else op for p in given) for op in partials]
+    partials = dict.fromkeys(p for p in current if isinstance(p, Partial))
+    choices += [tuple(Replicate() if isinstance(p, Partial) and p != op else op for p in current) for op in partials]
     return [*choices, whole]
 
 
-def _cost(parts: int, given: Placements, wanted: Placements) -> tuple[int, int]:
+def _cost(parts: int, current: Placements, wanted: Placements) -> tuple[int, int]:
     """(bytes that a rank receives, in units of L (p - 1) / p**2; number of operands that change)
 
     parts: the axis's size p. L: the size of every operand, taken to be equal.
     """
-    changed = [(before, after) for before, after in zip(given, wanted, strict=True) if before != after]
+    changed = [(before, after) for before, after in zip(current, wanted, strict=True) if before != after]
     return sum(_received(parts, before, after) for before, after in changed), len(changed)
 
 

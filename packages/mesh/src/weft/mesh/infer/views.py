@@ -53,7 +53,7 @@ def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...])
         )
     found = _reshaped(layout, shape, new_shape)
     if found is None:
-        near = nearest(layout, shape, lambda given: _reshaped(given, shape, new_shape) is not None)
+        near = nearest(layout, shape, lambda candidate: _reshaped(candidate, shape, new_shape) is not None)
         raise LayoutError(
             f"reshape from {shape} to {new_shape}: no layout of the new shape gives each rank of ({layout}) "
             f"the elements that it holds; reshard the operand to ({near})",

@@ -1,1 +1,1 @@
-"""Models on disk: checkpoints and Hugging Face folders. Imports no submodule, as `checkpoint.manifest` needs no torch."""
+"""Models on disk: checkpoints and Hugging Face folders. Imports no submodule: manifest.py runs without torch."""

@@ -28,12 +28,12 @@ from .companions import companions_of, read_companions
 from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
 from .shards import open_shard, write_documents
 from .stored import Stored
-from .tensors import DTYPES
+from .tensors import WEIGHT_DTYPES
 
 CONFIG_FILE, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # `load_lora` knows the fields of adapter_config.json in the three tables below; any further field is an error.
-# _MEANINGLESS: fields that affect only training, or nothing beyond the tensors and the scale.
-_MEANINGLESS = frozenset(
+# _IGNORED: fields that affect only training, or nothing beyond the tensors and the scale.
+_IGNORED = frozenset(
     [
         "auto_mapping",
         "base_model_name_or_path",
@@ -178,10 +178,10 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
                     f"{folder / FILE} holds {tensor}, for which {type(model).__name__} has no layer; check it"
                 )
             stored = file.get_slice(tensor)
-            if stored.get_dtype() not in DTYPES or len(stored.get_shape()) != 2 or 0 in stored.get_shape():
+            if stored.get_dtype() not in WEIGHT_DTYPES or len(stored.get_shape()) != 2 or 0 in stored.get_shape():
                 raise ValueError(
                     f"{folder / FILE}: {tensor} is {stored.get_dtype()} of shape {stored.get_shape()}; it must be a "
-                    f"matrix of {', '.join(DTYPES)}"
+                    f"matrix of {', '.join(WEIGHT_DTYPES)}"
                 )
             found.setdefault(match[1], {})[match[2]] = stored
         sources: dict[str, _Source] = {}  # by the name of our layer
@@ -263,7 +263,7 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:
     """Raises ValueError for an unknown field of adapter_config.json, or an unsupported value."""
     for field, value in config.items():
-        if field in _MEANINGLESS or field in _READ:
+        if field in _IGNORED or field in _READ:
             continue
         if field not in _PLAIN:
             raise ValueError(
@@ -288,11 +288,11 @@ def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], fi
     """Raises ValueError for ranks or scales of single layers, except where one adapter joins several of ours."""
     times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
     for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
-        said = config.get(field)
-        given = {} if said is None else as_type(dict[str, Any], said, f"{file}: {field}")
+        value = config.get(field)
+        pattern = {} if value is None else as_type(dict[str, Any], value, f"{file}: {field}")
         own = {name: n * one for name, n in times.items() if n > 1}
-        if given != own:
-            raise ValueError(f"{file}: {field} {given!r} is not supported; it may be {own!r}")
+        if pattern != own:
+            raise ValueError(f"{file}: {field} {pattern!r} is not supported; it may be {own!r}")
 
 
 def _as_one(parts: dict[int, tuple[Tensor, Tensor]], of: int) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,8 @@ def write_summed(
 
     def with_sums() -> Iterable[Tensor]:
         each = iter(tensors)  # `zip` would keep a tensor alive until the next is made
-        for name, (dtype, given) in shapes.items():
-            shape = tuple(given)
+        for name, (dtype, sizes) in shapes.items():
+            shape = tuple(sizes)
             starts = (0,) * len(shape)
             tensor = next(each)
             part = StoredPart(starts, shape, path.name, positional_sum(tensor, shape, starts))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..data.tokenizer import CHAT_FOLDER, FILES, TOKENIZER_FILE, Tokenizer, with_named_templates
-from ..documents import leads_out, parse_json, read_plain
+from ..documents import links_outside, parse_json, read_plain
 from .fields import COMPANIONS
 from .manifest import Manifest
 
@@ -62,9 +62,9 @@ class Companions:
             return self
         named = dict(tokenizer.files)
         known = self.files.get(TOKENIZER_FILE)
-        kept = self if known is None or known == named.get(TOKENIZER_FILE) else Companions()
-        end = kept.fields.get(_END)
-        return Companions({**kept.fields, _END: tokenizer.end if end is None else end}, {**kept.files, **named})
+        base = self if known is None or known == named.get(TOKENIZER_FILE) else Companions()
+        end = base.fields.get(_END)
+        return Companions({**base.fields, _END: tokenizer.end if end is None else end}, {**base.files, **named})
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json `config`, with the companion fields added."""
@@ -81,7 +81,7 @@ def read_companions(
 ) -> dict[str, bytes]:
     """Reads the named files of a folder, byte for byte; a later save writes these bytes unchanged.
 
-    A link out of the folder (see `leads_out`) is skipped with a warning. check: raises for a damaged file.
+    A link out of the folder (see `links_outside`) is skipped with a warning. check: raises for a damaged file.
     Named chat templates are merged into tokenizer_config.json, see `with_named_templates`.
     Raises ValueError for a .json file without an object, and for a chat template linking out of the folder.
     """
@@ -90,7 +90,7 @@ def read_companions(
         path = folder / name
         if not path.is_file():
             continue
-        if leads_out(path):
+        if links_outside(path):
             warnings.warn(f"{path} is a link out of its folder and is left out; put a copy in its place", stacklevel=3)
             continue
         files[name] = read_plain(path)
@@ -98,7 +98,7 @@ def read_companions(
             parse_json(files[name], str(path), "fetch or save it again")
         check(name, files[name])
     for template in sorted((folder / CHAT_FOLDER).glob("*.jinja")):
-        if not template.is_file() or leads_out(template):
+        if not template.is_file() or links_outside(template):
             raise ValueError(f"{template} is no plain file of its folder; put a copy in its place")
     return with_named_templates(files, folder)
 
@@ -113,9 +113,9 @@ def keep_companions(model: nn.Module, companions: Companions) -> None:
     """Attach a folder's companions to the model. Where the folder has none, the model's earlier companions stay."""
     before = companions_of(model)
     fields = companions.fields if any(each is not None for each in companions.fields.values()) else before.fields
-    kept = replace(before, fields=fields, files=companions.files or before.files)
-    if kept != Companions():
-        setattr(model, _ATTRIBUTE, kept)
+    merged = replace(before, fields=fields, files=companions.files or before.files)
+    if merged != Companions():
+        setattr(model, _ATTRIBUTE, merged)
 
 
 def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from ..families import FAMILIES
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, Manifest
 
 
-def _always(saved: ModelConfig, given: ModelConfig) -> bool:
+def _always(saved: ModelConfig, target: ModelConfig) -> bool:
     return True
 
 
-def _longer_alike(saved: ModelConfig, given: ModelConfig) -> bool:
-    return saved.is_longer_alike and given.is_longer_alike and given.max_seq_len >= saved.max_seq_len
+def _may_lengthen(saved: ModelConfig, target: ModelConfig) -> bool:
+    return saved.is_length_independent and target.is_length_independent and target.max_seq_len >= saved.max_seq_len
 
 
 # Fields that do not affect the function of given weights, each with the condition for two configs to differ.
@@ -28,39 +28,40 @@ MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "attention_dropout": _always,
     "dropout": _always,
     "embedding_dropout": _always,
-    "max_seq_len": _longer_alike,  # may grow, where each position is computed the same for every max_seq_len
+    "max_seq_len": _may_lengthen,  # may grow, where each position is computed the same for every max_seq_len
 }
 
 
-def differences(saved: ModelConfig, given: ModelConfig) -> dict[str, tuple[object, object]]:
+def differences(saved: ModelConfig, target: ModelConfig) -> dict[str, tuple[object, object]]:
     """The fields in which two configs differ with an effect on the function of given weights: name -> (saved, given).
 
     Configs of two families give the single entry "family". Fields in MAY_DIFFER are left out where they may differ.
     """
-    if type(saved) is not type(given):
-        return {"family": (saved.title, given.title)}
-    pairs = {field.name: (getattr(saved, field.name), getattr(given, field.name)) for field in fields(saved)}
+    if type(saved) is not type(target):
+        return {"family": (saved.title, target.title)}
+    pairs = {field.name: (getattr(saved, field.name), getattr(target, field.name)) for field in fields(saved)}
     return {
         name: values
         for name, values in pairs.items()
-        if values[0] != values[1] and not (name in MAY_DIFFER and MAY_DIFFER[name](saved, given))
+        if values[0] != values[1] and not (name in MAY_DIFFER and MAY_DIFFER[name](saved, target))
     }
 
 
-def check_config(saved: ModelConfig, given: ModelConfig, folder: Path, *, beside: str = "") -> None:
-    """Raises ValueError where the same weights would compute something else under `given` than under `saved`.
+def check_config(saved: ModelConfig, target: ModelConfig, folder: Path, *, further_difference: str = "") -> None:
+    """Raises ValueError where the same weights would compute something else under `target` than under `saved`.
 
     The message names each differing field with both values.
 
-    saved: the folder's config, from `config_of`. given: the config of the model to fill with the folder's weights.
-    beside: further differences to add to the message.
+    saved: the folder's config, from `config_of`. target: the config of the model to fill with the folder's weights.
+    further_difference: added to the differences in the message.
     """
-    found = differences(saved, given)
+    found = differences(saved, target)
     if found:
         listed = [f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()]
+        differences_found = "; ".join([*listed, *filter(None, [further_difference])])
         raise ValueError(
-            f"{folder} is of another model: {'; '.join([*listed, *filter(None, [beside])])}. Make the model with the "
-            f"folder's config, or read the model by from_pretrained({str(folder)!r})"
+            f"{folder} is of another model: {differences_found}. Make the model with the folder's config, or read the "
+            f"model by from_pretrained({str(folder)!r})"
         )
 
 

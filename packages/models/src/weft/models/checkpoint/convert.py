@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.tokenizer import CHAT_FOLDER, FILES
-from ..documents import leads_out
+from ..documents import links_outside
 from ..families import make_model
 from .checksums import INDEX_FILE, Sums, write_summed
 from .companions import GENERATION_FILE, Companions
@@ -33,7 +33,7 @@ from .manifest import (
     as_document,
     key_of,
 )
-from .shards import DTYPES, positional_sum, sync_folder, write_shard
+from .shards import STORED_DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, finish_folder, partial_path
 from .stored import widest
@@ -64,7 +64,7 @@ def copy_folder(source: Path, target: Path) -> None:
     """
     paths = sorted(source.iterdir())
     for path in paths:
-        if not path.is_file() or leads_out(path):
+        if not path.is_file() or links_outside(path):
             raise ValueError(f"{path} is no plain file of its folder; put a copy in its place, or remove it")
     with _partial_folder(target):
         for path in paths:
@@ -115,7 +115,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         weights, model = _model(source, config, reader.manifest.tensors)
         check_model(model, reader)
         stored = {name: reader.manifest.tensors[f"{MODEL}{name}"] for name, _ in model.named_parameters()}
-        dtypes = {name: DTYPES[each.dtype] for name, each in stored.items()}
+        dtypes = {name: STORED_DTYPES[each.dtype] for name, each in stored.items()}
         # On the meta device: only the sizes are used.
         parameters = {name: parameter.to(dtypes[name]) for name, parameter in model.named_parameters()}
         opened.enter_context(_partial_folder(target))
@@ -167,7 +167,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
         for filename, names in _files(model, shard_bytes).items():
             shapes = {
                 key_of(f"{MODEL}{name}", (0,) * len(shape)): (
-                    DTYPES[tensors[weights.stored(name).name]().get_dtype()],
+                    STORED_DTYPES[tensors[weights.stored(name).name]().get_dtype()],
                     shape,
                 )
                 for name, shape in names.items()
@@ -197,7 +197,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
 def _unknown_files(source: Path, known: Iterable[str]) -> list[str]:
     """The visible files of a folder outside `known`, sorted. A companion that links out of the folder is outside."""
-    carried = {name for name in known if not (name in (*FILES, GENERATION_FILE) and leads_out(source / name))}
+    carried = {name for name in known if not (name in (*FILES, GENERATION_FILE) and links_outside(source / name))}
     return sorted(path.name for path in source.iterdir() if path.name not in carried and not path.name.startswith("."))
 
 

@@ -90,9 +90,9 @@ COMPANIONS = frozenset(
 _TYPES: Mapping[str, Any] = dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None
 )
-MEANINGLESS = _FILE | COMPANIONS
+IGNORED = _FILE | COMPANIONS
 
-# Fields that change the network of any family, except with the listed values.
+# Fields supported only with the listed values; a family's `fixed` replaces an entry.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -109,7 +109,7 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 class Fields:
     """How one family reads and writes the fields of its config.json. Each family's `weights` module makes its own.
 
-    A field in none of these tables, nor in FIXED or MEANINGLESS, is an error.
+    A field in none of these tables, nor in FIXED or IGNORED, is an error.
     """
 
     model: str  # the model's name in errors
@@ -118,28 +118,30 @@ class Fields:
     required: Collection[str]  # keys of `names` that config.json must have
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
-    elsewhere: Collection[str] = ()  # fields read by the family's `weights` module itself
-    meaningless: Collection[str] = ()  # the family's fields without effect on the network
-    # Sizes for which null means: derived from further sizes, in transformers and in our config. Else null is an
-    # error.
+    read_by_family: Collection[str] = ()  # fields read by the family's `weights` module itself
+    ignored: Collection[str] = ()  # the family's fields without effect on the network
+    # Keys of `names` whose value may be null: the size is then derived from other sizes, in transformers and in our
+    # config. A size of 0 is an error. Null in any other key of `names` is an error; read_by_family, ignored and
+    # IGNORED fields may be null.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The values for our config, by our names. Fields that config.json leaves out are left out.
+        """The values for our config, by our names.
 
-        Raises ValueError for a field that is missing, unknown, null, of the wrong type, or of a value Weft does not
-        support.
+        A missing or null field takes no value, but a missing field in `defaults` takes that default.
+        Raises ValueError for a required field that is missing or null, and for a field that is unknown, null without
+        being `nullable`, of the wrong type, or of a value that Weft does not support.
         """
         for name in self.required:
             if config.get(name) is None:
                 raise ValueError(f"config.json has no {name!r}; a {self.model} needs {', '.join(self.required)}")
         for name, value in config.items():
             self._check(name, value)
-        given = {**self.defaults, **config}
-        return {ours: given[theirs] for theirs, ours in self.names.items() if given.get(theirs) is not None}
+        values = {**self.defaults, **config}
+        return {ours: values[theirs] for theirs, ours in self.names.items() if values.get(theirs) is not None}
 
     def write(self, config: object) -> dict[str, Any]:
-        """The fields of config.json for one of our configs, without the `elsewhere` fields."""
+        """The fields of config.json for one of our configs, without the `read_by_family` fields."""
         written = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
         # Written as null: for an absent id transformers would assume a default of its own.
@@ -159,7 +161,7 @@ class Fields:
             as_type(types_of(self.config)[self.names[name]], value, f"config.json: {name}")
         if name in _TYPES:
             as_type(_TYPES[name], value, f"config.json: {name}")
-        if name in self.names or name in self.elsewhere or name in self.meaningless or name in MEANINGLESS:
+        if name in self.names or name in self.read_by_family or name in self.ignored or name in IGNORED:
             return
         values = self.fixed.get(name, FIXED.get(name))
         if values is None:

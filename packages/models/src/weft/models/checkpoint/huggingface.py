@@ -28,11 +28,10 @@ from .checksums import INDEX_FILE, Sums, write_summed
 from .companions import Companions, companions_of, keep_companions
 from .configs import check_layers, read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
-from .shards import DTYPES as STORED_DTYPES
-from .shards import sync_folder, write_documents, write_file
+from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
 from .states import fill_from
 from .stored import grouped, joined, widest
-from .tensors import DTYPES, SINGLE_FILE, check_tensors, open_tensors, read_slices
+from .tensors import SINGLE_FILE, WEIGHT_DTYPES, check_tensors, open_tensors, read_slices
 
 SHARD_BYTES = 5_000_000_000  # the size of a weights file, as in transformers
 
@@ -84,7 +83,7 @@ def from_pretrained(
             stored = weights.stored(name)
             file = tensors[stored.name]()
             held = stored.slices(local_slices(parameter), tuple(parameter.shape))
-            part = stored.restored(read_slices(file, held)).to(device, dtype or DTYPES[file.get_dtype()])
+            part = stored.restored(read_slices(file, held)).to(device, dtype or WEIGHT_DTYPES[file.get_dtype()])
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
@@ -172,7 +171,9 @@ def _from_checkpoint(
     with torch.device("meta"):
         model = make_model(own_config)
     stored = {name: manifest.tensors.get(f"{MODEL}{name}") for name, _ in model.named_parameters()}
-    dtypes = {name: dtype or (torch.float32 if each is None else DTYPES[each.dtype]) for name, each in stored.items()}
+    dtypes = {
+        name: dtype or (torch.float32 if each is None else WEIGHT_DTYPES[each.dtype]) for name, each in stored.items()
+    }
     _replace(model, {each: nn.Parameter(each.to(dtypes[name])) for name, each in model.named_parameters()})
     if mesh is not None:
         model = parallelize(model, mesh, plan)

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: the tensors, which file holds which part of each, and the checksums of all files.
 
-The manifest is JSON and is written last, so a folder with a manifest is complete. Nothing here needs torch.
-
-Checks that a tensor's parts in a manifest cover the tensor exactly once. Nothing here needs torch.
+The manifest is JSON and is written last, so a folder with a manifest is complete. Reading a manifest also checks that
+the parts of each tensor cover the tensor exactly once. Nothing here needs torch.
 """
 
 from __future__ import annotations

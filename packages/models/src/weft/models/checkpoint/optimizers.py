@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..parallel.parallelize import pipeline_of
 from .manifest import OPTIMIZER, Manifest
-from .shards import DTYPES
+from .shards import STORED_DTYPES
 
 _UNTRIED = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
 # Options for a trial step, which affect how the step is computed, but not which state the optimizer keeps.
@@ -48,10 +48,10 @@ def state_to_fill(
         for key in keys:
             tensor = manifest.tensors[f"{OPTIMIZER}{name}.{key}"]
             if tensor.shape == tuple(parameter.shape):
-                values[key] = torch.zeros_like(parameter, dtype=DTYPES[tensor.dtype], requires_grad=False)
+                values[key] = torch.zeros_like(parameter, dtype=STORED_DTYPES[tensor.dtype], requires_grad=False)
             else:  # the step count, which torch keeps on the device only if its kernel reads the count there
                 device = parameter.device if on_device else "cpu"
-                values[key] = torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
+                values[key] = torch.zeros(tensor.shape, dtype=STORED_DTYPES[tensor.dtype], device=device)
         found[name] = (parameter, values)
     return found
 
@@ -77,13 +77,13 @@ def check_optimizer(
             f"{folder} has the state of an optimizer with {saved['groups']} groups of parameters, and this "
             f"{own['kind']} has {own['groups']}; {remedy}"
         )
-    groups, kept = _groups(optimizer), {}
+    groups, state_names = _groups(optimizer), {}
     for name, parameter, keys in _stored(model, optimizer, manifest):
         group = groups[parameter]
         kind = id(group), parameter.ndim, parameter.dtype
-        if kind not in kept:
-            kept[kind] = _keys_of(optimizer, group, parameter)
-        wanted = kept[kind]
+        if kind not in state_names:
+            state_names[kind] = _keys_of(optimizer, group, parameter)
+        wanted = state_names[kind]
         if wanted is not None and wanted != set(keys):
             differ = [
                 f"it {verb} {', '.join(sorted(names))}"

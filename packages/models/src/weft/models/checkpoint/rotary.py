@@ -102,12 +102,12 @@ class _Kind:
     make: type[Any]  # our class
     names: Mapping[str, str]  # Hugging Face's name -> our field
     optional: tuple[str, ...] = ()  # keys of `names` that may be absent
-    others: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
+    unmapped: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
 
 
 _KINDS: Mapping[str, _Kind] = {
     "linear": _Kind(LinearRopeScaling, {"factor": "factor"}),
-    "dynamic": _Kind(DynamicRopeScaling, {"factor": "factor"}, others=(_ORIGINAL,)),
+    "dynamic": _Kind(DynamicRopeScaling, {"factor": "factor"}, unmapped=(_ORIGINAL,)),
     "llama3": _Kind(
         Llama3RopeScaling,
         {
@@ -128,7 +128,7 @@ _KINDS: Mapping[str, _Kind] = {
             "truncate": "truncate",
         },
         optional=(_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate"),
-        others=("mscale", "mscale_all_dim"),
+        unmapped=("mscale", "mscale_all_dim"),
     ),
 }
 
@@ -141,10 +141,10 @@ def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     rope: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        given = config.get(name)
-        if not isinstance(given, Mapping | None):
-            raise ValueError(f"config.json: {name} is {given!r}; give an object of settings, or null")
-        settings |= given or {}
+        section = config.get(name)
+        if not isinstance(section, Mapping | None):
+            raise ValueError(f"config.json: {name} is {section!r}; give an object of settings, or null")
+        settings |= section or {}
     for name in _TYPES:
         for each in (settings, config):
             as_type(_TYPES[name], each.get(name), f"config.json: {name}")
@@ -181,7 +181,7 @@ def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> R
     if name not in _KINDS:
         raise ValueError(f"config.json: rope type {name!r} is not supported; use one of default, {', '.join(_KINDS)}")
     kind = _KINDS[name]
-    _check_known(name, settings, (*kind.names, *kind.others))
+    _check_known(name, settings, (*kind.names, *kind.unmapped))
     missing = [theirs for theirs in kind.names if theirs not in kind.optional and settings.get(theirs) is None]
     if missing:
         raise ValueError(f"config.json: the {name!r} rope scaling has no {', '.join(missing)}; add it")

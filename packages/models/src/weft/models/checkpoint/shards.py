@@ -16,7 +16,7 @@ from torch import Tensor
 from ..terminal import one_line
 from .manifest import StoredFile
 
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -30,7 +30,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 64  # bytes, as torch allocates: on differently aligned memory, torch sums a tensor in another order
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer headers

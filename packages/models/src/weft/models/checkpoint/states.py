@@ -25,19 +25,20 @@ from .configs import check_config, own_config, saved_config
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
 from .optimizers import check_optimizer, describe_optimizer, state_to_fill
 from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
-from .shards import DTYPES
+from .shards import STORED_DTYPES
 from .storage import FolderReader, FolderWriter, check_sums, partial_path
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and rank 0's documents.
+    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and the documents.
 
+    Every rank's snapshot has documents; only rank 0's are written.
     Made by `snapshot`. A run copies the snapshot to CPU memory and writes the copy in the background.
     """
 
     parts: Mapping[str, Part]  # by tensor name
-    documents: Mapping[str, bytes]  # contents by file name; written by rank 0
+    documents: Mapping[str, bytes]  # contents by file name
     optimizer: Mapping[str, Any] | None = None  # from `describe_optimizer`; None without an optimizer
 
     def copied(self, into: Snapshot | None = None) -> Snapshot:
@@ -49,12 +50,11 @@ class Snapshot:
         parts = {name: part.copied(earlier.get(name)) for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.values.nbytes for part in self.parts.values())
-
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Writes the checkpoint, see `save_checkpoint`. group: of all ranks; for this call's use alone."""
+        """Writes the checkpoint, see `save_checkpoint`.
+
+        group: all ranks; nothing else may use it during the call.
+        """
         try:
             with _quietly():
                 save(
@@ -96,7 +96,7 @@ def save_checkpoint(
 ) -> None:
     """Writes the model and the optimizer's state, for `load_checkpoint` to read under any plan.
 
-    Nothing is gathered: each rank writes local parts, and a part held by several ranks is written once. The folder
+    No tensor is gathered: each rank writes local parts, and a part held by several ranks is written once. The folder
     appears complete or not at all.
     The folder also gets the model's config.json, if the model belongs to a family, and the model's tokenizer and
     further companions, see `from_pretrained`. A subclass computing otherwise than its family is saved without a
@@ -115,7 +115,7 @@ def load_checkpoint(
     """Fills the model's parameters and the optimizer's state from a checkpoint, whatever plan it was saved under.
 
     Each rank reads only local slices and verifies the stored checksums.
-    The model's config must be the checkpoint's, except for fields without effect on the function of given weights:
+    The model's config must be the checkpoint's, except for fields that do not change what the same weights compute:
     dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model from outside
     is compared by the names and shapes of its parameters.
     No value is rounded: a parameter's dtype may be wider than the stored dtype, not narrower.
@@ -140,13 +140,13 @@ def fill_from(
     *,
     rounding: bool = False,
 ) -> FolderReader:
-    """`load_checkpoint`. rounding: allow parameters of narrower dtypes than the stored ones."""
+    """As `load_checkpoint`; with `rounding`, parameters may be narrower than stored. Called by `from_pretrained`."""
     with FolderReader(Path(folder)) as reader:
         manifest = reader.manifest
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
         saved, own = saved_config(manifest, reader.folder), own_config(model)
         if saved is not None and own is not None:
-            check_config(saved, own, reader.folder, beside=tensors_that_differ(model, reader) or "")
+            check_config(saved, own, reader.folder, further_difference=tensors_that_differ(model, reader) or "")
         check_model(model, reader)
         _check_own_part(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
@@ -169,7 +169,7 @@ def fill_from(
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
-    """The `run` given to `save_checkpoint`. Raises as `Manifest.read`."""
+    """The `run` given to `save_checkpoint`, for a user's own program. Raises as `Manifest.read`."""
     return Manifest.read(Path(folder)).document(Path(folder), RUN)
 
 
@@ -240,7 +240,7 @@ def _check_own_part(
 def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
     """Raises ValueError where a parameter's dtype cannot hold every value of the stored dtype."""
     parameters = dict(model.named_parameters())
-    stored = {name: DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
+    stored = {name: STORED_DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
     rounded = [name for name, each in parameters.items() if torch.promote_types(each.dtype, stored[name]) != each.dtype]
     if rounded:
         first, more = rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""

@@ -30,8 +30,8 @@ from torch.futures import Future
 from ..terminal import one_line
 from .manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredFile, StoredPart, StoredTensor, key_of
 from .shards import (
-    DTYPES,
     NAMES,
+    STORED_DTYPES,
     open_shard,
     positional_sum,
     read_header,
@@ -226,7 +226,7 @@ class FolderReader(StorageReader):
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=DTYPES[stored.dtype]),
+                    properties=TensorProperties(dtype=STORED_DTYPES[stored.dtype]),
                     size=torch.Size(stored.shape),
                     chunks=[
                         ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in stored.parts

@@ -31,9 +31,9 @@ class Stored:
 
     def slices(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
         """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's."""
-        first, *others = slices
+        first, *rest = slices
         start = self.part * shape[0]
-        found = (slice(start + first.start, start + first.stop), *others)
+        found = (slice(start + first.start, start + first.stop), *rest)
         return found[::-1] if self.transposed else found
 
     def place(self, whole: Tensor) -> Tensor:
@@ -74,13 +74,13 @@ def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
 
     The dtype is the narrowest to hold the values of all parameters without rounding.
     """
-    given = list(parts)
-    first, tensor = given[0]
-    assert sorted(stored.part for stored, _ in given) == list(range(first.parts)), "every part is given once"
+    pairs = list(parts)
+    first, tensor = pairs[0]
+    assert sorted(stored.part for stored, _ in pairs) == list(range(first.parts)), "every part is given once"
     if first.parts == 1 and not first.transposed:
         return tensor
-    whole = tensor.new_empty(first.shape(tuple(tensor.shape)), dtype=widest([each.dtype for _, each in given]))
-    for stored, tensor in given:
+    whole = tensor.new_empty(first.shape(tuple(tensor.shape)), dtype=widest([each.dtype for _, each in pairs]))
+    for stored, tensor in pairs:
         stored.place(whole).copy_(tensor)
     return whole
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_type, check_plain_name, leads_out, read_json
+from ..documents import as_type, check_plain_name, links_outside, read_json
 from .checksums import INDEX_FILE, Sums
 from .shards import open_shard
 from .stored import Repeats
 
 SINGLE_FILE = "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROWS = 1 << 14  # rows in memory at a time, of each of two compared tensors
 
 Opened = Callable[[], Any]  # returns the slices of a tensor
@@ -37,7 +37,7 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
     for filename in weight_files(folder):
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
-        if leads_out(folder / filename):
+        if links_outside(folder / filename):
             target = (folder / filename).resolve()
             warnings.warn(
                 f"{folder / filename} is a link out of its folder: the weights in {target} are read", stacklevel=2
@@ -105,8 +105,8 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path,
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {_listed(missing)}; check config.json against the files")
-    others = {name: weights.repetition(name, model.config) for name in tensors if name not in shapes}
-    unexpected = [name for name, repeats in others.items() if repeats is None]
+    repetitions = {name: weights.repetition(name, model.config) for name in tensors if name not in shapes}
+    unexpected = [name for name, repeats in repetitions.items() if repeats is None]
     if unexpected:
         raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
     for name, shape in shapes.items():
@@ -115,9 +115,9 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path,
             raise ValueError(
                 f"{folder}: {name} has shape {tuple(stored.get_shape())}, but config.json makes it {shape}; check it"
             )
-        if stored.get_dtype() not in DTYPES:
-            raise ValueError(f"{folder}: {name} is {stored.get_dtype()}; save it as one of {', '.join(DTYPES)}")
-    for name, repeats in others.items():
+        if stored.get_dtype() not in WEIGHT_DTYPES:
+            raise ValueError(f"{folder}: {name} is {stored.get_dtype()}; save it as one of {', '.join(WEIGHT_DTYPES)}")
+    for name, repeats in repetitions.items():
         if not _is_repetition(tensors[name](), repeats, tensors):
             raise ValueError(f"{folder}: {name} is not {repeats.what}; {repeats.remedy}")
 
@@ -154,6 +154,6 @@ def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
     """A slice of a stored tensor in memory of its own; safetensors may return a view of the whole tensor's memory."""
     shape = [s.stop - s.start for s in part]
     if 0 in shape:
-        return torch.empty(shape, dtype=DTYPES[stored.get_dtype()])
+        return torch.empty(shape, dtype=WEIGHT_DTYPES[stored.get_dtype()])
     tensor: Tensor = stored[part].contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -28,8 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM
 
         print(f"\n{PROGRAM} {command}: {INTERRUPTED}", file=sys.stderr)
-        # If KeyboardInterrupt has left an `exec`, which dataclasses use, Python exits by SIGINT unless a later `exec`
-        # succeeds.
-        exec("")
+        _forget_interrupt()
         status = INTERRUPTED_STATUS
     sys.exit(status)
+
+
+def _forget_interrupt() -> None:
+    """Makes Python exit with the given status after a KeyboardInterrupt has left an `exec`, which dataclasses use.
+
+    Python would exit by SIGINT instead, unless a later `exec` succeeds.
+    """
+    exec("")

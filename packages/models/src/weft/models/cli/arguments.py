@@ -53,7 +53,7 @@ def parse(
             prog=f"{PROGRAM} {command}",
             description=wrapped(about, width),
             compact_help=width < compact_below,
-            console_outputs=speaks(),
+            console_outputs=is_printing_rank(),
             config=(tyro.conf.AvoidSubcommands,),  # a recipe without a rope scaling gets no subcommand to choose one
         )
     except SystemExit as end:
@@ -100,7 +100,7 @@ def _one_line(text: str) -> str:
 
 
 @contextmanager
-def refusing(command: str) -> Iterator[None]:
+def report_bad_input(command: str) -> Iterator[None]:
     """Context that reports unusable input (a ValueError) in one line and exits with status 2.
 
     Other exceptions keep their traceback.
@@ -115,12 +115,12 @@ def refusing(command: str) -> Iterator[None]:
         sys.exit(2)
 
 
-def speaks() -> bool:
+def is_printing_rank() -> bool:
     """Whether this process prints for all of a launcher's processes. True for rank 0, and without a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _wait_for_rank_0() -> None:
     """Wait on ranks above 0 until rank 0 has printed the same error and the launcher has ended this process."""
-    if not speaks():
+    if not is_printing_rank():
         time.sleep(SILENT_SECONDS)

@@ -48,7 +48,7 @@ def call(command: str, arguments: Sequence[str]) -> int:
     do other work (`WORKING`) continue.
     """
     try:
-        with printing(ends=command not in WORKING):
+        with printing(raises=command not in WORKING):
             return _call(command, arguments)
     except NotPrinted as error:
         if isinstance(error.cause, BrokenPipeError):

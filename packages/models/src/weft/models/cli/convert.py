@@ -11,7 +11,7 @@ import tyro
 from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
-from .arguments import parse, refusing
+from .arguments import parse, report_bad_input
 
 ABOUT = f"""\
   Converts a run, or a checkpoint of a run, to a folder for transformers; or a folder for transformers to a \
@@ -46,7 +46,7 @@ class ConvertOptions:
 
 def run(arguments: list[str]) -> int:
     options = parse(ConvertOptions, arguments, command="convert", about=ABOUT)
-    with refusing("convert"):
+    with report_bad_input("convert"):
         source, target = options.source, options.target
         is_model = (source / MANIFEST).is_file() or (source / CONFIG).is_file()
         found = source if is_model else find_checkpoint(source)

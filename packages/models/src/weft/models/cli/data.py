@@ -17,7 +17,7 @@ import tyro
 
 from ..data.inputs import Columns
 from ..terminal import PROGRAM, printable, wrapped
-from .arguments import parse, refusing
+from .arguments import parse, report_bad_input
 
 MIB = 1 << 20
 NAMED = 3  # left-out files whose names are printed
@@ -175,7 +175,7 @@ def run(arguments: list[str]) -> int:
 def _prepare(arguments: list[str]) -> int:
     """`weft data prepare`."""
     options = parse(PrepareOptions, arguments, command="data prepare", about=PREPARE)
-    with refusing("data prepare"):
+    with report_bad_input("data prepare"):
         from ..data.prepare import prepare
         from ..data.tokenizer import find_tokenizer
 
@@ -229,18 +229,19 @@ def _prepare(arguments: list[str]) -> int:
 def _train_tokenizer(arguments: list[str]) -> int:
     """`weft data train-tokenizer`."""
     options = parse(LearnOptions, arguments, command="data train-tokenizer", about=LEARN)
-    with refusing("data train-tokenizer"):
+    with report_bad_input("data train-tokenizer"):
         from ..data.learn import train_tokenizer
 
         _check_inputs(options.inputs)
-        made = train_tokenizer(
+        tokenizer = train_tokenizer(
             options.inputs,
             options.output,
             vocab_size=options.vocab_size,
             columns=Columns(field=options.field, column=options.column, skip_bad=options.skip_bad),
         )
     print(
-        f"saved {options.output}: a tokenizer of {made.vocab_size:,} tokens; each document ends with token {made.end}"
+        f"saved {options.output}: a tokenizer of {tokenizer.vocab_size:,} tokens; each document ends with "
+        f"token {tokenizer.end}"
     )
     print(f"next  {PROGRAM} data prepare INPUT --tokenizer {shlex.quote(str(options.output))} --output FOLDER")
     return 0
@@ -249,7 +250,7 @@ def _train_tokenizer(arguments: list[str]) -> int:
 def _verify(arguments: list[str]) -> int:
     """`weft data verify`."""
     options = parse(VerifyOptions, arguments, command="data verify", about=VERIFY)
-    with refusing("data verify"):
+    with report_bad_input("data verify"):
         from ..data.sources import verify
 
         manifest = verify(options.folder)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, TrainConfig
-from ..train.launch import gpu_count, processes_for
+from ..train.gpus import gpu_count
+from ..train.launch import processes_for
 from ..train.run import axes_of, mesh_sizes, title_of
-from .arguments import refusing
-from .settings import base_of, configured, origin_of, settled
+from .arguments import report_bad_input
+from .settings import base_of, configured, origin_of, with_complete_plan
 
 ABOUT = f"""\
   Shows what a step of `{PROGRAM} train` would do on any mesh, computed from shapes alone: no process is started, and \
@@ -45,7 +46,7 @@ Exit status
 
 
 def run(arguments: list[str]) -> int:
-    with refusing("explain"):
+    with report_bad_input("explain"):
         own, rest = _own().parse_known_args(arguments)
         name, config = configured(rest, own.config, command="explain", about=ABOUT)
         config, axes = _settle(
@@ -87,7 +88,7 @@ def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[
     elif config.data.batch_size == base.data.batch_size:
         least = dp * (config.plan.microbatches or mesh.pp)
         config = replace(config, data=replace(config.data, batch_size=max(config.data.batch_size, least)))
-    config = settled(config, dp=dp, cp=cp, tp=tp)
+    config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)
     return config, axes_of(pp=mesh.pp, dp=dp, cp=cp, tp=tp)
 
 

@@ -11,12 +11,12 @@ from typing import Annotated
 import tyro
 
 from ..checkpoint.manifest import find_manifest
-from ..checks import MOST_NEW_TOKENS
+from ..checks import check_drawing
 from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, byte_tokenizer, find_tokenizer
 from ..documents import as_type, read_json
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
-from .arguments import parse, refusing
+from .arguments import parse, report_bad_input
 
 ABOUT = f"""\
   Continues a text with a trained model, on one process, and prints the text and each token as it is drawn. The prompt \
@@ -61,9 +61,7 @@ class GenerateOptions:
 
 def run(arguments: list[str]) -> int:
     options = parse(GenerateOptions, arguments, command="generate", about=ABOUT)
-    with refusing("generate"):
-        if not options.prompt:
-            raise ValueError("--prompt is empty; give a text to continue")
+    with report_bad_input("generate"):
         _check(options)
         folder = find_checkpoint(options.folder)
         tokenizer = _find_tokenizer(folder)
@@ -105,14 +103,13 @@ def _check(options: GenerateOptions) -> None:
         # Python keeps an invalid byte of the shell as half a surrogate pair
         byte = ord(options.prompt[error.start]) & 0xFF
         raise ValueError(f"--prompt is not UTF-8: byte 0x{byte:02x} at character {error.start}; convert it") from None
-    if not 0 <= options.tokens <= MOST_NEW_TOKENS:
-        raise ValueError(f"--tokens is {options.tokens}; it must be 0 or more, and at most {MOST_NEW_TOKENS:,}")
-    if not 0 <= options.temperature < float("inf"):
-        raise ValueError(f"--temperature is {options.temperature}; it must be >= 0, and 0 takes the likeliest token")
-    if options.top_k is not None and options.top_k < 1:
-        raise ValueError(f"--top-k is {options.top_k}; it must be 1 or more")
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise ValueError(f"--top-p is {options.top_p}; it must be above 0, and at most 1")
+    check_drawing(
+        max_new_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        names={"max_new_tokens": "--tokens", "temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p"},
+    )
 
 
 def _find_tokenizer(folder: Path) -> Tokenizer:

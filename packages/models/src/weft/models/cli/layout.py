@@ -12,7 +12,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extension import WIDTH, coloured
 
 from ..terminal import PROGRAM
-from .arguments import parse, refusing
+from .arguments import parse, report_bad_input
 
 DRAWN = 2**20  # most ranks of a mesh that is drawn, which takes 0.1 s
 PLANNED = 1024  # most ranks of a plan: the bytes of every rank are computed, which takes 10 s
@@ -65,7 +65,7 @@ class LayoutOptions:
 def run(arguments: list[str]) -> int:
     options = parse(LayoutOptions, arguments, command="layout", about=ABOUT)
     console = Console(highlight=False, soft_wrap=True)
-    with refusing("layout"):
+    with report_bad_input("layout"):
         text = _explained(options, console.width)
     console.print(coloured(text))
     return 0

@@ -1,6 +1,6 @@
 """The configuration of a run from the arguments of `weft train` or `weft explain`, checked before torch is imported.
 
-What `--resume` implies for the arguments: the checkpoint, the earlier run's configuration, and the mesh.
+`--resume` implies values for the arguments: the checkpoint, the earlier run's configuration, and the mesh.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..config import ModelConfig
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, OptimizerConfig, TrainConfig
 from ..train.folder import CONFIG, find_to_resume, newest_complete
-from ..train.initial_weights import contradictions, find_model, find_origin, model_of
-from ..train.launch import CPU_PROCESSES, gpu_count, launched_processes, processes_for
+from ..train.from_folder import contradictions, find_model, find_origin, model_of
+from ..train.gpus import gpu_count
+from ..train.launch import CPU_PROCESSES, launched_processes, processes_for
 from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
-from ..train.run import mesh_sizes, settled_plan
+from ..train.run import complete_plan, mesh_sizes
 from ..train.toml import check_sum, read_toml
 from .arguments import parse
 
@@ -41,18 +42,18 @@ def configured(
     about: the help text, with {recipes} for the list of recipes and {default} for the default recipe.
     Raises ValueError for input that cannot be used, such as a --model option that contradicts the folder of --from.
     """
-    given = list(arguments)
-    asked = given.pop(0) if given and not given[0].startswith("-") else None
+    own_arguments = list(arguments)
+    requested = own_arguments.pop(0) if own_arguments and not own_arguments[0].startswith("-") else None
     of_file, options = (None, []) if file is None else read_toml(file)
-    before = config_to_resume([*options, *given])
+    before = config_to_resume([*options, *own_arguments])
     if before is not None:
         check_sum(before)
-    not_resumed = names_not_resumed([*options, *given])
+    not_resumed = names_not_resumed([*options, *own_arguments])
     of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_resumed)
-    every = [*options_of_run, *options, *given]
+    every = [*options_of_run, *options, *own_arguments]
     model = _model_options().parse_known_args(every)[0]
     is_outside = model.from_ is not None or model.model_class is not None
-    name = asked or of_file or of_run or (None if is_outside else DEFAULT_RECIPE)
+    name = requested or of_file or of_run or (None if is_outside else DEFAULT_RECIPE)
     for path, known in ((file, of_file), (before, of_run)):
         if known not in (None, name):
             raise ValueError(f"config {path} is of the recipe {known}, but {name} is asked for; leave out one of them")
@@ -85,10 +86,10 @@ def configured(
         outside = _outside_config(model.model_class, every, command)
     config = base_of(name, origin, outside)
     if options_of_run:
-        config = on_a_mesh_that_fits(parsed(options_of_run, config, before), [*options, *given])
+        config = on_a_mesh_that_fits(parsed(options_of_run, config, before), [*options, *own_arguments])
     if options:
         config = parsed(options, config, file)
-    return name, parsed(with_resume(given), config)
+    return name, parsed(with_resume(own_arguments), config)
 
 
 def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None = None) -> TrainConfig:
@@ -127,10 +128,10 @@ def origin_of(config: TrainConfig) -> Path | None:
     return find_origin(config.from_, checkpoint_to_resume(config.output, config.resume))
 
 
-def settled(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
+def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
     """The configuration with its plan settled for the mesh. Raises ValueError if the plan is impossible on the mesh."""
     check_tensor_parallel(config.model, tp)
-    return replace(config, plan=settled_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
+    return replace(config, plan=complete_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
 
 
 def _model_options() -> argparse.ArgumentParser:
@@ -154,10 +155,12 @@ def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelC
     With --help, shows these options and exits. Raises ValueError for a class that cannot be found.
     """
     wrapper = make_dataclass("Options", [("model", config_class_of(name))], frozen=True, kw_only=True)
-    asked = [each for each in arguments if each in ("-h", "--help", "--help-verbose")]
+    help_flags = [each for each in arguments if each in ("-h", "--help", "--help-verbose")]
     about = f"  The options of the model {name}. `{PROGRAM} {command} --help` has all others.\n"
-    given: Any = parse(wrapper, asked or _options_of_model(arguments), command=f"{command} --model {name}", about=about)
-    found: ModelConfig = given.model
+    parsed: Any = parse(
+        wrapper, help_flags or _options_of_model(arguments), command=f"{command} --model {name}", about=about
+    )
+    found: ModelConfig = parsed.model
     return found
 
 
@@ -175,8 +178,8 @@ def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> 
     unset: list[Any] = [(name, hints[name], field(default=getattr(model, name))) for name in names]
     unchecked = make_dataclass(type(model).__name__, unset, frozen=True, kw_only=True)
     wrapper = make_dataclass("Options", [("model", unchecked, field(default=unchecked()))], frozen=True, kw_only=True)
-    given: Any = parse(wrapper, options, command="train --from FOLDER", about="").model
-    values = {name: getattr(given, name) for name in names}
+    parsed: Any = parse(wrapper, options, command="train --from FOLDER", about="").model
+    values = {name: getattr(parsed, name) for name in names}
     found = [
         f"--model.{name.replace('_', '-')} {value!r} contradicts {name} {known!r} of --from {path}"
         for name, known, value in contradictions(model, values)
@@ -207,11 +210,11 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
 
 def config_to_resume(arguments: Sequence[str]) -> Path | None:
     """The config.toml of the run to resume; None for a new run, or without such a file."""
-    given, _ = resume_options().parse_known_args(arguments)
-    if given.resume is None:
+    options, _ = resume_options().parse_known_args(arguments)
+    if options.resume is None:
         return None
-    path = Path(given.resume)
-    folders = [given.output] if given.resume == NEWEST else [path, path.parent]
+    path = Path(options.resume)
+    folders = [options.output] if options.resume == NEWEST else [path, path.parent]
     return next((folder / CONFIG for folder in folders if folder is not None and (folder / CONFIG).is_file()), None)
 
 
@@ -236,8 +239,8 @@ def names_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
     The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are
     kept.
     """
-    given, _ = resume_options().parse_known_args(arguments)
-    return ("output", "resume", "profile", *(() if given.resume == NEWEST else ("track",)))
+    options, _ = resume_options().parse_known_args(arguments)
+    return ("output", "resume", "profile", *(() if options.resume == NEWEST else ("track",)))
 
 
 def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
@@ -254,20 +257,20 @@ def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
     return mesh_sizes(mesh, count, exact=False)
 
 
-def on_a_mesh_that_fits(config: TrainConfig, given: Sequence[str]) -> TrainConfig:
+def on_a_mesh_that_fits(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     """The config of a resumed run, without its mesh if the mesh cannot be used again.
 
     It cannot if the command gives another mesh, or if there are too few processes.
-    given: the arguments of the command.
+    arguments: the arguments of the command.
     """
     try:
         sizes_for_processes(config)
-        fits = not any(each.startswith("--mesh.") for each in given)
+        fits = not any(each.startswith("--mesh.") for each in arguments)
     except ValueError:
         fits = False
     if fits:
         return config
     plan = config.plan
-    if not any(each.startswith("--mesh.pp") for each in given):
+    if not any(each.startswith("--mesh.pp") for each in arguments):
         plan = replace(plan, schedule=None, split=None)  # these belong to the old pipeline
     return replace(config, mesh=MeshConfig(), plan=plan)

@@ -10,21 +10,22 @@ from pathlib import Path
 
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
 from ..terminal import PROGRAM
-from ..train.checkpoints import check_same_run, logged_of, read_saved
 from ..train.config import TrainConfig
-from ..train.folder import check_again, check_new, checkpoints, find_to_resume, newest_complete
-from ..train.initial_weights import check_same_model, check_tokens
-from ..train.launch import adopt_launcher, check_world, gpu_count, launch
+from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
+from ..train.from_folder import check_same_model, check_tokens
+from ..train.gpus import gpu_count
+from ..train.launch import adopt_launcher, check_world, launch
+from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_class
-from ..train.optimizer import unfinished_warmup
 from ..train.report import describe
-from ..train.results import check_trackers
 from ..train.run import Run, title_of
+from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
-from .arguments import refusing, speaks
-from .settings import NEWEST, base_of, configured, origin_of, settled, sizes_for_processes
+from ..train.trackers import check_trackers
+from .arguments import is_printing_rank, report_bad_input
+from .settings import NEWEST, base_of, configured, origin_of, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\
   Trains a model on a text, whose bytes are the tokens, or on prepared tokens. Runs on a mesh of processes: one per \
@@ -73,18 +74,18 @@ Exit status
 
 
 def run(arguments: list[str]) -> int:
-    with refusing("train"):
+    with report_bad_input("train"):
         adopt_launcher()
         files, rest = _files().parse_known_args(arguments)
-        made, gpus = _settle(rest, files.config)
+        new_run, gpus = _settle(rest, files.config)
         if files.print_config:
-            print(as_toml(made.recipe, made.resolved), end="")
+            print(as_toml(new_run.recipe, new_run.resolved), end="")
             return 0
         check_world(os.environ)
-        room = check_room(made, gpus=gpus)
-    if speaks():
-        print("\n".join([describe(made, gpus=gpus), *made.notes, *room]), flush=True)
-    return launch(made, gpus=gpus)
+        room = check_room(new_run, gpus=gpus)
+    if is_printing_rank():
+        print("\n".join([describe(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
+    return launch(new_run, gpus=gpus)
 
 
 def _files() -> argparse.ArgumentParser:
@@ -102,7 +103,7 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     base = base_of(name, origin, config.model if config.model_class is not None else None)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
-    config = settled(config, dp=dp, cp=cp, tp=tp)
+    config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)
     corpus = find_data(config.data.path, config.data.mixture)
     check_vocabulary(corpus, config.model.vocab_size)
     check_enough(corpus, config.data.sequence_length)
@@ -124,24 +125,24 @@ def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         *_lengthened(config, base, title),
     ]
     notes += unfinished_warmup(config.optimizer, config.steps)
-    made = Run(
+    new_run = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder,
         resume=resume, origin=origin if resume is None else None, base=base,
     )  # fmt: skip
-    if made.origin is not None:
-        notes = [f"begins with the model of {made.origin}", *notes]
+    if new_run.origin is not None:
+        notes = [f"begins with the model of {new_run.origin}", *notes]
     if resume is not None:
         saved = read_saved(resume)
         # on rank 0 alone: it may be cutting the file while other ranks would read
-        if speaks():
+        if is_printing_rank():
             if (logged := logged_of(saved, resume, folder)) is not None:
                 check_logged(folder / METRICS, logged)
             read_logged(folder / METRICS, saved.get("step", 0))
-        notes = [*notes, f"goes on from {resume}", *check_same_run(saved, made)]
+        notes = [*notes, f"goes on from {resume}", *check_same_run(saved, new_run)]
         check_same_model(resume, config.model)
         if "config" not in saved:  # a converted checkpoint: no run's document names the data
             check_tokens(f"--resume {resume}", resume, config.model, corpus)
-    return replace(made, notes=tuple(notes)), gpu_count()
+    return replace(new_run, notes=tuple(notes)), gpu_count()
 
 
 def _lengthened(config: TrainConfig, base: TrainConfig, title: str) -> list[str]:
@@ -165,8 +166,8 @@ def _folder_and_checkpoint(config: TrainConfig, name: str) -> tuple[Path, Path |
                 "--resume without a PATH continues the run in --output; give --output too, or --resume PATH"
             )
         if folder.exists():
-            if speaks():
-                check_again(folder)
+            if is_printing_rank():
+                check_resumable(folder)
             return (folder, *newest_complete(folder))
     else:
         found = find_to_resume(Path(config.resume))
@@ -176,12 +177,12 @@ def _folder_and_checkpoint(config: TrainConfig, name: str) -> tuple[Path, Path |
                 raise ValueError(
                     f"{newest} is newer than {found}, and would be overwritten; give another --output, or remove it"
                 )
-            if speaks():
-                check_again(found.parent)
+            if is_printing_rank():
+                check_resumable(found.parent)
             return found.parent, found, []
-        if speaks():
+        if is_printing_rank():
             check_new(folder)
         return folder, found, []
-    if speaks():  # on rank 0 alone: other ranks could find its trial folder
+    if is_printing_rank():  # on rank 0 alone: other ranks could find its trial folder
         check_new(folder)
     return folder, None, []

@@ -1,6 +1,6 @@
 """Batches of a run's data, in an order independent of meshes, workers and restarts.
 
-Reads the next step's batch while the current step is computed.
+`Batches` gives the rows of any step. `Prefetch` reads the next step's batch while the current step is computed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Rows:
 
     def named(self) -> dict[str, Tensor]:
         """The tensors by name, without those that are None."""
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: each for name, each in given.items() if each is not None}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: each for name, each in fields.items() if each is not None}
 
 
 class Batches:

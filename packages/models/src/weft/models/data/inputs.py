@@ -27,7 +27,7 @@ class Piece:
     path: Path
     start: int  # with stop: bytes between which lines of JSON begin; row groups of Parquet; otherwise the whole file
     stop: int
-    given: bool  # whether the caller named the file; a named file is not skipped
+    is_named: bool  # whether the caller named the file; a named file is not skipped
     nbytes: int  # about the bytes to read
     kind: Kind = Kind.TEXT  # how the file is read
     passed: str = ""  # a description of an entry that is no file; empty for files
@@ -89,20 +89,20 @@ def find_parts(
 
 
 def _passed(path: Path, what: str) -> Piece:
-    return Piece(path=path, start=0, stop=0, given=False, nbytes=0, kind=Kind.NONE, passed=what)
+    return Piece(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=Kind.NONE, passed=what)
 
 
-def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
+def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
     """The pieces of a file, each of about `part_bytes`."""
     try:
-        kind = kind_of(file, columns.field, given=given)
+        kind = kind_of(file, columns.field, is_named=is_named)
         if kind is Kind.PARQUET and find_spec("pyarrow") is None:
             raise ValueError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
         groups = row_groups(file, columns.name) if kind is Kind.PARQUET else []
         if kind is Kind.TABLE:
             _check_table(file, columns.name)
     except ValueError:
-        if given or not columns.skip_bad:
+        if is_named or not columns.skip_bad:
             raise
         kind = Kind.NONE
     size = file.stat().st_size
@@ -114,7 +114,7 @@ def _pieces(file: Path, given: bool, columns: Columns, part_bytes: int) -> Itera
     else:
         pieces = [(0, size, size)]
     for start, stop, nbytes in pieces:
-        yield Piece(path=file, start=start, stop=stop, given=given, nbytes=nbytes, kind=kind)
+        yield Piece(path=file, start=start, stop=stop, is_named=is_named, nbytes=nbytes, kind=kind)
 
 
 def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
     try:
         yield content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        if piece.given:
+        if piece.is_named:
             raise ValueError(f"{piece.path} is not UTF-8 text (byte {error.start} of the file); convert it") from None
         left_out.skipped.append(str(piece.path))
 

@@ -42,12 +42,12 @@ class Kind(Enum):
     NONE = "none"  # not text
 
 
-def kind_of(file: Path, field: str, *, given: bool) -> Kind:
+def kind_of(file: Path, field: str, *, is_named: bool) -> Kind:
     """The kind of a file, by its suffix in any capitals: JSON lines, JSON, CSV, TSV, Parquet, plain text.
 
     A file of another suffix is text, unless the first bytes are those of a binary format or of JSON.
     field: the field that holds a record's text. An object alone in a file is a record if the object has this field.
-    given: whether the caller named the file; otherwise the file is in a named folder. In a folder, a file without
+    is_named: whether the caller named the file; otherwise the file is in a named folder. In a folder, a file without
         text is `Kind.NONE`, and an object without the field, such as a program's settings, is text.
     Raises ValueError for a named file without text or records, and for records of JSON under the suffix of another
     kind.
@@ -57,20 +57,20 @@ def kind_of(file: Path, field: str, *, given: bool) -> Kind:
         return Kind.PARQUET
     with file.open("rb") as opened:
         head = opened.read(HEAD_BYTES)
-    named = suffix in LINES_SUFFIXES or suffix in TABLE_DELIMITERS
+    has_known_suffix = suffix in LINES_SUFFIXES or suffix in TABLE_DELIMITERS
     if (found := _not_text(head)) is not None:
-        if given or named:
+        if is_named or has_known_suffix:
             what, remedy = found
             raise ValueError(f"{file} is {what}, not text in UTF-8; {remedy}")
         return Kind.NONE
-    if named:
+    if has_known_suffix:
         return Kind.LINES if suffix in LINES_SUFFIXES else Kind.TABLE
     if suffix in TEXT_SUFFIXES:
         return Kind.TEXT
     records, is_json = _records(file, field)
     if suffix == ".json" and records is not None:
         return records
-    if records is not None or (given and (is_json or (suffix == ".json" and head.strip()))):
+    if records is not None or (is_named and (is_json or (suffix == ".json" and head.strip()))):
         if suffix == ".json":
             raise ValueError(
                 f"{file} holds no records: neither a list of objects nor an object in each line; convert it to such "

@@ -39,20 +39,20 @@ def train_tokenizer(
         for part in parts:
             yield from read_part(part, columns, left_out)
 
-    made = library.Tokenizer(library.models.BPE())
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_NAMES[0]],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts(), trainer)
     temporary = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        (temporary / TOKENIZER_FILE).write_text(made.to_str(pretty=True) + "\n", encoding="utf-8")
+        (temporary / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         (temporary / CONFIG_FILE).write_bytes(config_file(END_NAMES[0]))
         temporary.rename(output)
     except OSError as error:

@@ -1,6 +1,7 @@
-"""The manifest of a prepared folder: the contents of its shards, with checksums. Written last.
+"""The manifest of a prepared folder, and the tokens around each document.
 
-The tokens around each document of a prepared folder.
+The manifest lists the contents of the folder's shards, with checksums, and is written last. `around_documents` gives
+the tokens that `prepare` puts before and after each document.
 """
 
 from __future__ import annotations

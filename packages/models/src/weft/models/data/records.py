@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from .inputs import Columns, LeftOut, Part, find_parts, read_part
 from .kinds import Kind, kind_of
-from .text import entries_under, first_words
-from .tokenizer import BYTE_END, Tokenizer, byte_tokenizer
+from .text import BytesOfText, entries_under, first_words
+from .tokenizer import BYTE_END
 
 if TYPE_CHECKING:
     from .streams import RecordStream
@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 30  # each process holds the texts in memory
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class Records(BytesOfText):
     """The documents of a file or a folder with records; a token is a byte. Made by `find_records`."""
 
     name: str
@@ -31,21 +31,6 @@ class Records:
     prompt: str  # with which a sample of similar text may begin
     skipped: tuple[Path, ...]  # files without text
     passed: tuple[str, ...]  # entries of folders that are no files
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of bytes."""
-        return byte_tokenizer()
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """The tokens before each document: none."""
-        return ()
-
-    @property
-    def is_prepared(self) -> bool:
-        """False: the tokens come from text."""
-        return False
 
     def open(self) -> RecordStream:
         """The tokens, read again. Raises ValueError where the files have changed since they were found."""
@@ -74,7 +59,7 @@ def holds_records(path: Path) -> bool:
     Raises ValueError as `kind_of` does.
     """
     found = entries_under(path).files
-    kinds = {kind_of(file, COLUMNS.field, given=path.is_file()) for file in found}
+    kinds = {kind_of(file, COLUMNS.field, is_named=path.is_file()) for file in found}
     return bool(kinds - {Kind.TEXT, Kind.NONE})
 
 

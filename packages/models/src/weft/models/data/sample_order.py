@@ -78,11 +78,11 @@ def _turns(of_period: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.in
     of_period: the number of turns of each source in a period.
     """
     period = sum(of_period)
-    taken = [0] * len(of_period)
+    drawn = [0] * len(of_period)
     sources, numbers = np.empty(period, dtype=np.int64), np.empty(period, dtype=np.int64)
     for turn in range(period):
-        released = [s for s, count in enumerate(of_period) if taken[s] < count and taken[s] * period // count <= turn]
-        source = min(released, key=lambda s: -(-(taken[s] + 1) * period // of_period[s]))
-        sources[turn], numbers[turn] = source, taken[source]
-        taken[source] += 1
+        released = [s for s, count in enumerate(of_period) if drawn[s] < count and drawn[s] * period // count <= turn]
+        source = min(released, key=lambda s: -(-(drawn[s] + 1) * period // of_period[s]))
+        sources[turn], numbers[turn] = source, drawn[source]
+        drawn[source] += 1
     return sources, numbers

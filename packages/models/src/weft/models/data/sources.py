@@ -1,6 +1,7 @@
 """The data of a run: text, records, a prepared folder, or a weighted mixture of these.
 
-Verifies prepared data: the checksum of every file, and the content of the shards.
+`find_data` finds the data. `verify` and `check_share` verify prepared data: the checksums of files, and the content of
+the shards.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def _documents(stream: Stream, length: int, wanted: int) -> Runs | None:
             runs.append((start, stop))
         held = sum(stop - start for start, stop in runs)
         most = stream.num_tokens // (DOCUMENTS_PART if wanted > 1 else 2)
-        kept = _between(runs, stream.num_tokens)
-        if held <= most and all(any(stop - start > length for start, stop in each) for each in (runs, kept)):
+        training_runs = _between(runs, stream.num_tokens)
+        if held <= most and all(any(stop - start > length for start, stop in each) for each in (runs, training_runs)):
             return runs
         wanted //= 2
     return None

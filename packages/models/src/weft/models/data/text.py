@@ -18,8 +18,29 @@ if TYPE_CHECKING:
     from .streams import TextStream
 
 
+class BytesOfText:
+    """Documents of text whose tokens are bytes: the base class of `Corpus` and `Records`."""
+
+    __slots__ = ()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of bytes."""
+        return byte_tokenizer()
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each document: none."""
+        return ()
+
+    @property
+    def is_prepared(self) -> bool:
+        """False: the tokens come from text."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(BytesOfText):
     """Text documents on disk, in order. No document is empty. A byte order mark is not part of a text. Made by
     `find_corpus`.
     """
@@ -36,21 +57,6 @@ class Corpus:
     def num_tokens(self) -> int:
         """The number of bytes, and an end for each document."""
         return self.num_bytes + len(self.files)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of bytes."""
-        return byte_tokenizer()
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """The tokens before each document: none."""
-        return ()
-
-    @property
-    def is_prepared(self) -> bool:
-        """False: the tokens come from text."""
-        return False
 
     def open(self) -> TextStream:
         """The tokens, read on demand."""
@@ -109,9 +115,9 @@ def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
     for name, folders, names in os.walk(path, onerror=unreadable):
         folder = Path(name)
         place = root / folder.relative_to(path)
-        kept = [each for each in folders if not each.startswith(".") and place / each != out]
-        folders[:] = [each for each in kept if not (folder / each).is_symlink()]
-        passed += [f"{folder / each} (a link to a folder)" for each in kept if each not in folders]
+        visible = [each for each in folders if not each.startswith(".") and place / each != out]
+        folders[:] = [each for each in visible if not (folder / each).is_symlink()]
+        passed += [f"{folder / each} (a link to a folder)" for each in visible if each not in folders]
         for entry in (folder / each for each in names if not each.startswith(".")):
             if entry.is_file():
                 files.append(entry)
@@ -143,7 +149,7 @@ def _texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...], i
     texts, skipped, num_bytes, digest = [], [], 0, hashlib.sha256()
     for file in files:
         content = file.read_bytes().removeprefix(BOM)
-        if _bad_byte(content) is not None or kind_of(file, "", given=False) is Kind.NONE:
+        if _bad_byte(content) is not None or kind_of(file, "", is_named=False) is Kind.NONE:
             skipped.append(file)
         elif content:
             texts.append(file)

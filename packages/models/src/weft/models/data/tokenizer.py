@@ -311,8 +311,8 @@ def _byte_file() -> bytes:
     """The tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes, and the end."""
     # GPT-2's name of a byte: itself where it is printable, otherwise the next of 256, 257, ... (Radford et al. 2019)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    rest = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     file = {

@@ -1,12 +1,9 @@
 """The files of a tokenizer's folder: types of their values, and the changes that transformers makes when loading them.
 
-Checks the types of values in a tokenizer's files: a value of a wrong type would change tokens silently.
-
-How transformers changes a tokenizer.json when loading a folder: the rules of fast tokenizers, release 4.57.
-
 The tokens of a text depend on tokenizer.json and on the files beside tokenizer.json: added tokens, special tokens,
-and the class named in tokenizer_config.json. `changes_of` reads these files without any library; `Changes.apply`
-needs `tokenizers`.
+and the class named in tokenizer_config.json. A value of a wrong type would change tokens silently, so `check_types`
+checks the types. `changes_of` finds how transformers changes tokenizer.json when loading the folder, by the rules of
+fast tokenizers, release 4.57. It reads the files without any library; `Changes.apply` needs `tokenizers`.
 """
 
 from __future__ import annotations
@@ -135,17 +132,17 @@ class Changes:
         """The `tokenizers.Tokenizer` of the file's content, with the changes."""
         if self.parts:
             content = json.dumps(json.loads(content) | {name: json.loads(part) for name, part in self.parts}).encode()
-        made = library.Tokenizer.from_str(content.decode())
-        made.add_tokens(
+        tokenizer = library.Tokenizer.from_str(content.decode())
+        tokenizer.add_tokens(
             [library.AddedToken(token, **dict(zip(FLAGS, flags, strict=True))) for token, flags in self.added]
         )
         if self.template is not None:
             before, after = ([] if token is None else [token] for token in self.template)
-            special = [(token, made.token_to_id(token)) for token in dict.fromkeys(before + after)]
-            made.post_processor = library.processors.TemplateProcessing(
+            special = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(before + after)]
+            tokenizer.post_processor = library.processors.TemplateProcessing(
                 single=[*before, "$A", *after], special_tokens=special
             )
-        return made
+        return tokenizer
 
 
 def changes_of(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Changes:
@@ -226,13 +223,13 @@ def _parts(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple
         changed["pre_tokenizer"] = {**splits, "add_prefix_space": wanted}
     normal = content.get("normalizer") or {}
     if class_of(config) == "Bert" and normal.get("type") == "BertNormalizer":
-        asked = {
+        settings = {
             "lowercase": config.get("do_lower_case", True),
             "strip_accents": config.get("strip_accents"),
             "handle_chinese_chars": config.get("tokenize_chinese_chars", True),
         }
-        if any(normal.get(name) != value for name, value in asked.items()):
-            changed["normalizer"] = {**normal, **asked}
+        if any(normal.get(name) != value for name, value in settings.items()):
+            changed["normalizer"] = {**normal, **settings}
     return tuple((name, json.dumps(part)) for name, part in changed.items())
 
 
@@ -240,15 +237,15 @@ def _template(
     config: Mapping[str, Any], kind: _Kind, special: Mapping[str, str | None]
 ) -> tuple[str | None, str | None]:
     """The tokens before and after a prompt, by the config and the class."""
-    asked = (
+    options = (
         ("bos_token", "add_bos_token", config.get("add_bos_token", kind.begins)),
         ("eos_token", "add_eos_token", config.get("add_eos_token", False)),
     )
-    for name, option, wanted in asked:
+    for name, option, wanted in options:
         if wanted and special[name] is None:
             raise ValueError(
                 f"tokenizer_config.json: {option} is true (a {config.get('tokenizer_class')}'s default, or set there), "
                 f"and there is no {name}; name the {name}, or set {option} to false"
             )
-    before, after = (special[name] if wanted else None for name, _, wanted in asked)
+    before, after = (special[name] if wanted else None for name, _, wanted in options)
     return before, after

@@ -57,7 +57,7 @@ class GPTConfig(ModelConfig):
         return "GPT-2"
 
     @property
-    def is_longer_alike(self) -> bool:
+    def is_length_independent(self) -> bool:
         """False: max_seq_len is the number of rows in the table of positions."""
         return False
 

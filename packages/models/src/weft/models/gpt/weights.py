@@ -43,7 +43,7 @@ FIELDS = Fields(
     required=("vocab_size", "n_embd", "n_layer", "n_head"),
     nullable=("n_inner",),
     defaults=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), _DEFAULT_DROPOUT),
-    meaningless=(
+    ignored=(
         "n_ctx",  # repeats n_positions
         "reorder_and_upcast_attn",  # order and precision of computing the same scores
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),

@@ -33,8 +33,8 @@ FIELDS = Fields(
     nullable=NULLABLE,
     defaults={"max_position_embeddings": 2048},
     fixed={"hidden_act": ACTIVATIONS},
-    elsewhere=ROPE_FIELDS,
-    meaningless=("pretraining_tp",),  # about Llama 1's training
+    read_by_family=ROPE_FIELDS,
+    ignored=("pretraining_tp",),  # about Llama 1's training
 )
 
 

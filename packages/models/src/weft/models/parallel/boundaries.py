@@ -1,6 +1,7 @@
-"""Forward hooks resharding activations at the boundaries of tensor-parallel layers.
+"""Forward hooks that reshard activations.
 
-The hooks of `PrepareInput` and `PrepareOutput`.
+`hook_tensor_parallel` registers the hooks at the boundaries of tensor-parallel layers, and `hook_prepared` the hooks of
+`PrepareInput` and `PrepareOutput`.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ def column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
     return siblings
 
 
-def hook(
+def hook_tensor_parallel(
     model: nn.Module,
     styles: dict[str, Style],
     plan: ParallelPlan,
     *,
     name: str = "",
-    left: frozenset[str] = frozenset(),
+    prepared: frozenset[str] = frozenset(),
 ) -> None:
     """Register hooks to reshard activations where tensor-parallel layers of a model, or of a submodule, meet.
 
     styles: by module name in the whole model.
     plan: the submodule's plan, without parts.
     name: the submodule's name; "" for the whole model.
-    left: modules whose output a PrepareOutput places on the tensor axis; no hook here reshards their output.
+    prepared: modules whose output a PrepareOutput places on the tensor axis; no hook here reshards their output.
     """
     modules = dict(model.named_modules())
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
@@ -89,7 +90,7 @@ def hook(
         modules[parent].register_forward_hook(entrance.close, always_call=True)
     stream = f"S({TOKENS_DIM})" if plan.sequence else "R"
     for each, style in styles.items():
-        if isinstance(style, RowwiseParallel | VocabParallel) and each not in left:
+        if isinstance(style, RowwiseParallel | VocabParallel) and each not in prepared:
             if isinstance(style, RowwiseParallel) and overlapped_sequence.may_run_in_steps(modules[each], plan):
                 overlapped_sequence.reduce_rows(modules[each])
             modules[each].register_forward_hook(_leave(stream))

@@ -116,7 +116,7 @@ class _Tokens:
         self._context = plan.context
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = args[0] if args else next(iter(kwargs.values()), None)
         if not _sharded_on_tokens(tokens):
             return None
@@ -126,9 +126,9 @@ class _Tokens:
                 f'tokens of another; give the plan context="all_gather" or "ulysses", or replicate the tokens over '
                 f"{CONTEXT_AXIS!r}"
             )
-        positions, documents, order = given.get("positions"), given.get("documents"), order_of(tokens)
+        positions, documents, order = arguments.get("positions"), arguments.get("documents"), order_of(tokens)
         if isinstance(documents, DTensor):
-            given["documents"] = _whole_tokens(documents)
+            arguments["documents"] = _whole_tokens(documents)
         if order is not None and not isinstance(positions, OrderedPositions):
             if positions is not None:
                 raise ValueError(
@@ -144,14 +144,14 @@ class _Tokens:
                     f"the layers, or lay the tokens out in reading order, by distribute()"
                 )
             if self._takes_positions:
-                given["positions"] = positions.values
-            given["documents"] = Ordered(positions.order, given.get("documents"))
-            if given.get("dropout_key") is not None:
-                given["dropout_key"] = Ordered(positions.order, given["dropout_key"])
+                arguments["positions"] = positions.values
+            arguments["documents"] = Ordered(positions.order, arguments.get("documents"))
+            if arguments.get("dropout_key") is not None:
+                arguments["dropout_key"] = Ordered(positions.order, arguments["dropout_key"])
         elif positions is None and self._takes_positions:
-            given["positions"] = _own_positions(tokens)
+            arguments["positions"] = _own_positions(tokens)
         positional = self._names[: len(args)]
-        return (*(given.pop(name) for name in positional), *args[len(positional) :]), given
+        return (*(arguments.pop(name) for name in positional), *args[len(positional) :]), arguments
 
 
 def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
@@ -179,19 +179,19 @@ def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
 
 def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of a Dropout: hands an `Ordered` key on as the key and the order."""
-    given = dict(zip(("input", "key"), args, strict=False)) | kwargs
-    key = given["key"]
-    return ((), {**given, "key": key.value, "order": key.order}) if isinstance(key, Ordered) else None
+    arguments = dict(zip(("input", "key"), args, strict=False)) | kwargs
+    key = arguments["key"]
+    return ((), {**arguments, "key": key.value, "order": key.order}) if isinstance(key, Ordered) else None
 
 
 def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Attention's arguments by name, with the order of the tokens as a separate argument."""
-    given = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+    arguments = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
     for name in ("documents", "dropout_key"):
-        argument = given.get(name)
+        argument = arguments.get(name)
         if isinstance(argument, Ordered):
-            given["order"], given[name] = argument
-    return given
+            arguments["order"], arguments[name] = argument
+    return arguments
 
 
 class _Gathering(NamedTuple):
@@ -230,23 +230,23 @@ def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -
 
 def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of attention under "all_gather": gives attention the keys and values of all tokens."""
-    given = _attention_arguments(args, kwargs)
-    if isinstance(given["key"], _Gathering):
-        given["key"], given["value"] = given["key"].wait()
-    elif isinstance(given["key"], _GatheringInGraph):
-        given["key"], given["value"] = _finish_gather(*given["key"])
-    elif isinstance(given["query"], DTensor):
-        given["key"], given["value"] = _gathered(*_cast(given["key"], given["value"]))
-    return (), given
+    arguments = _attention_arguments(args, kwargs)
+    if isinstance(arguments["key"], _Gathering):
+        arguments["key"], arguments["value"] = arguments["key"].wait()
+    elif isinstance(arguments["key"], _GatheringInGraph):
+        arguments["key"], arguments["value"] = _finish_gather(*arguments["key"])
+    elif isinstance(arguments["query"], DTensor):
+        arguments["key"], arguments["value"] = _gathered(*_cast(arguments["key"], arguments["value"]))
+    return (), arguments
 
 
 def _enter_heads(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of attention under "ulysses": gives attention all tokens of some heads."""
-    given = _attention_arguments(args, kwargs)
-    if isinstance(given["query"], DTensor):
-        query, key, value = _cast(given["query"], given["key"], given["value"])
-        given["query"], given["key"], given["value"] = _to_heads(query, key, value, module.head_dim)
-    return (), given
+    arguments = _attention_arguments(args, kwargs)
+    if isinstance(arguments["query"], DTensor):
+        query, key, value = _cast(arguments["query"], arguments["key"], arguments["value"])
+        arguments["query"], arguments["key"], arguments["value"] = _to_heads(query, key, value, module.head_dim)
+    return (), arguments
 
 
 def _cast(*tensors: Tensor) -> tuple[Any, ...]:

@@ -23,14 +23,14 @@ from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
 from weft.reshard import layout_of
 from weft.reshard.extension import (
     BUCKET_BYTES,
-    kind_of,
+    dtensor_spec,
     layout_on,
+    local_grad_callback,
     memory_of,
-    of_kind,
-    of_this_world,
-    takes_addends,
     this_rank,
+    world_cache,
     wrap,
+    wrap_with_spec,
 )
 
 from ..layers import ROWWISE, Dropout, hooks_of
@@ -139,7 +139,7 @@ class _Call:
 
     def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
         self.unit, self.args, self.kwargs = unit, args, kwargs
-        self.mesh, self.placements, self.kind = x.device_mesh, x.placements, kind_of(x)
+        self.mesh, self.placements, self.kind = x.device_mesh, x.placements, dtensor_spec(x)
         self.places: list[int | str] = []  # of tensor arguments besides x: positions in args, names in kwargs
         self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # as in `_Contents`
         self.operands: list[Tensor] = [x]  # x, the tensors at `places`, the parameters
@@ -221,19 +221,21 @@ class _Call:
         first, *_ = parts
         found: list[Tensor | None] = [None] * len(parts)
         if first is not None:
-            found[0] = of_kind(first, self.kind)
-        kinds: dict[Any, Any] = of_this_world().setdefault(("addends", self.mesh, self.placements), {})
-        take = takes_addends(next(iter(self.users), None)) if self.lone and nodes else None
+            found[0] = wrap_with_spec(first, self.kind)
+        kinds: dict[Any, Any] = world_cache().setdefault(("addends", self.mesh, self.placements), {})
+        take = local_grad_callback(next(iter(self.users), None)) if self.lone and nodes else None
         for i, parameter in enumerate(self.users, 1 + len(self.places)):
             part = parts[i]
             if part is None:
                 continue
-            kind = kinds.get((kind_of(parameter), part.dtype))
+            kind = kinds.get((dtensor_spec(parameter), part.dtype))
             if kind is None:
-                kind = kind_of(wrap(part, _layout_of_addends(layout_on(self.mesh, self.placements)), parameter.shape))
-                kinds[kind_of(parameter), part.dtype] = kind
+                kind = dtensor_spec(
+                    wrap(part, _layout_of_addends(layout_on(self.mesh, self.placements)), parameter.shape)
+                )
+                kinds[dtensor_spec(parameter), part.dtype] = kind
             if take is None or not _is_added_up(nodes[i]) or not take(parameter, part, kind):
-                found[i] = of_kind(part, kind)
+                found[i] = wrap_with_spec(part, kind)
         return found
 
 

@@ -12,7 +12,7 @@ from weft.reshard import distribute
 from weft.reshard.extension import as_process_mesh, one_mesh, this_rank
 
 from ..schedules.pipeline_plan import PipelinePlan
-from .boundaries import check_prepared, hook, hook_prepared
+from .boundaries import check_prepared, hook_prepared, hook_tensor_parallel
 from .context import check_context, hook_context
 from .local_modules import hook_rows
 from .parameter_layouts import has_tensor_axis, parameter_layouts
@@ -64,10 +64,10 @@ def parallelize(
     axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a prepared input
     unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
     """
-    given = one_mesh(mesh, device_mesh)
-    if given is None:
+    chosen_mesh = one_mesh(mesh, device_mesh)
+    if chosen_mesh is None:
         raise ValueError("parallelize needs a mesh to lay the model out on")
-    return _laid_out_on(model, as_process_mesh(given), own_plan(model) if plan is None else plan)
+    return _laid_out_on(model, as_process_mesh(chosen_mesh), own_plan(model) if plan is None else plan)
 
 
 def _laid_out_on(
@@ -99,17 +99,17 @@ def _laid_out_on(
         check_context(model.get_submodule(part.name), mesh, part.plan)
     layouts = parameter_layouts(model, mesh, styles)
     at_rest = shard_layouts(parts, layouts, model)
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    laid_out: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
+            if parameter not in laid_out:
                 layout = at_rest[f"{module_name}.{name}".lstrip(".")]
-                made[parameter] = nn.Parameter(distribute(parameter.detach(), layout), parameter.requires_grad)
-            module.register_parameter(name, made[parameter])
+                laid_out[parameter] = nn.Parameter(distribute(parameter.detach(), layout), parameter.requires_grad)
+            module.register_parameter(name, laid_out[parameter])
     if has_tensor_axis(mesh):
         for part in parts:
             prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
-            hook(model, part.styles, part.plan, name=part.name, left=frozenset(prepared))
+            hook_tensor_parallel(model, part.styles, part.plan, name=part.name, prepared=frozenset(prepared))
     for part in attending:
         hook_context(model.get_submodule(part.name), mesh, part.plan)
     hook_prepared(model, parts, mesh)

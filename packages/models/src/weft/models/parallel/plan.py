@@ -72,8 +72,8 @@ class ParallelPlan:
             )
         if self.zero_over is not None:
             object.__setattr__(self, "zero_over", tuple(self.zero_over))
-        for pattern, given in self.tensor.items():
-            as_styles(pattern, given)
+        for pattern, styles in self.tensor.items():
+            as_styles(pattern, styles)
         if not self.parts:
             return
         for each in fields(self):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from weft.kernels.extension import is_compiling
-from weft.reshard.extension import COMMUNICATING, giving, keeping
+from weft.reshard.extension import COMMUNICATING, record_received, replay_received
 
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest
@@ -68,8 +68,8 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
     for block in blocks_of(model, plan).values():
         forward = block.forward
         block.forward = partial(_recomputed, plan.recompute, forward)
-        compile_it = _compile_whole if plan.recompute == "full" else _compile_marked
-        block.compile = partial(compile_it, block, forward)  # type: ignore[method-assign]
+        compile_block = _compile_whole if plan.recompute == "full" else _compile_marked
+        block.compile = partial(compile_block, block, forward)  # type: ignore[method-assign]
 
 
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
         self._communication = ExitStack()
-        self._communication.enter_context(keeping(self._begin))
+        self._communication.enter_context(record_received(self._begin))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
@@ -250,7 +250,7 @@ class _Restore(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         self._next_product, received = iter(self._products), iter(self._received)
         self._communication = ExitStack()
-        self._communication.enter_context(giving(lambda: next(received).restored()))
+        self._communication.enter_context(replay_received(lambda: next(received).restored()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:

@@ -116,8 +116,8 @@ def parts_with(parts: list[Part], option: str) -> list[Part]:
                 f"{part.name!r}, has {option}={getattr(outer[0].plan, option)!r}; give both the same {option}, or "
                 f"leave {option} out in {outer[0].name!r}"
             )
-        holds_others = any(_is_within(other.name, part.name) for other in parts if other is not part)
-        if not outer and not (own == default and holds_others):
+        contains_parts = any(_is_within(other.name, part.name) for other in parts if other is not part)
+        if not outer and not (own == default and contains_parts):
             found.append(part)
     return found
 

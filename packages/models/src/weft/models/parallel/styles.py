@@ -1,6 +1,6 @@
-"""Styles, which a plan gives to modules: the layout of a module's parameters, inputs and outputs.
+"""Styles, which a plan gives to modules, and the mesh axes that plans know by name.
 
-The mesh axes known to parallel plans, by name.
+A style states the layout of a module's parameters, inputs and outputs.
 """
 
 from __future__ import annotations
@@ -124,32 +124,32 @@ Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel
 Preparation = PrepareInput | PrepareOutput
 
 
-def as_styles(pattern: str, given: object) -> tuple[Style | Preparation, ...]:
-    """The styles of a pattern in a plan, as a tuple. given: a style or a sequence of styles.
+def as_styles(pattern: str, value: object) -> tuple[Style | Preparation, ...]:
+    """The styles of a pattern in a plan, as a tuple. value: a style or a sequence of styles.
 
     Raises ValueError for any value but a style.
     """
-    styles = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    styles = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     for style in styles:
         if not isinstance(style, Style | Preparation):
-            made = f"; write {style.__name__}()" if isinstance(style, type) and issubclass(style, Style) else ""
+            hint = f"; write {style.__name__}()" if isinstance(style, type) and issubclass(style, Style) else ""
             raise ValueError(
                 f"plan pattern {pattern!r} is given {style!r}, which is no style; use ColwiseParallel(), "
                 f"RowwiseParallel(), VocabParallel(), PositionParallel(), PrepareInput(…), PrepareOutput(…), "
-                f"or a sequence of styles{made}"
+                f"or a sequence of styles{hint}"
             )
     return styles
 
 
-def _placed(what: str, given: object) -> dict[str, Placement]:
+def _placed(what: str, placements: object) -> dict[str, Placement]:
     """Check placements by axis and parse each placement. what: the style and the input or output, for errors."""
-    if not isinstance(given, Mapping) or not given:
-        raise ValueError(f'{what} is {given!r}; give placements by axis, as in {{"tp": "S(1)"}}')
-    for axis in given:
+    if not isinstance(placements, Mapping) or not placements:
+        raise ValueError(f'{what} is {placements!r}; give placements by axis, as in {{"tp": "S(1)"}}')
+    for axis in placements:
         if not isinstance(axis, str):
             raise ValueError(f'{what} names axis {axis!r}; give the name of an axis, as in {{"tp": "S(1)"}}')
     try:
-        return {axis: as_placement(placement) for axis, placement in given.items()}
+        return {axis: as_placement(placement) for axis, placement in placements.items()}
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
 

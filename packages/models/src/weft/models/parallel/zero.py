@@ -82,13 +82,17 @@ def hook_zero(
                 continue
             plan = plans.setdefault(unit, plan_of(parts, name))
             units.setdefault(unit, {})[module, leaf] = Place(
-                module=module, name=leaf, layout=layouts[name], stays=plan.zero < 3, sums=plan.zero < 2
+                module=module,
+                name=leaf,
+                layout=layouts[name],
+                keep_between_calls=plan.zero < 3,
+                accumulate_grad=plan.zero < 2,
             )
     if units:
         gather_when_called(
             model,
             {module: list(places.values()) for module, places in units.items()},
-            keeps=lambda module: not plans[module].regather,
+            keep_for_backward=lambda module: not plans[module].regather,
         )
 
 

@@ -40,7 +40,7 @@ def _fields(version: int, **options: Any) -> Fields:
         required=REQUIRED,
         nullable=NULLABLE,
         fixed={"hidden_act": ACTIVATIONS, "use_mrope": (False,)},
-        elsewhere=(*ROPE_FIELDS, *_WINDOW_FIELDS),
+        read_by_family=(*ROPE_FIELDS, *_WINDOW_FIELDS),
         **options,
     )
 

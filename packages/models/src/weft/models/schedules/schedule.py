@@ -1,6 +1,6 @@
 """A pipeline schedule as a value: each rank's actions in order, their times, and a picture.
 
-The names of pipeline schedules, and the share of time that each leaves idle.
+`NAMES` lists the schedules by name, and `bubble_formula` gives the share of time that each leaves idle.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Schedule:
                 f"schedule {self.name!r}: the ranks hold the stages {held}; each of 0, 1, … must be on one rank"
             )
         for rank, (own, actions) in enumerate(zip(self.stages, self.actions, strict=True)):
-            taken: dict[tuple[int, int], str] = {}
+            performed: dict[tuple[int, int], str] = {}
             for action in actions:
                 if action.stage not in own or not 0 <= action.microbatch < self.microbatches:
                     raise ValueError(
@@ -76,10 +76,10 @@ class Schedule:
                         f"{', '.join(map(str, own))} and there are {self.microbatches} microbatches"
                     )
                 key = (action.stage, action.microbatch)
-                taken[key] = taken.get(key, "") + action.kind
+                performed[key] = performed.get(key, "") + action.kind
             for stage in own:
                 for microbatch in range(self.microbatches):
-                    kinds = taken.get((stage, microbatch), "")
+                    kinds = performed.get((stage, microbatch), "")
                     if kinds not in ("FB", "FIW"):
                         raise ValueError(
                             f"schedule {self.name!r}: rank {rank} takes microbatch {microbatch} on stage {stage} by "

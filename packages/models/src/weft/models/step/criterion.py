@@ -1,11 +1,11 @@
 """Weights a criterion: the losses of microbatches and ranks then add up to the loss of the whole batch.
 
-Weights of microbatches, and of each rank's rows, in the mean of a criterion without a parameter `denominator`.
-
-The criterion is probed by calls on random numbers. The loss is assumed to be N / D, where N and D are sums over
-tokens, and D depends only on targets. The probe appends a row R of tokens to the rows M of a microbatch, and scales
-R's output; N(R) grows by some x. The loss of R alone grows by x / D(R), and the loss of M and R together by x / (D(M)
-+ D(R)). The ratio of both growths gives D(M) / D(R).
+`weight_criterion` passes the whole batch's denominator to a criterion with a parameter `denominator`. `ProbedCriterion`
+weights any other criterion. Each microbatch, and each rank's tokens, get a weight in the whole batch's mean.
+`find_shares` finds these weights by probing the criterion: calls on random numbers. The loss is assumed to be N / D,
+where N and D are sums over tokens, and D depends only on targets. The probe appends a row R of tokens to the rows M of
+a microbatch, and scales R's output; N(R) grows by some x. The loss of R alone grows by x / D(R), and the loss of M and
+R together by x / (D(M) + D(R)). The ratio of both growths gives D(M) / D(R).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
 from weft.reshard.extension import tensors_of, wrap
 
+from ..losses import IGNORE_INDEX
 from ..parallel.pipeline.run import Microbatch, Pipeline
 
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
@@ -34,19 +35,24 @@ ALLOWED = 2e-5  # relative rounding error of a mean in float32
 
 
 Criterion = Callable[..., Tensor]
-IGNORED = -100  # torch's ignore_index
 
 _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
-def weighing(
+def weight_criterion(
     criterion: Criterion, parts: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
 ) -> Criterion:
-    """Weights the criterion, for the losses of microbatches to add up to the loss of the whole batch.
+    """Returns the criterion, or a weighted wrapper.
 
+    The losses of microbatches and ranks then add up to the whole batch's loss. Called by `forward_backward` and
+    `on_shapes`; `Trainer` uses `Outline.criterion` instead.
     targets: of the whole batch.
-    A criterion with a parameter `denominator` gets the whole batch's. Ranks that have all targets count them before
-    the step. Counting inside the criterion would make all ranks wait for each other between forward and backward.
+    A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless it gets the whole batch at once:
+    one microbatch whose targets are not sharded.
+    If `denominator` is not bound and reduction is not "sum", it is passed the count (or summed weights) of the whole
+    batch. With one microbatch: only if `targets` is plain, the microbatch's targets are a DTensor, and no `weight` is
+    given. The tokens are counted before the step: counting inside the criterion would make all ranks wait for each
+    other between forward and backward.
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
     parameters = _parameters(criterion)
@@ -60,7 +66,7 @@ def weighing(
     has_all_targets = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
     if len(parts) == 1 and (weight is not None or not has_all_targets):
         return criterion
-    index = options.get("ignore_index", IGNORED)
+    index = options.get("ignore_index", IGNORE_INDEX)
     if not isinstance(weight, Tensor):
         total = _total(targets, index, None)
         return lambda output, target: criterion(output, target, denominator=total)
@@ -98,10 +104,12 @@ def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
 
 
 class ProbedCriterion:
-    """A criterion without a parameter `denominator`, weighted by its shares, see `shares`.
+    """A criterion without a parameter `denominator`, made by `weight_criterion`.
 
-    targets: of each microbatch. Where tokens are sharded, the criterion gets plain tensors of the rank's own tokens,
-    or DTensors where classes are sharded.
+    The criterion is weighted by the `Shares` that `find_shares` finds at the first call.
+    If tokens are sharded, the criterion gets this rank's tokens as plain tensors. If classes are sharded too, it gets
+    DTensors, unless torch averages that loss over ranks; then classes are gathered and tensors are plain.
+    targets: of each microbatch.
     """
 
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
@@ -133,8 +141,9 @@ class ProbedCriterion:
         return _partial_loss(self._weighted(output.to_local(), local_of(target), shares.own[number]), target)
 
     def finish(self) -> None:
-        """Raises ValueError on every stage where the last stage found no weights.
+        """Raises ValueError, on all stages, if the last stage could not weight the criterion.
 
+        Called by `forward_backward` after the step.
         Communication: with stages, the sum of a number.
         """
         if self._pipeline is None:
@@ -146,14 +155,15 @@ class ProbedCriterion:
     def _weighted(self, output: Any, target: Tensor, share: float) -> Tensor:
         """The criterion's loss times `share`.
 
-        With share 0, no token counts and the loss is NaN: returns 0 times the loss of labels that count.
+        With share 0, every target is ignored, so the loss may be NaN. Returns 0 times the loss with all targets set to
+        `Shares.label`.
         """
         if share:
             return self._criterion(output, target) * share
         assert self._shares is not None, "shares were found before"
         label = torch.full_like(local_of(target), self._shares.label)
-        others = wrap(label, layout_of(target), target.shape) if isinstance(target, DTensor) else label
-        zero_loss = self._criterion(output, others)
+        label_target = wrap(label, layout_of(target), target.shape) if isinstance(target, DTensor) else label
+        zero_loss = self._criterion(output, label_target)
         return zero_loss * 0 if isinstance(zero_loss, DTensor) else zero_loss.nan_to_num(0, 0, 0) * 0
 
     def _refused(self, why: str) -> ValueError:
@@ -161,8 +171,8 @@ class ProbedCriterion:
         return ValueError(
             f"the criterion {name} cannot be weighed over {len(self._targets)} microbatches and the ranks' tokens: "
             f"{why}. Let it return a sum divided by a parameter `denominator`, which is given the number of tokens "
-            f"of the whole batch whose target is not {IGNORED}; or take weft.kernels.cross_entropy with its options; "
-            f"or one microbatch"
+            f"of the whole batch whose target is not {IGNORE_INDEX}; or take weft.kernels.cross_entropy with its "
+            f"options; or one microbatch"
         )
 
 

@@ -27,7 +27,7 @@ Computing = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StepResult:
     """The results of `find_gradients`: tensors on the device."""
 
     loss: Tensor  # scalar: the loss of the whole batch, the same on every rank
@@ -43,15 +43,17 @@ def find_gradients(
     sync: GradientSync,
     *,
     clip_norm: float | None = None,
-    ended: Callable[[Phase], None] = lambda phase: None,
+    after_phase: Callable[[Phase], None] = lambda phase: None,
     computing: Computing = nullcontext,
-) -> Found:
+) -> StepResult:
     """Forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
     criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
-    ended: called after the forward and after the backward of each microbatch, and once at the end, with the phase of
-    the collectives issued since the last call.
+    clip_norm: 0 computes the norm and scales nothing.
+    after_phase: called after each forward and backward of a microbatch (under a pipeline, after each action of the
+    schedule), once more with "backward" after all of them, and at the end with "gradients". The argument is the phase
+    of the collectives issued since the last call.
     computing: the context for the model and the criterion, as autocast.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
@@ -70,7 +72,7 @@ def find_gradients(
     pipeline, like = pipeline_of(model), next(model.parameters())
     total: LossSum | None = None
     if pipeline is not None:
-        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, ended)
+        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, after_phase)
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         is_last = i + 1 == len(microbatches)
         with nullcontext() if is_last else sync.paused():
@@ -81,11 +83,11 @@ def find_gradients(
             # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
                 total = LossSum(losses, like.device, like.dtype)
-            ended("forward")
+            after_phase("forward")
             with traced("backward"):
                 loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
-        ended("backward")
-    ended("backward")
+        after_phase("backward")
+    after_phase("backward")
     with traced("sync"):
         total = total or LossSum(losses, like.device, like.dtype)
         sync.wait()
@@ -97,8 +99,8 @@ def find_gradients(
     if clip_norm is not None:
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
-    ended("gradients")
-    return Found(whole, total.local, norm)
+    after_phase("gradients")
+    return StepResult(whole, total.local, norm)
 
 
 @with_fixed_parameters
@@ -107,7 +109,8 @@ def find_loss(
 ) -> Tensor:
     """The sum of the microbatches' losses, on every rank, without gradients.
 
-    Communication: the model's forward, a single sum of the losses, and the transfers between pipeline stages.
+    Communication: the model's forward and one sum of the losses; with stages also the messages between stages and a
+    second sum, over "pp".
     """
     pipeline, like = pipeline_of(model), next(model.parameters())
     with torch.no_grad(), computing():

@@ -18,7 +18,7 @@ from ..parallel.parallelize import laid_out_by, pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import mark_parts
-from .criterion import ProbedCriterion, weighing
+from .criterion import ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
 
 _SYNC = "_gradient_sync"  # attribute of a model: the GradientSync made by forward_backward
@@ -68,7 +68,7 @@ def forward_backward(
         if sync is None:
             sync = GradientSync(model)
             object.__setattr__(model, _SYNC, sync)
-    weighted = weighing(criterion, parts, targets, pipeline)
+    weighted = weight_criterion(criterion, parts, targets, pipeline)
     loss = find_gradients(model, weighted, parts, sync).loss
     if isinstance(weighted, ProbedCriterion):
         weighted.finish()
@@ -98,10 +98,10 @@ def divide(
             part_tokens, target = _on_stage(part_tokens, laid_out), _on_stage(target, laid_out)
         elif laid_out is not None:
             mesh, plan = laid_out
-            given = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
-            batch = lay_out_batch(mesh, plan, part_tokens, target, **given)
+            extras = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
+            batch = lay_out_batch(mesh, plan, part_tokens, target, **extras)
             part_tokens, target = batch.tokens, batch.targets
-            kwargs |= {name: value for name in given if (value := getattr(batch, name)) is not None}
+            kwargs |= {name: value for name in extras if (value := getattr(batch, name)) is not None}
         parts.append(Microbatch(args=(part_tokens,), kwargs=kwargs, targets=target))
     join(parts)
     return parts
@@ -109,8 +109,8 @@ def divide(
 
 def join(parts: Sequence[Microbatch]) -> None:
     """Links the positions of all microbatches: dynamic rope scaling then uses the longest row of the whole batch."""
-    given = [each.kwargs.get("positions") for each in parts]
-    values = [each.values if isinstance(each, OrderedPositions) else each for each in given]
+    arguments = [each.kwargs.get("positions") for each in parts]
+    values = [each.values if isinstance(each, OrderedPositions) else each for each in arguments]
     positions = [each for each in values if isinstance(each, Tensor)]
     if len(parts) > 1 and len(positions) == len(parts):
         mark_parts(positions)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extension import as_mesh
-from weft.reshard.extension import stretch_in, units_of
+from weft.reshard.extension import contiguous_shard_slices, gathering_units
 
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import parameter_layouts
@@ -30,7 +30,7 @@ from ..parallel.styles import PIPELINE_AXIS
 from ..parallel.zero import check_zero, plan_of, shard_layouts
 from .communication import Phase
 from .criterion import Criterion
-from .record import on_shapes
+from .record import StepShape, on_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,30 +103,29 @@ def predict_memory(
         whole, shard, zero = held(layouts[name]), held(at_rest[name]), plan_of(parts, name).zero
         counts["parameters"] += shard
         if layouts[name] != at_rest[name] and (zero < 3 or cutting is not None):
-            within = stretch_in(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
+            within = contiguous_shard_slices(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
             counts["gathered"] += whole - shard if within else whole
         if parameter.requires_grad:
             counts["gradients"] += shard if zero > 1 else whole
             counts["states"] += states * shard
     if batch is None:
         return Memory(**counts)
-    kept = _SavedBytes()
-    with on_shapes(
-        model, mesh, plan, batch=batch, criterion=criterion, rank=rank, inputs=inputs, microbatches=microbatches
-    ) as ready:
+    saved = _SavedBytes()
+    shape = StepShape(batch=batch, criterion=criterion, rank=rank, inputs=inputs or {}, microbatches=microbatches)
+    with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a rank outside the stages has returned above"
         pipeline = pipeline_of(ready.model)
         split = pipeline is not None and pipeline.schedule.splits_backward
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             if pipeline is not None:
                 pipeline.finish_sends()
-            kept.ended(phase == "forward" or split, ready.model)
+            saved.end_phase(phase == "forward" or split, ready.model)
 
         ready.run(lambda phase: None)  # not counted: allocates buffers kept from step to step
-        with kept:
-            ready.run(ended)
-    return Memory(**counts, activations=kept.most)
+        with saved:
+            ready.run(after_phase)
+    return Memory(**counts, activations=saved.most)
 
 
 class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -142,14 +141,14 @@ class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given_storages = {each._cdata for each in _storages((args, kwargs))}
-        for storage in _storages(made):
-            if storage._cdata not in given_storages:
+        output = func(*args, **(kwargs or {}))
+        input_storages = {each._cdata for each in _storages((args, kwargs))}
+        for storage in _storages(output):
+            if storage._cdata not in input_storages:
                 self._new[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
-        return made
+        return output
 
-    def ended(self, counts: bool, model: nn.Module) -> None:
+    def end_phase(self, counts: bool, model: nn.Module) -> None:
         """Called when the forward or the backward of a microbatch is over.
 
         counts: whether storages made since the last call are saved for backward: after a forward, and after a
@@ -158,10 +157,13 @@ class _SavedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counts:
             self._held |= self._new
         self._new.clear()
-        leaves = [*model.parameters(), *(whole.leaf for unit in units_of(model) for whole in unit.wholes().values())]
+        leaves = [
+            *model.parameters(),
+            *(full.leaf for unit in gathering_units(model) for full in unit.full_parameters().values()),
+        ]
         gradients = {each._cdata for each in _storages([leaf.grad for leaf in leaves])}
-        kept = {key: each for key, each in self._held.items() if key not in gradients}
-        self._held = {key: each for key, each in kept.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
+        live = {key: each for key, each in self._held.items() if key not in gradients}
+        self._held = {key: each for key, each in live.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
         self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
 
 

@@ -18,19 +18,19 @@ from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.mesh.extension import as_mesh
 from weft.reshard import GradientSync, distribute
-from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, recording
+from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, differentiable, recording
 
 from ..losses import first_gradient
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..parallel.pipeline.messages import form_of
-from ..parallel.pipeline.run import Microbatch, Pipeline, differentiable, go_back
+from ..parallel.pipeline.run import Microbatch, Pipeline, run_backward
 from ..parallel.plan import without_pipeline
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule
 from .communication import Communication, Phase
-from .criterion import Criterion, ProbedCriterion, weighing
+from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide
 
@@ -59,31 +59,44 @@ def record(
         used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
     criterion: of the model's output and targets, a scalar; None: the mean cross-entropy over all tokens.
     inputs: further arguments of the model, by name, like `dropout_key`.
-    clip_norm: includes the gradient norm's communication, as in a step with clipping.
-    microbatches: as for `forward_backward`, whose step is run where there are several. 1 leaves the number to the
-        plan's pipeline.
+    clip_norm: includes the gradient norm's communication, as in a step with clipping; 0 computes the norm and scales
+        nothing. None: no norm.
+    microbatches: the number of equal parts of the rows, as in `forward_backward`; 1: the number of the plan's pipeline,
+        if any. With several, the criterion is weighted as by `forward_backward`.
     bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`.
-    With stages, the rank's own stages run by its schedule. A send counts as 0 bytes: bytes count at the receiver.
-    Cost: the host time of one rank's step; with stages also of the whole model on a microbatch, to find the messages
-        between stages. The cost does not grow with the mesh. A rank outside the mesh communicates nothing.
+    With stages, only the rank's stages run, in its schedule's order. A message's bytes count at the receiver; a send
+        counts as 0 bytes.
+    Cost: the host time of one rank's step; with stages, plus one forward and backward of the whole model on one
+        microbatch, to find the messages between stages. The cost does not grow with the mesh.
+    A rank outside the mesh communicates nothing.
     Communication: none; no process group is needed or touched.
     Raises ValueError for an already parallel model, a negative rank, a batch that is neither shape nor tensors,
         microbatches that do not divide the batch, and as `parallelize`; and whatever the model raises when it reads a
         tensor's values.
     """
-    return run_on_shapes(
-        model,
-        mesh,
-        plan,
+    shape = StepShape(
         batch=batch,
         criterion=criterion,
         rank=rank,
-        inputs=inputs,
+        inputs=inputs or {},
         microbatches=microbatches,
-        clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
         reduce_dtype=reduce_dtype,
-    ).communication
+    )
+    return run_on_shapes(model, mesh, plan, shape, clip_norm=clip_norm).communication
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """The arguments of `record` other than model, mesh, plan and clip_norm."""
+
+    batch: Sequence[int] | tuple[Tensor, Tensor]
+    criterion: Criterion | None = None
+    rank: int = 0
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    microbatches: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,40 +112,26 @@ class Step:
 def run_on_shapes(
     model: nn.Module,
     mesh: ProcessMesh | DeviceMesh,
-    plan: ParallelPlan | None = None,
+    plan: ParallelPlan | None,
+    shape: StepShape,
     *,
-    batch: Sequence[int] | tuple[Tensor, Tensor],
-    criterion: Criterion | None = None,
-    rank: int = 0,
-    inputs: Mapping[str, Any] | None = None,
-    microbatches: int = 1,
     clip_norm: float | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
-    """As `record`, but also returns the parameters' layouts and the pipeline's schedule."""
+    """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
+
+    Called by `record`, and by `Outline.first_step` for `weft train` and `weft explain`.
+    """
     issued: dict[Phase, list[Collective]] = {}
-    with on_shapes(
-        model,
-        mesh,
-        plan,
-        batch=batch,
-        criterion=criterion,
-        rank=rank,
-        inputs=inputs,
-        microbatches=microbatches,
-        bucket_bytes=bucket_bytes,
-        reduce_dtype=reduce_dtype,
-    ) as ready:
+    with on_shapes(model, mesh, plan, shape) as ready:
         if ready is None:
             return Step()
         recorded, pipeline = ready.recorded, pipeline_of(ready.model)
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             issued.setdefault(phase, []).extend(recorded.take_each())
 
         recorded.take_each()
-        ready.run(ended, clip_norm=clip_norm)
+        ready.run(after_phase, clip_norm=clip_norm)
         return Step(
             Communication.of(issued),
             shapes_of(ready.model),
@@ -143,7 +142,7 @@ def run_on_shapes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank's step before a run on shapes, as yielded by `on_shapes`."""
+    """A rank's prepared step on meta tensors; `run` may be called several times. Yielded by `on_shapes`."""
 
     model: nn.Module  # the rank's part of the parallel model
     criterion: Criterion
@@ -151,34 +150,30 @@ class Ready:
     sync: GradientSync
     recorded: Recorded
 
-    def run(self, ended: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Runs forward, backward and gradient sync. ended, clip_norm: as for `find_gradients`."""
-        find_gradients(self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, ended=ended)
+    def run(self, after_phase: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
+        """Runs forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`.
+
+        Called by `run_on_shapes`, and twice by `predict_memory`.
+        """
+        find_gradients(
+            self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, after_phase=after_phase
+        )
 
 
 @contextmanager
 def on_shapes(
-    model: nn.Module,
-    mesh: ProcessMesh | DeviceMesh,
-    plan: ParallelPlan | None,
-    *,
-    batch: Sequence[int] | tuple[Tensor, Tensor],
-    criterion: Criterion | None,
-    rank: int,
-    inputs: Mapping[str, Any] | None,
-    microbatches: int,
-    bucket_bytes: int = BUCKET_BYTES,
-    reduce_dtype: torch.dtype | None = None,
+    model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: ParallelPlan | None, shape: StepShape
 ) -> Iterator[Ready | None]:
-    """Prepares the step of `record`, to be run within the context. Yields None for a rank without a stage.
+    """Prepares the step of `record`, to be run within the context. Called by `run_on_shapes` and `predict_memory`.
 
+    Yields None if the mesh has an axis "pp" and does not contain the rank.
     Arguments and errors: as for `record`.
     """
-    mesh = as_mesh(mesh)
+    mesh, rank = as_mesh(mesh), shape.rank
     if rank < 0:
         raise ValueError(f"rank is {rank}; give one of the ranks of {mesh}, from 0 on")
-    tokens, targets = _on_meta(batch)
-    compute: Criterion = _mean_cross_entropy(targets) if criterion is None else criterion
+    tokens, targets = _on_meta(shape.batch)
+    compute: Criterion = _mean_cross_entropy(targets) if shape.criterion is None else shape.criterion
     with recording(mesh, rank) as recorded, torch.device("meta"):
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
@@ -186,25 +181,27 @@ def on_shapes(
             return
         parallel = parallelize(_meta_copy(model), mesh, plan)
         pipeline = pipeline_of(parallel)
-        count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
+        count = shape.microbatches
+        if pipeline is not None and count == 1:
+            count = pipeline.plan.microbatches
         if tokens.ndim == 2 and tokens.shape == targets.shape:
-            parts = divide(parallel, tokens, targets, count, inputs or {})
+            parts = divide(parallel, tokens, targets, count, shape.inputs)
         elif count == 1:
             laid_out, target = _by_rows(mesh, tokens, targets)
-            parts = [Microbatch(args=(laid_out,), kwargs=dict(inputs or {}), targets=target)]
+            parts = [Microbatch(args=(laid_out,), kwargs=dict(shape.inputs), targets=target)]
         else:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
                 f"divided into {count} microbatches; give both as [B, T]"
             )
-        weighted = weighing(compute, parts, targets)
+        weighted = weight_criterion(compute, parts, targets)
         # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
         # training loop of the caller's own.
         if len(parts) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
             compute = weighted
         if pipeline is not None:
             pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, parts[0], compute)
-        sync = GradientSync(parallel, bucket_bytes=bucket_bytes, dtype=reduce_dtype)
+        sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
         finally:
@@ -245,7 +242,7 @@ def _message_forms(
     for stage, (start, _) in enumerate(ranges[1:], 1):
         model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
     loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
-    go_back(loss, [first_gradient(each) for each in loss])
+    run_backward(loss, [first_gradient(each) for each in loss])
     forward = {("F", stage): {microbatch.kind: form} for stage, form in input_forms.items()}
     return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 

@@ -1,17 +1,9 @@
-"""What the ranks of a run agree on: the rendezvous at the start, the step at which a signal stops the run, and the
-names of silent ranks after a timeout.
+"""Agreements among the ranks of a run.
 
-Find the silent ranks after a collective has timed out.
-
-`train` asks with `RollCall.call`, and the run ends with an error naming these ranks.
-
-Rendezvous of a launcher's processes, including restarts after a failure.
-
-`launch` calls `meet` before initializing the process group.
-
-Stop a run on SIGTERM or Ctrl-C after the same step on every rank.
-
-The training loop uses a single `StopVote` per run.
+`meet`: the rendezvous under torchrun, srun or mpirun, also after a restart. `_join_world` in launch.py calls it before
+initializing the process group. Processes that `launch` starts itself do not need it.
+`RollCall`: names silent ranks after a timeout. `train` calls it after a collective has timed out.
+`StopVote`: stops all ranks after the same step, on SIGTERM or Ctrl-C. The training loop makes one for each run.
 """
 
 from __future__ import annotations
@@ -31,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
+from weft.reshard.extension import format_ranks
 
 NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
 LOOK_SECONDS = 0.02  # between two looks at the store
@@ -40,20 +33,27 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EVERY_SECONDS = 1.0  # between two looks at the store for a question
 ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
 STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond
-ASKED, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
+QUESTION, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
 
 
 class Unanswered(RuntimeError):
-    """A roll call found ranks that do not answer; the message names them."""
+    """The outcome of a roll call after a collective has timed out. Made by `RollCall.call`, raised by `train`.
 
-    def __init__(self, message: str, is_told: bool) -> None:
-        """is_told: whether this rank prints the message. Only a single rank does, unless the store is silent."""
+    The message names the silent ranks. If all ranks answered, the message says where they wait. If the store does not
+    respond or is gone, the message names the store's host.
+    """
+
+    def __init__(self, message: str, is_printed_here: bool) -> None:
+        """is_printed_here: whether this rank prints the message.
+
+        One rank does; every rank if the store does not respond; none if the store is gone.
+        """
         super().__init__(message)
-        self.is_told = is_told
+        self.is_printed_here = is_printed_here
 
 
 class RollCall:
-    """Context in which a thread of each rank answers roll calls with the rank's current activity.
+    """Context with a thread that answers the first roll call of the run, once, with this rank's activity.
 
     Questions and answers go through the world's store. A stopped process does not answer.
     doing: returns this rank's activity in words, as "step 3, forward".
@@ -79,9 +79,9 @@ class RollCall:
         """Ask all ranks for their activity; return an error naming the silent ranks.
 
         If all ranks answer, the error names the ranks whose activity differs from this rank's.
-        seconds: how long the collective was waited for, for the message.
-        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints an error,
-        because ranks know nothing of each other. If the store is gone, the host has ended and printed the reason.
+        seconds: the collective's timeout, quoted in the message.
+        Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints, because
+        without the store the ranks cannot choose one. If the store is gone, the host has ended and printed the reason.
         """
         found: list[Unanswered] = []
 
@@ -103,8 +103,8 @@ class RollCall:
 
     def _ask(self, seconds: float) -> Unanswered:
         """Ask through the store; see `call`."""
-        is_told = self._store.add(CALLER, 1) == 1
-        self._store.set(ASKED, "")
+        is_printed_here = self._store.add(CALLER, 1) == 1
+        self._store.set(QUESTION, "")
         end = time.monotonic() + ANSWER_SECONDS
         while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
             time.sleep(0.1)
@@ -112,39 +112,35 @@ class RollCall:
         here = self._doing()
         if silent:
             return Unanswered(
-                f"{named_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}", is_told
+                f"{format_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}",
+                is_printed_here,
             )
         behind = [rank for rank, doing in answers.items() if doing != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
         return Unanswered(
             f"a collective did not finish in {seconds:g} s: this rank waits in {here}; "
             f"{where or 'all other ranks do too'}",
-            is_told,
+            is_printed_here,
         )
 
     def _answers(self) -> dict[int, str]:
         """The answers received by now, by rank."""
-        keys = {rank: f"{ASKED}/{rank}" for rank in range(self._ranks)}
+        keys = {rank: f"{QUESTION}/{rank}" for rank in range(self._ranks)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _answer(self) -> None:
         """The thread of each rank: wait for a question, then write this rank's activity into the store."""
         with suppress(RuntimeError):  # the store is gone because the run has ended
-            while not self._store.check([ASKED]):
+            while not self._store.check([QUESTION]):
                 if self._over.wait(EVERY_SECONDS):
                     return
-            self._store.set(f"{ASKED}/{self._rank}", self._doing())
+            self._store.set(f"{QUESTION}/{self._rank}", self._doing())
 
 
 def is_silence(error: RuntimeError) -> bool:
     """Whether a collective failed because some rank did not join in time."""
     # If an earlier collective on the same connection timed out, gloo says "Application timeout".
     return any(word in str(error) for word in ("imed out", "imeout"))
-
-
-def named_ranks(ranks: list[int]) -> str:
-    """The ranks in words: "rank 3", "ranks 0, 1"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def meet(timeout: float) -> dict[str, Any]:
@@ -161,7 +157,8 @@ def meet(timeout: float) -> dict[str, Any]:
 def keeper_of_store() -> str:
     """The host process of the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
 
-    Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE.
+    Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE. Also "rank 0" in runs started by `launch`, where the store
+    is a file without a host process.
     """
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
@@ -172,16 +169,16 @@ def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Stor
     torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
     part, restarted processes would read keys of dead processes, for example addresses. The agent's restart count
     cannot name the part: a restarted agent counts from 0 again.
-    Rank 0 therefore draws a random name and stores it under NAME. Every other rank writes a random word under this
-    name, and trusts the name only once rank 0 has returned the word. Under the name of an earlier attempt nobody
-    returns it.
-    Raises RuntimeError if a rank does not come within `timeout` seconds.
+    Rank 0 therefore draws a random name and stores it under NAME. Every other rank reads NAME, writes a random word
+    under the name, and uses the name only after rank 0 has copied the word back. Nobody copies it for an old name, so
+    the rank reads NAME again.
+    Raises RuntimeError if rank 0 does not answer within `timeout` seconds. On rank 0 the store's own timeout applies.
     """
     if rank == 0:
         name = uuid.uuid4().hex
         store.set(NAME, name)
-        for other in range(1, ranks):
-            store.set(f"{name}/heard/{other}", store.get(f"{name}/here/{other}").decode())
+        for peer in range(1, ranks):
+            store.set(f"{name}/heard/{peer}", store.get(f"{name}/here/{peer}").decode())
         return PrefixStore(name, store)
     word, end = uuid.uuid4().hex, time.monotonic() + timeout
     while time.monotonic() < end:
@@ -203,13 +200,13 @@ class StopVote:
     def __init__(self, timeout: float) -> None:
         """timeout: seconds to wait for a rank. Communication: a new process group of all ranks."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._heard = 0
+        self._signal = 0
         self._voting: tuple[torch.Tensor, dist.Work] | None = None
 
     @contextmanager
-    def heeding(self) -> Iterator[None]:
+    def record_signals(self) -> Iterator[None]:
         """Context in which SIGTERM and SIGINT are only recorded for the next vote."""
-        before = {each: signal.signal(each, self._hear) for each in SIGNALS}
+        before = {each: signal.signal(each, self._on_signal) for each in SIGNALS}
         try:
             yield
         finally:
@@ -218,18 +215,21 @@ class StopVote:
 
     def begin(self) -> None:
         """Start the vote. Communication: an all-reduce of a byte, concurrent with the step."""
-        heard = torch.tensor([self._heard], dtype=torch.uint8)
+        heard = torch.tensor([self._signal], dtype=torch.uint8)
         work = dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
         self._voting = heard, work
 
     def end(self) -> int:
-        """Finish the vote: the signal received by any rank before the step began, or 0; the same on every rank."""
+        """Finish the vote; returns the signal received by any rank before `begin`, or 0. The same on every rank.
+
+        Of different signals, the larger number.
+        """
         assert self._voting is not None, "a vote was begun"
         heard, work = self._voting
         work.wait()
         return int(heard)
 
-    def _hear(self, signum: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         """Signal handler: record the signal."""
-        self._heard = signum
+        self._signal = signum

@@ -234,7 +234,7 @@ class TrainConfig:
         if self.model.initializer_range == 0 and (self.from_, self.model_class, self.resume) == (None, None, None):
             raise ValueError("model.initializer_range is 0, but weights that all start at 0 get no gradient; raise it")
         if self.data.sequence_length > self.model.max_seq_len:
-            if not self.model.is_longer_alike:
+            if not self.model.is_length_independent:
                 raise ValueError(
                     f"data.sequence_length {self.data.sequence_length} is above model.max_seq_len "
                     f"{self.model.max_seq_len}, and a {self.model.title} with a larger max_seq_len is another model; "

@@ -1,8 +1,7 @@
-"""The output of `weft explain`: a training step, computed on shapes without weights or processes.
+"""The output of `weft explain`, and the `Outline` of a run behind it.
 
-The facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a step run on shapes.
-
-`Trainer` builds on an `Outline`; `weft explain` prints the facts, without weights or processes.
+An `Outline` has the facts of a run derived from the configuration alone: mesh, plan, batch, criterion, and a training
+step run on shapes. `Trainer` builds on an `Outline`; `explain` prints the facts, without weights or processes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..parallel.parallelize import own_plan
 from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
 from ..step.memory import Memory, predict_memory
-from ..step.record import Step, run_on_shapes
+from ..step.record import Step, StepShape, run_on_shapes
 from .config import TrainConfig
 from .measure import flops_per_token
 from .model_class import inputs_of, make_model_of, parameters_of
@@ -43,7 +42,7 @@ def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int
     The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
-    report, outline = Report(speaks=True), Outline.of(config, axes)
+    report, outline = Report(enabled=True), Outline.of(config, axes)
     step = outline.first_step(rank, "cpu")
     at = outline.mesh.coordinate(rank)
     assert at is not None, "the rank is one of the mesh"
@@ -165,19 +164,17 @@ class Outline:
 
         Communication: none, and no process group is needed.
         """
+        shape = StepShape(
+            batch=self.batch,
+            criterion=self.criterion,
+            rank=rank,
+            inputs=self.accepted({"dropout_key": self.dropout_key(0)}),
+            microbatches=self.microbatches,
+            reduce_dtype=self.reduce_dtype,
+        )
+        clip_norm = self.config.optimizer.clip_norm
         with self.computing(device_type):
-            return run_on_shapes(
-                self.make_model(),
-                self.mesh,
-                self.plan,
-                batch=self.batch,
-                criterion=self.criterion,
-                rank=rank,
-                inputs=self.accepted({"dropout_key": self.dropout_key(0)}),
-                microbatches=self.microbatches,
-                clip_norm=self.config.optimizer.clip_norm,
-                reduce_dtype=self.reduce_dtype,
-            )
+            return run_on_shapes(self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm)
 
 
 def _make(config: TrainConfig) -> nn.Module:

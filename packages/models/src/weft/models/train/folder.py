@@ -35,7 +35,7 @@ def check_new(folder: Path) -> None:
         with TemporaryDirectory(prefix=".weft-", dir=there) as trial:
             (trial / folder.absolute().relative_to(there)).mkdir(parents=True)
     except OSError as error:
-        raise _not_made(folder, error) from None
+        raise _creation_error(folder, error) from None
 
 
 def make_new(folder: Path) -> None:
@@ -43,10 +43,10 @@ def make_new(folder: Path) -> None:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise _not_made(folder, error) from None
+        raise _creation_error(folder, error) from None
 
 
-def _not_made(folder: Path, error: OSError) -> ValueError:
+def _creation_error(folder: Path, error: OSError) -> ValueError:
     """The error for failing to make the output folder."""
     if isinstance(error, FileExistsError):
         return ValueError(
@@ -55,7 +55,7 @@ def _not_made(folder: Path, error: OSError) -> ValueError:
     return ValueError(f"the output folder {folder} cannot be made: {error.strerror}; give another with --output")
 
 
-def check_again(folder: Path) -> None:
+def check_resumable(folder: Path) -> None:
     """Raise ValueError unless the run in `folder` can be resumed.
 
     Refused: a folder without a run, a read-only folder, a complete run without checkpoints, and a run in progress.
@@ -169,7 +169,7 @@ def find_to_resume(path: Path) -> Path:
     return found
 
 
-def keep(folder: Path, last: int, every: int) -> list[str]:
+def remove_old(folder: Path, last: int, every: int) -> list[str]:
     """Remove the checkpoints of a run, except the `last` newest and every checkpoint at a multiple of `every` steps.
 
     last: 0 keeps all. every: 0 keeps no more than the newest.
@@ -193,7 +193,7 @@ def remove(path: Path) -> list[str]:
     return _discard(removed)
 
 
-def exchange(new: Path, folder: Path) -> list[str]:
+def replace_folder(new: Path, folder: Path) -> list[str]:
     """Put the complete folder `new` in the place of `folder`, and remove the old folder.
 
     `tidy` finishes an exchange interrupted by a kill.
@@ -230,7 +230,7 @@ def _not_removed(path: Path, error: OSError) -> str:
 
 
 def tidy(folder: Path) -> None:
-    """Remove temporary folders left by a killed run, and finish an interrupted `exchange`.
+    """Remove temporary folders left by a killed run, and finish an interrupted `replace_folder`.
 
     The caller holds the folder's lock.
     """

@@ -1,15 +1,13 @@
 """Start the processes of a run, or join the processes of a launcher, and train in each.
 
 `weft train` calls `launch` after all checks. torch is imported only in the training processes.
-
-Environment variables of launchers: torchrun's (RANK, WORLD_SIZE, ...), and their equivalents of srun and mpirun.
-
-In every function `environ` is the environment, as `os.environ`.
+The processes of a launcher are known by its environment variables: torchrun's (RANK, WORLD_SIZE, ...), or their
+equivalents of srun and mpirun, which `adopt_launcher` translates. In every function `environ` is the environment, as
+`os.environ`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -43,21 +41,6 @@ ECHO_SECONDS = 1.0  # delay of errors caused by another rank's failure, whose me
 STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
 
-def gpu_count() -> int:
-    """Number of GPUs available to this process.
-
-    Asks the CUDA driver, which takes a millisecond; importing torch takes seconds.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
-
-
 def launched_processes() -> int | None:
     """The number of processes started by a launcher (torchrun, srun, mpirun); None without a launcher.
 
@@ -73,8 +56,8 @@ def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
     to this number.
     A product of given sizes that does not divide the default is itself the number of processes.
     """
-    given, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
-    return given if machine % given else machine
+    requested, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
+    return requested if machine % requested else machine
 
 
 def launch(run: Run, *, gpus: int) -> int:
@@ -163,7 +146,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
         dist.barrier()  # no process ends before rank 0 has printed the error
         sys.exit(STOPPED)
     except Unanswered as error:
-        if error.is_told:
+        if error.is_printed_here:
             print(f"\n{PROGRAM} train: {printable(str(error))}", file=sys.stderr, flush=True)
         else:
             time.sleep(ECHO_SECONDS)

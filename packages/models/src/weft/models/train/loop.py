@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from weft.reshard.extension import measured_by
+from weft.reshard.extension import measure_waits
 
 from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
@@ -29,15 +29,17 @@ from .trainer import Trainer, TrainingError
 
 
 def train(run: Run, device: torch.device) -> int:
-    """Train on this process's part of the mesh pp x dp x cp x tp, which covers the whole world.
+    """Train as one rank of the mesh pp x dp x cp x tp; the mesh contains all ranks of the world.
 
-    Rank 0 prints and writes.
-    Returns 0 for a complete run, or the signal that ended the run early, after saving a checkpoint.
+    Rank 0 prints, and writes all files except the tensors of checkpoints and the traces, which every rank writes.
+    Returns 0, or the signal received. By then a checkpoint is saved or, after the last step, the final model (the last
+    checkpoint for a model class of the user's own).
     Communication: in every step that of `find_gradients`, and an all-reduce of a byte for the vote on stopping; for
     checkpoints that of `Saver`.
-    Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite, if a
-    checkpoint cannot be read or written, and if prepared data does not match the checksums;
-    Unanswered if a rank does not answer within the run's timeout.
+    Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite; if the loss of
+    step 1 differs from the loss of one process; if the initial weights cannot be used; if a checkpoint cannot be read
+    or written; if metrics, the model or the run's folder cannot be written; and if prepared data does not match the
+    checksums. Raises Unanswered if a collective does not finish within the run's timeout.
     """
     found: list[Any] = [run.folder, run.origin]
     # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
@@ -81,7 +83,7 @@ def find_parts(trainer: Trainer) -> list[Part]:
     assert at is not None, "the mesh covers the whole world"
     own = [Part(name=n, shape=shapes[n], layout=layout, stage_rank=at["pp"]) for n, layout in layouts.items()]
     dist.all_gather_object(of_ranks, own)
-    # of ranks with the same pp coordinate, the first one's parameters
+    # for each pp coordinate, the parameters of its first rank
     stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}
     return [part for _, parts in sorted(stages.items()) for part in parts]
 
@@ -121,7 +123,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if not begins:
         saver.held_out_loss = trainer.held_out_loss()
     start, saved = time.perf_counter(), run.folder / CHECKPOINT
-    with vote.heeding():
+    with vote.record_signals():
         stop = _take_steps(run, trainer, results, saver, vote, begins)
         seconds = time.perf_counter() - start
         if stop:
@@ -175,7 +177,7 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
     with (
         report.steps(config) as shown,
         profiled(config.profile, trainer.rank) as profiled_step,
-        measured_by(trainer.waits),
+        measure_waits(trainer.waits),
     ):
         trainer.begin_reading()
         for step in range(begins, config.steps):

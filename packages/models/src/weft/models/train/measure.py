@@ -1,14 +1,10 @@
-"""Measurements of a training step: floating-point operations, memory, collectives issued, and profiler traces.
+"""Measurements of training steps.
 
-Floating-point operations of a training step, and the peak of the chip, for the metrics tflops and mfu.
-
-Memory used by this process, and memory of the device. `Trainer` logs both.
-
-Count the collectives really issued by a step, by watching torch's dispatcher.
-
-`Trainer.first_step` compares the count with the prediction, and tests assert the count.
-
-torch profiler traces of a few steps, a file per rank (`--profile`).
+`flops_per_token` and `peak_flops`: the operations of a step and the peak of the chip, for the metrics tflops and mfu.
+`peak_memory` and `total_memory`: the memory used by this process, and the device's memory. `Trainer` logs both.
+`CollectiveCount`: the collectives issued by a step, seen through torch's dispatcher. `Trainer.first_step` compares them
+with the prediction, and tests assert them.
+`profiled`: torch profiler traces of a few steps, one file per rank (`--profile`).
 """
 
 from __future__ import annotations
@@ -49,8 +45,8 @@ _BF16_PEAKS = (
 def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
     """Floating-point operations of a training step per token, in sequences of T tokens.
 
-    6 for each weight in a matrix product, plus 12 T for each feature of a layer's attention. A causal mask does not
-    lower the count: Chowdhery et al., "PaLM" (2022), appendix B, which published shares of the peak follow.
+    6 for each weight in a matrix product, plus 12 * T * attention_width per layer. A causal mask does not lower the
+    count: Chowdhery et al., "PaLM" (2022), appendix B; published MFU figures are counted this way.
     multiplying: the number of weights in matrix products; None takes the config's number.
     """
     weights = model.num_parameters - model.num_looked_up if multiplying is None else multiplying
@@ -80,11 +76,11 @@ def total_memory(device: torch.device) -> int:
 
 
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every collective issued inside `with CollectiveCount() as count:`, then `count.issued`.
+    """Context that records the collectives issued inside.
 
+    Read them with `take_each`, or only their numbers with `issued` or `take`.
     As a `TorchDispatchMode`, the counter sees collectives issued by any code, including DTensor.
-    The axes of a collective are the mesh axes for which the process group was first requested; () for groups made
-    outside Weft.
+    The axes of a collective are the mesh axes for which Weft first asked for the group; () for any other group.
     """
 
     def __init__(self) -> None:
@@ -117,16 +113,16 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def take_each(self) -> list[Collective]:
         """Return the collectives issued since the last call, in order, and start a new list."""
-        taken, self._seen = self._seen, []
-        return taken
+        collectives, self._seen = self._seen, []
+        return collectives
 
 
 @contextmanager
 def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
     """Context manager whose value is a function to call after each step.
 
-    The trace of steps 3 to 5 is written to FOLDER/rank-N.json, for chrome://tracing or Perfetto. Nothing is profiled
-    if `folder` is None.
+    Traces the third to fifth steps of this process: a run resumed after 100 steps traces steps 103 to 105. The trace is
+    written to FOLDER/rank-N.json, for chrome://tracing or Perfetto. Nothing is profiled if `folder` is None.
     """
     if folder is None:
         yield lambda: None
@@ -136,7 +132,7 @@ def profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
     def save(found: torch.profiler.profile) -> None:
         found.export_chrome_trace(str(folder / f"rank-{rank}.json"))
 
-    # Steps 1 and 2 include warm-up work. The profiler itself slows down the step before the recorded ones.
+    # The first two steps include warm-up work. The profiler itself slows down the step before the recorded ones.
     steps = schedule(wait=PROFILED_FROM - 2, warmup=1, active=PROFILED_STEPS, repeat=1)
     # acc_events keeps the events of all cycles. There is a single cycle, but without the flag torch 2.11 warns.
     with profile(schedule=steps, on_trace_ready=save, acc_events=True) as profiler:

@@ -1,16 +1,12 @@
 """Check a run against the memory of the machine, before torch is imported.
 
-Counts the bytes that every run needs: parameters, gradients and the optimizer's state. `weft train` calls
-`check_room`.
-
-The memory of this machine's CPU and GPUs, to check whether a run fits.
-
-Asks the kernel and the CUDA driver directly, because importing torch takes seconds.
+`weft train` calls `check_room`, which counts the bytes that every run needs: parameters, gradients and the optimizer's
+state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs. They ask the kernel and the CUDA
+driver directly, because importing torch takes seconds.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -20,6 +16,7 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from .config import OptimizerConfig
+from .gpus import gpu_bytes
 from .model_class import parameters_of
 from .recipes import RECIPES
 from .run import Run
@@ -38,7 +35,7 @@ _WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers that keep one state less if be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class MemoryNeed:
     """The sizes that determine the least memory of a run, on a GPU or on all processes of this machine."""
 
     parameters: int  # of the whole model
@@ -72,35 +69,35 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
     memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
     if memory is None:
         return []
-    holding = holding_of(run, on_gpus=bool(gpus))
-    needs = f"needs at least {_gib(holding.nbytes)} on {where}, without activations"
-    if holding.nbytes > memory.total:
+    need = memory_need(run, on_gpus=bool(gpus))
+    needs = f"needs at least {_gib(need.nbytes)} on {where}, without activations"
+    if need.nbytes > memory.total:
         axes = " x ".join(f"{axis}={size}" for axis, size in run.axes.items())
-        fitting = ", or ".join(_fitting(run, holding, memory, on_gpus=bool(gpus)))
+        fitting = ", or ".join(_fitting(run, need, memory, on_gpus=bool(gpus)))
         raise ValueError(
             f"{run.title} on {axes} {needs}, and there are {_gib(memory.total)}; "
             + (f"would fit: {fitting}" if fitting else "give a smaller model")
         )
-    if holding.nbytes > USED * memory.available:
+    if need.nbytes > USED * memory.available:
         return [f"memory may not suffice: the run {needs}, and {_gib(memory.available)} are free"]
     return []
 
 
-def holding_of(run: Run, *, on_gpus: bool) -> Holding:
-    """The `Holding` of a run: per GPU, or for all CPU processes on this machine."""
+def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
+    """The `MemoryNeed` of a run: per GPU, or for all CPU processes on this machine."""
     config = run.config
-    return Holding(
+    return MemoryNeed(
         parameters=parameters_of(config.model, config.model_class)[0],
         processes=1 if on_gpus else _local_processes(run),
         parts=run.pp * run.tp,
         across=run.dp * run.cp,
         zero=config.plan.zero,
-        states=states_kept(config.optimizer),
+        states=state_tensors(config.optimizer),
         compares=config.check and run.resume is None,
     )
 
 
-def states_kept(config: OptimizerConfig) -> int:
+def state_tensors(config: OptimizerConfig) -> int:
     """Number of state tensors per parameter, each of the parameter's size; 0 if unknown."""
     return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
 
@@ -110,22 +107,22 @@ def _local_processes(run: Run) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
 
 
-def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
+def _fitting(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
     """Yield fitting options, process counts and recipes, as text for the error."""
 
-    def fits(other: Holding) -> bool:
-        return other.nbytes <= USED * memory.available
+    def fits(candidate: MemoryNeed) -> bool:
+        return candidate.nbytes <= USED * memory.available
 
     options = next(
         (
-            [f"--plan.zero {zero}"] * (zero > holding.zero) + ["--no-check"] * (compares < holding.compares)
-            for compares in sorted({holding.compares, False}, reverse=True)
-            for zero in range(holding.zero, 4)
-            if fits(replace(holding, zero=zero, compares=compares))
+            [f"--plan.zero {zero}"] * (zero > need.zero) + ["--no-check"] * (compares < need.compares)
+            for compares in sorted({need.compares, False}, reverse=True)
+            for zero in range(need.zero, 4)
+            if fits(replace(need, zero=zero, compares=compares))
         ),
         [],
     )
-    alone = replace(holding, processes=1, parts=1, across=1)
+    alone = replace(need, processes=1, parts=1, across=1)
     if options:
         yield " ".join(options)
     elif on_gpus:
@@ -134,7 +131,7 @@ def _fitting(run: Run, holding: Holding, memory: MachineMemory, *, on_gpus: bool
     elif "RANK" not in os.environ and fits(alone):
         yield "--mesh.dp 1 --mesh.tp 1"
     sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _is_cut(config.model, run.tp)}
-    smaller = {name: size for name, size in sizes.items() if fits(replace(holding, parameters=size))}
+    smaller = {name: size for name, size in sizes.items() if fits(replace(need, parameters=size))}
     if smaller and run.config.from_ is None and run.config.model_class is None:
         yield f"the recipe {max(smaller, key=smaller.__getitem__)}"
 
@@ -177,19 +174,8 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
 
 def gpu_memory() -> MachineMemory | None:
     """The memory of the smallest GPU available to this process; None without a GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    count, device, nbytes = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_size_t(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return None
-    found = []
-    for number in range(count.value):
-        is_there = driver.cuDeviceGet(ctypes.byref(device), number) == 0
-        if is_there and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
-            found.append(nbytes.value)
-    return MachineMemory(min(found), min(found)) if found else None
+    least = min(gpu_bytes(), default=None)
+    return None if least is None else MachineMemory(least, least)
 
 
 def _group_limits(root: Path) -> list[int]:

@@ -1,8 +1,7 @@
-"""metrics.jsonl of a run: appending without following links is in files.py; reading back and plotting are here.
+"""Reads a run's metrics.jsonl back: to resume the run, to check the file against a checkpoint, and to plot.
 
-Read metrics.jsonl back: to resume a run, to check the file against a checkpoint, and to plot.
-
-Plots of a run's loss and speed from metrics.jsonl: on the terminal, and as a picture file.
+Plots show loss and speed, on the terminal or as a picture file. `Results` appends lines to metrics.jsonl with
+`append` of files.py, which follows no links.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ _LARGEST = 2**34  # bytes of a file; enough for the lines of 17 million steps
 _LONGEST_LINES = 16384  # bytes read from the end of the file; a line has about a thousand
 
 
-class Sum:
+class RunningChecksum:
     """Running length and SHA-256 of metrics.jsonl.
 
     Stored in every checkpoint; on resuming, `check_logged` compares the file with the stored values.
@@ -112,7 +111,7 @@ class Sum:
 
 
 def check_logged(path: Path, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the file begins with the lines described by `saved`, from `Sum.as_json`."""
+    """Raise ValueError unless the file begins with the lines described by `saved`, from `RunningChecksum.as_json`."""
     content = _content(path)[: saved["bytes"]] if path.exists() else b""
     if len(content) < saved["bytes"]:
         raise ValueError(

@@ -84,10 +84,10 @@ class Part:
 
 
 class Report:
-    """Prints the progress of a run. speaks: whether to print at all; true on rank 0 only."""
+    """Prints the progress of a run. enabled: whether to print at all; true on rank 0 only."""
 
-    def __init__(self, *, speaks: bool) -> None:
-        self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
+    def __init__(self, *, enabled: bool) -> None:
+        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)

@@ -1,18 +1,11 @@
-"""The files and trackers that receive a run's results while the run trains.
-
-The files of a training run, without checkpoints: configuration, plan, metrics, curves and the final model.
-
-Send metrics also to TensorBoard or Weights & Biases (`--track`), for `Results`.
-"""
+"""The files of a training run, without checkpoints: configuration, plan, metrics, curves and the final model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +17,23 @@ from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
 from ..output import can_show
 from ..parallel import ParallelPlan
-from ..terminal import install_command
 from ..versions import versions
-from .config import TrackerName, TrainConfig
+from .config import TrainConfig
 from .files import append, write_anew
-from .folder import CHECKPOINT, CONFIG, NEW, exchange, lock, make_new, set_aside, tidy
-from .metrics_file import METRICS, NARROWEST, Sum, check_logged, drawn, read_curves, read_logged, save_picture
+from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, replace_folder, set_aside, tidy
+from .metrics_file import (
+    METRICS,
+    NARROWEST,
+    RunningChecksum,
+    check_logged,
+    drawn,
+    read_curves,
+    read_logged,
+    save_picture,
+)
 from .report import Metrics, Part, general_name
 from .toml import as_toml, with_sum
-
-WANDB_ID = "wandb-id"  # file in the run's folder: the id under which a resumed run continues at wandb
-Send = Callable[[int, dict[str, float]], None]  # sends the numbers of a step
+from .trackers import Trackers
 
 
 class NotWritten(RuntimeError):
@@ -57,7 +56,7 @@ class Results:
         self._trackers: Trackers | None = None
         self._lock: int | None = None
         self._aside: list[Path] = []
-        self._sum = Sum()
+        self._checksum = RunningChecksum()
         self._error: Exception | None = None
         self.notes: list[str] = []  # lines to print after `save`
 
@@ -84,10 +83,12 @@ class Results:
         step: steps taken before a run is resumed. Later lines of metrics.jsonl are cut off, because their steps are
         taken again.
         logged: length and checksum of the lines up to `step`, for `check_logged`.
-        Returns, on the writing rank, the new paths of damaged checkpoints of later steps.
+        Returns, on the writing rank, the new paths of damaged checkpoints after `step`, which are renamed; empty on
+        other ranks.
         Communication: with several ranks, a broadcast of the writing rank's error, if any.
-        Raises, on every rank, ValueError if another run uses the folder or has just made the folder, and as
-        `check_logged` and `read_logged`; OSError if the folder cannot be written.
+        Raises, on every rank, ValueError if a new run's folder exists or cannot be made, if another run has locked
+        it, if a complete checkpoint after `step` exists, and as `check_logged` and `read_logged`; OSError if the
+        folder cannot be written.
         """
         error = attempt(self._begin, recipe, config, plan, mesh, parts, step, logged) if self._writes else None
         raise_on_all(error, dist.is_initialized())
@@ -130,14 +131,14 @@ class Results:
     def _add(self, metrics: Metrics) -> None:
         line = json.dumps(dataclasses.asdict(metrics)) + "\n"
         append(self._metrics, line.encode())
-        self._sum.add(line)
+        self._checksum.add(line)
         if self._trackers is not None:
             self._trackers.add(metrics)
 
     @property
     def logged(self) -> dict[str, Any]:
         """Current length and checksum of metrics.jsonl, on the writing rank."""
-        return self._sum.as_json()
+        return self._checksum.as_json()
 
     def picture(self, width: int) -> str:
         """Plot loss and speed for a terminal of `width` columns, and save the plot as curves.svg.
@@ -178,8 +179,8 @@ class Results:
     def save(self, model: nn.Module) -> None:
         """Save the final model and tokenizer as the folder `checkpoint`, which transformers loads.
 
-        An earlier folder `checkpoint` is replaced once the new folder is complete; after a failed removal, `notes`
-        has a line.
+        An earlier folder `checkpoint` is replaced once the new folder is complete; if the old folder cannot be
+        removed, a line is added to `notes`, which the loop prints.
         Communication: as `save_pretrained` and `sync`. Raises NotWritten on every rank.
         """
         self.sync()
@@ -192,7 +193,7 @@ class Results:
             raise NotWritten(f"the model could not be written: {error}") from error
 
     def _exchange(self, new: Path, folder: Path) -> None:
-        self.notes += exchange(new, folder)
+        self.notes += replace_folder(new, folder)
 
     def _cut(self, step: int) -> None:
         """Cut metrics.jsonl off after `step`, and count the remaining lines."""
@@ -200,71 +201,7 @@ class Results:
         if os.path.lexists(self._metrics):
             self._write(METRICS, "".join(line.text for line in lines))
         for line in lines:
-            self._sum.add(line.text)
+            self._checksum.add(line.text)
 
     def _write(self, name: str, text: str) -> None:
         write_anew(self._folder / name, text.encode())
-
-
-def check_trackers(names: tuple[TrackerName, ...]) -> None:
-    """Raise ValueError for a tracker that is not installed."""
-    for name in names:
-        if find_spec(name) is None:
-            raise ValueError(f"track is {name}, which is not installed; {install_command(name)}")
-
-
-class Trackers:
-    """Sends the metrics of each step to the named trackers. Made by `Results` on the writing rank."""
-
-    def __init__(self, names: tuple[TrackerName, ...], folder: Path, config: TrainConfig) -> None:
-        self._sends = [_MAKERS[name](folder, config) for name in names]
-
-    def add(self, metrics: Metrics) -> None:
-        """Send the metrics of a step."""
-        numbers = {
-            name: float(value)
-            for name, value in dataclasses.asdict(metrics).items()
-            if name != "step" and value is not None
-        }
-        for send in self._sends:
-            send(metrics.step, numbers)
-
-
-def _tensorboard(folder: Path, config: TrainConfig) -> Send:
-    """A function that writes numbers into FOLDER/tensorboard."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = None
-
-    def send(step: int, numbers: dict[str, float]) -> None:
-        nonlocal writer
-        # purge_step hides the values of this and later steps sent before the run was interrupted and resumed.
-        writer = writer or SummaryWriter(str(folder / "tensorboard"), purge_step=step)
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()  # written now, to survive a kill
-
-    return send
-
-
-def _wandb(folder: Path, config: TrainConfig) -> Send:
-    """A function that sends numbers to Weights & Biases, as a single run over all resumptions."""
-    import wandb
-
-    file = folder / WANDB_ID
-    name = file.read_text() if file.exists() else ""
-    if not name:
-        name = uuid.uuid4().hex
-        write_anew(file, name.encode())
-    run: Any = wandb.init(
-        project="weft",
-        name=folder.name,
-        dir=str(folder),
-        config=dataclasses.asdict(config),
-        id=name,
-        resume="allow",
-    )
-    return lambda step, numbers: run.log(numbers, step=step)
-
-
-_MAKERS: dict[TrackerName, Callable[[Path, TrainConfig], Send]] = {"tensorboard": _tensorboard, "wandb": _wandb}

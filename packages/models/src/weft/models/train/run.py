@@ -85,7 +85,7 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
             ("cp", cp if cp > 1 else None),
             ("tp", mesh.tp),
         )
-        given = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
+        shown = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
         fits = f"dp x tp that fit: {', '.join(f'{dp_tp // n} x {n}' for n in divisors(dp_tp))}"
         beside = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
         if beside:
@@ -95,11 +95,11 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
                 if processes % pp_cp == 0
                 else f"{names} that fit: {', '.join(map(str, divisors(processes)))}"
             )
-        raise ValueError(f"mesh {given} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
+        raise ValueError(f"mesh {shown} does not fit {processes} process{'es' if processes > 1 else ''}; {fits}")
     return dp, cp, tp
 
 
-def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
+def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
     """Fill in the options of `plan` implied by the mesh: context, schedule, microbatches and split.
 
     Raises ValueError for heads, microbatches or stages that do not divide, and for pipeline options without mesh.pp
@@ -109,7 +109,7 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
     if context == "ulysses":
         sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
         check_head_degrees(sizes, cp=cp, tp=tp)
-    settled, rows, pp = replace(plan, context=context), config.data.batch_size, config.mesh.pp
+    completed, rows, pp = replace(plan, context=context), config.data.batch_size, config.mesh.pp
     if pp == 1:
         for name in ("schedule", "split"):
             if getattr(plan, name) is not None:
@@ -118,13 +118,13 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
                 )
     else:
         most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
-        settled = replace(
-            settled,
+        completed = replace(
+            completed,
             schedule=plan.schedule or "1f1b",
             microbatches=plan.microbatches or most,
             split=plan.split or "layers",
         )
-    count = settled.microbatches or 1
+    count = completed.microbatches or 1
     if count < 1 or rows % count:
         fit = ", ".join(map(str, divisors(rows)))
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
@@ -135,7 +135,7 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
         raise ValueError(
             f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
         )
-    pipeline = settled.pipeline(pp)
+    pipeline = completed.pipeline(pp)
     if pipeline is not None:
         stages = pipeline.make_schedule(pp).num_stages
         if stages > config.model.num_layers:
@@ -151,7 +151,7 @@ def settled_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp:
             )
         if pipeline.split != "layers" and not counts:
             _check_names(config, pipeline, pp)
-    return settled
+    return completed
 
 
 def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:

@@ -34,12 +34,12 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
         return lines
     commands = []
     try:
-        mesh = _other_mesh(run, on_cpu)
+        mesh = _alternative_mesh(run, on_cpu)
         if mesh is not None:
             # the new mesh has neither cp nor pp
             plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)
-            other = dataclasses.replace(run.config, mesh=mesh, plan=plan)
-            commands.append(f"{train} {_arguments(run, other)}    the same loss on another mesh")
+            alternative = dataclasses.replace(run.config, mesh=mesh, plan=plan)
+            commands.append(f"{train} {_arguments(run, alternative)}    the same loss on another mesh")
         if run.config.data.path is None and not run.config.data.mixture:
             commands.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
     except _NoOption:
@@ -60,7 +60,7 @@ def _train_command(processes: int) -> str | None:
     return None
 
 
-def _other_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
+def _alternative_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
     """Another mesh for the run, of dp and tp only; None if no such mesh fits the model and the memory.
 
     The number of processes is the run's, except for a single process on a CPU without a launcher: then two.

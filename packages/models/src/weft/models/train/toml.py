@@ -30,7 +30,7 @@ def as_toml(recipe: str | None, config: TrainConfig) -> str:
     import tomlkit  # imported here: not needed for reading a configuration
 
     values = {name.rstrip("_"): value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_RUN}
-    return tomlkit.dumps(_given({"recipe": recipe, **values}))
+    return tomlkit.dumps(_toml_values({"recipe": recipe, **values}))
 
 
 def with_sum(text: str) -> str:
@@ -88,21 +88,21 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
         raise ValueError(f"config {path}: {error}") from None
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _toml_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values for TOML: None is left out, tuples become lists, paths become strings."""
-    given: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            given[name] = _given(value)
+            result[name] = _toml_values(value)
         elif isinstance(value, tuple):
-            given[name] = [_written(each) for each in value]
+            result[name] = [_written(each) for each in value]
         elif value is not None:
-            given[name] = _written(value)
-    return given
+            result[name] = _written(value)
+    return result
 
 
 def _written(value: Any) -> Any:
-    """A value of an option as the file has it. A path or a mixture that begins with "-" gets "./" before, which `_text` accepts."""
+    """A value as written to the file. A path or mixture beginning with "-" gets a "./" before, as `_text` demands."""
     if not isinstance(value, str | Path):
         return value
     return f"./{value}" if str(value).startswith("-") else str(value)

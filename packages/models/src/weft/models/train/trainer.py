@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import Layout, Shard
 from weft.reshard import GradientSync, drop_gathered, fixed_parameters
-from weft.reshard.extension import Collective, Waits, units_of
+from weft.reshard.extension import Collective, WaitTimer, format_ranks, gathering_units
 
 from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
@@ -29,15 +29,15 @@ from ..parallel import lay_out_batch, parallelize
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..step.communication import Communication, Phase
-from ..step.find_gradients import Found, find_gradients, find_loss
+from ..step.find_gradients import StepResult, find_gradients, find_loss
 from ..step.forward_backward import divide, join
 from ..tracing import traced
-from .agreement import named_ranks
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
+from .learning_rate import learning_rate
 from .measure import CollectiveCount, flops_per_token, peak_flops, peak_memory, total_memory
 from .model_class import parameters_of
-from .optimizer import learning_rate, make_optimizer
+from .optimizer import make_optimizer
 from .report import Metrics, Report
 from .run import Run
 
@@ -45,7 +45,10 @@ SAMPLE_TOKENS = 60
 
 
 class TrainingError(RuntimeError):
-    """The run cannot continue. The message says where and why, and names the newest checkpoint."""
+    """The run cannot continue; the message says where and why.
+
+    The message names the newest checkpoint if a value is not finite or a checkpoint could not be written.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class _UnreadStep:
     """A step whose loss and gradient norm are still on the device, until `Trainer.read`."""
 
     step: int
-    found: Found
+    found: StepResult
     lr: float
 
 
@@ -63,7 +66,7 @@ class Trainer:
     def __init__(self, run: Run, device: torch.device) -> None:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
-        self.report = Report(speaks=self.rank == 0)
+        self.report = Report(enabled=self.rank == 0)
         self._outline = outline = Outline.of(run.config, run.axes)
         self.mesh, self.plan, self._shape, self._criterion = (
             outline.mesh,
@@ -106,7 +109,7 @@ class Trainer:
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
         self._unread: list[_UnreadStep] = []
-        self.waits = Waits(device)
+        self.waits = WaitTimer(device)
         self._read_at = time.perf_counter()
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -118,9 +121,10 @@ class Trainer:
 
         count: if given, the counted collectives are added to `issued` by phase.
         The host does not wait for the device; `read` fetches the loss and the norm.
+        Communication: as `find_gradients`; the optimizer updates each rank's shards without communication.
         """
 
-        def ended(phase: Phase) -> None:
+        def after_phase(phase: Phase) -> None:
             self.doing = f"step {step + 1}, after {phase}"
             if count is not None:
                 self.issued.setdefault(phase, []).extend(count.take_each())
@@ -134,7 +138,7 @@ class Trainer:
             self._microbatches(step),
             self._sync,
             clip_norm=clip_norm,
-            ended=ended,
+            after_phase=after_phase,
             computing=self._computing,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
@@ -150,7 +154,7 @@ class Trainer:
         self._rows.begin(step)
 
     def begin_reading(self) -> None:
-        """Start the clock of the next `read`: earlier time does not count as time of the steps."""
+        """Restart the clock from which the next `read` measures speed and waiting."""
         self.waits.take()
         self._read_at = time.perf_counter()
 
@@ -158,7 +162,8 @@ class Trainer:
         """Wait for the device once, and return the metrics of the steps since the last call, in order.
 
         last: returns the checkpoint to name in an error.
-        Communication: none; if a loss is not finite, an all-gather of whether each rank's part is.
+        Communication: none; for a loss that is not finite, an all-gather of a bool: whether the rank's part of the
+        loss is not finite.
         Raises TrainingError, on every rank, for the first step whose loss or gradient norm is not finite.
         """
         steps, self._unread = self._unread, []
@@ -221,9 +226,11 @@ class Trainer:
                     yield local
 
     def first_step(self) -> None:
-        """Take step 1 without compiling, count the collectives, and compare the loss with a single process's loss.
+        """Take step 1 of a new run, instead of `step(0)`; a resumed run skips this method.
 
-        Communication: as a step, and for the comparison a broadcast of a number.
+        The step is uncompiled. The collectives are counted and printed beside the prediction. With the option
+        `check`, the loss is compared with the loss of one process.
+        Communication: as `step`; for the comparison a broadcast of a number; under a pipeline an all-gather by `_held`.
         Raises TrainingError, on every rank, if the losses differ by more than rounding.
         """
         alone = self._loss_alone() if self._config.check and self.rank == 0 else None
@@ -241,7 +248,8 @@ class Trainer:
     def held_out_loss(self) -> float:
         """The mean loss over the held-out text, without dropout. Every rank takes part and waits for the device.
 
-        Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp".
+        Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp"; with stages
+        also messages between stages and an all-reduce of the sum over "pp".
         """
         self.model.eval()
         (size, T), count = self._shape, self._batches.num_held_out
@@ -268,8 +276,8 @@ class Trainer:
         """A prompt and the model's continuation, without dropout. Every rank takes part."""
         self.model.eval()
         # tokenized like the beginning of a document in the data
-        given = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
-        prompt = torch.tensor([given], device=self._device)
+        prompt_tokens = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
+        prompt = torch.tensor([prompt_tokens], device=self._device)
         # a compiled model would be compiled again for each length
         with torch.compiler.set_stance("force_eager"), self._computing():
             tokens = generate(
@@ -279,7 +287,9 @@ class Trainer:
                 seed=self._config.seed,
                 use_cache=hasattr(self.model, "make_cache"),
             )
-        return self._prompt + "".join(self._tokenizer.decode_each(tokens[0, len(given) :].tolist(), after=given))
+        return self._prompt + "".join(
+            self._tokenizer.decode_each(tokens[0, len(prompt_tokens) :].tolist(), after=prompt_tokens)
+        )
 
     def _microbatches(self, step: int) -> list[Microbatch]:
         """This rank's rows of each microbatch of a step. The microbatches are the same on every mesh."""
@@ -304,8 +314,8 @@ class Trainer:
 
         shape: (rows, T) of the whole microbatch over all ranks. inputs: further inputs of the model, as dropout_key.
         """
-        given = {name: each.to(self._device) for name, each in rows.named().items()}
-        laid = lay_out_batch(self._stage_mesh, self.plan, **given, rows=shape[0])
+        tensors = {name: each.to(self._device) for name, each in rows.named().items()}
+        laid = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0])
         assert laid.targets is not None, "rows.named() includes targets"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
         return Microbatch(args=(laid.tokens,), kwargs=self._outline.accepted(inputs), targets=laid.targets)
@@ -317,10 +327,10 @@ class Trainer:
             model = filled(model, self._device, self._config.seed)
         else:
             model = loaded_alone(model, self._origin, self._device)
-        given = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
-        tokens, target = given.pop("tokens"), given.pop("targets")
-        given = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **given})
-        parts = divide(model, tokens, target, self._outline.microbatches, given)
+        tensors = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
+        tokens, target = tensors.pop("tokens"), tensors.pop("targets")
+        tensors = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **tensors})
+        parts = divide(model, tokens, target, self._outline.microbatches, tensors)
         return float(find_loss(model, self._criterion, parts, self._computing))
 
     def _compare(self, loss: float, alone: float | None) -> None:
@@ -348,7 +358,7 @@ class Trainer:
         """
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, here)
-        return named_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
+        return format_ranks([rank for rank, is_true in enumerate(found) if is_true] or list(range(len(found))))
 
     def _explain(self, what: str, last: Callable[[], Path | None]) -> str:
         """The message of a TrainingError: the cause, the newest checkpoint, and a remedy."""
@@ -366,9 +376,9 @@ def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     parameters = list(model.parameters())
-    found = (each for unit in units_of(model) for each in unit.wholes().items())
-    wholes: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.sums}
-    gradients = [wholes.get(each, each) for each in parameters if each.requires_grad]
+    found = (each for unit in gathering_units(model) for each in unit.full_parameters().items())
+    full_parameters: dict[Tensor, Tensor] = {shard: whole.leaf for shard, whole in found if whole.accumulate_grad}
+    gradients = [full_parameters.get(each, each) for each in parameters if each.requires_grad]
     numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, gradients, states)]
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])

@@ -1,1 +1,1 @@
-"""Moving tensors from layout to layout: `reshard`, the plan's executor and the collectives. Knows no gradients' sums."""
+"""Moving tensors from layout to layout: `reshard`, the executor of plans and the collectives."""

@@ -1,8 +1,9 @@
 """Collectives on local tensors, as generators: each yields the Works that it starts, and returns the result.
 
-`Pending` runs a generator, with time for other work between start and wait. Callers are the executor for the steps
-of plans, buckets.py for gradients, and weft.kernels for collectives inside ops. This file decides how a backend
-performs a collective: on gloo, all-gathers and reduce-scatters go as all-to-alls.
+`Pending` runs a generator, with time for other work between start and wait. Callers are the executor (steps of plans),
+buckets.py, shared_memory.py and clip.py (gradients), gathering.py (parameters), weft.kernels (collectives inside ops)
+and weft.models' pipeline. This file decides how a backend performs a collective: on gloo, all-gathers and
+reduce-scatters go as all-to-alls.
 
 Measures how long a process waits for collectives; the training loop of weft.models logs the time.
 """
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -41,14 +43,13 @@ REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-
-# Up to this many bytes two ranks on gloo swap tensors: gloo's all-reduce takes 1.2 to 2 times as long, above 1 MB less.
+# The largest tensor, in bytes, that two ranks on gloo swap and add. Gloo's all-reduce takes 1.2 to 2 times as long at
+# these sizes, and less time above 1 MB.
 _SMALL = 1 << 19
 
-
-# The least bytes of a piece. On CPUs: at 1 Gbit/s between hosts a piece takes 2 ms, twenty times the latency of 0.1 ms.
-# On GPUs: a collective takes 10 to 20 us to start, in which 400 Gbit/s move 1 MB.
-# During the first piece, and during the last, a single link works: with n pieces, for 1/n of the time.
+# The smallest piece, in bytes: 256 KiB on CPUs (2 ms at 1 Gbit/s, 20 times the latency of 0.1 ms); 4 MiB on GPUs (84 us
+# at 400 Gbit/s, 4 to 8 times the 10 to 20 us in which a collective starts).
+# Only one phase works during the first piece, and only one during the last: the more pieces, the less time that costs.
 _PIECE, _PIECE_ON_GPU = 1 << 18, 1 << 22
 _MOST_PIECES = 16
 _EXTRA_IN_FLIGHT = 1  # pieces in flight beside the newest; more would share a link and end at the same time
@@ -64,7 +65,7 @@ class Pending:
     @classmethod
     def finished(cls, result: Tensor) -> Pending:
         """A Pending whose result is there already."""
-        return cls(_returned(result))
+        return cls(finished(result))
 
     def wait(self) -> Tensor:
         """Waits for the started collective, runs the rest, and returns the result."""
@@ -81,7 +82,8 @@ class Pending:
             self._result: Tensor = done.value
 
 
-def _returned(result: Tensor) -> Running:
+def finished(result: Tensor) -> Running:
+    """A `Running` without collectives, which returns `result`."""
     return result
     yield
 
@@ -92,8 +94,10 @@ def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[sl
     While a piece is in a phase, the next piece is in the phase before: links of different speeds work at once. A single
     phase, or little data, takes a single piece.
     """
+    if len(phases) == 1:
+        return [slice(0, elements)]
     least = _PIECE_ON_GPU if tensor.is_cuda else _PIECE
-    pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least)) if len(phases) > 1 else 1
+    pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least))
     ends = [elements * i // pieces for i in range(pieces + 1)]
     return [slice(a, b) for a, b in pairwise(ends)]
 
@@ -148,8 +152,8 @@ def gather_pieces(
 def by_exchange() -> bool:
     """Whether all-gathers and reduce-scatters are run as all-to-alls.
 
-    Not where torch checks all calls (TORCH_DISTRIBUTED_DEBUG=DETAIL): torch then compares the shapes of gathers, and
-    not of all-to-alls.
+    False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check that
+    all-to-alls would skip.
     """
     return world().by_exchange and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
@@ -233,46 +237,70 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
     return stacked
 
 
-def exchange(
-    local: Tensor,
-    held: Box,
-    result: Tensor,
-    wanted: Box,
-    messages: Messages,
-    group: dist.ProcessGroup | None,
-    ranks: Sequence[int],
-    *,
-    add: bool = False,
-) -> Running:
-    """Fills `result`, the box `wanted`, from the local tensors of all `ranks`; `local` is the box `held`.
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An exchange of boxes as this rank runs it, in slices of its local tensors; made once by `Transfer.of`."""
 
-    ranks: the group's members, ascending. Without a group nothing is sent, and this rank's own overlap is copied.
+    sent: list[Box]  # slices of the local tensor, in the order of receivers
+    sent_run: slice | None  # where these slices form one run of a contiguous local tensor; None: they are packed first
+    sizes_out: list[int]  # elements sent to each member of the group
+    received: list[Box]  # slices of the result, in the order of senders
+    received_run: slice | None  # the contiguous run of the result's memory that these slices fill
+    sizes_in: list[int]  # elements received from each member of the group
+    local: tuple[Box, Box] | None  # slices of the result and of the local tensor that this rank copies by itself
+
+    @classmethod
+    def of(cls, held: Box, wanted: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
+        """The exchange that fills the box `wanted` from a local tensor that is the box `held`.
+
+        ranks: the group's members, ascending.
+        """
+        sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
+        sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.sends, messages.receives)]
+        sizes_out, sizes_in = ([each.get(rank, 0) for rank in ranks] for each in sizes)
+        local = messages.local
+        return cls(
+            [within(box, held) for box in sent],
+            run_of(sent, held),
+            sizes_out,
+            [within(box, wanted) for box in received],
+            run_of(received, wanted),
+            sizes_in,
+            None if local is None else (within(local, wanted), within(local, held)),
+        )
+
+
+def exchange(
+    local: Tensor, result: Tensor, transfer: Transfer, group: dist.ProcessGroup | None, *, add: bool = False
+) -> Running:
+    """Fills `result` from the local tensors of the group's members.
+
+    Without a group nothing is sent, and this rank's own overlap is copied.
     add: adds the received parts to `result` instead of overwriting.
     """
-    sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
-    run = None if add else run_of(received, wanted)
-    arrived = result.new_empty(messages.received_elements) if run is None else result.view(-1)[run]
+    run = None if add else transfer.received_run
+    arrived = result.new_empty(sum(transfer.sizes_in)) if run is None else result.view(-1)[run]
     if group is not None:
-        run_sent = run_of(sent, held) if local.is_contiguous() else None
-        outgoing = local.new_empty(messages.sent_elements) if run_sent is None else local.view(-1)[run_sent]
-        if run_sent is None:
-            pieces = [local[within(box, held)] for box in sent]
+        sent_run = transfer.sent_run if local.is_contiguous() else None
+        outgoing = local.new_empty(sum(transfer.sizes_out)) if sent_run is None else local.view(-1)[sent_run]
+        if sent_run is None:
+            pieces = [local[box] for box in transfer.sent]
             for part, piece in zip(_split_as(pieces, outgoing), pieces, strict=True):
                 part.copy_(piece)
-        sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.receives, messages.sends)]
-        split_in, split_out = ([each.get(rank, 0) for rank in ranks] for each in sizes)
-        yield _as_work(dist.all_to_all_single(arrived, outgoing, split_in, split_out, group, async_op=True))
+        sizes_in, sizes_out = transfer.sizes_in, transfer.sizes_out
+        yield _as_work(dist.all_to_all_single(arrived, outgoing, sizes_in, sizes_out, group, async_op=True))
     parts: list[tuple[Tensor, Tensor]] = []
     if run is None:
-        places = [result[within(box, wanted)] for box in received]
+        places = [result[box] for box in transfer.received]
         parts += zip(places, _split_as(places, arrived), strict=True)
-    if messages.kept is not None:
-        parts.append((result[within(messages.kept, wanted)], local[within(messages.kept, held)]))
-    for place, part in parts:
+    if transfer.local is not None:
+        place, source = transfer.local
+        parts.append((result[place], local[source]))
+    for target, part in parts:
         if add:
-            place.add_(part)
+            target.add_(part)
         else:
-            place.copy_(part)
+            target.copy_(part)
     return result
 
 
@@ -291,7 +319,7 @@ def _start_exchange(
 ) -> dist.Work:
     """Starts an all-to-all of equal rows, or with `counts[i]` elements to and from member i.
 
-    instead_of: the kind of collective for which the all-to-all stands (see `issued.counted_as`).
+    instead_of: the kind of collective for which the all-to-all stands (see `collective_bytes.counted_as`).
     """
     with counted_as(instead_of):
         return _as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
@@ -309,7 +337,7 @@ def _as_work(work: Any) -> dist.Work:
     return started
 
 
-class Waits:
+class WaitTimer:
     """Adds up the time for which this process's device waits for collectives.
 
     On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
@@ -334,7 +362,7 @@ class Waits:
             self._seconds += time.perf_counter() - start
 
     def take(self) -> float:
-        """Seconds since the last call. On a GPU the host waits until all recorded waits are over."""
+        """Seconds waited since the last `take`. On a GPU the host waits until all recorded waits are over."""
         for before, after in self._events:
             after.synchronize()
             self._seconds += before.elapsed_time(after) / 1000
@@ -343,12 +371,12 @@ class Waits:
         return seconds
 
 
-_measuring: list[Waits] = []  # of the `measured_by` blocks, innermost last
+_measuring: list[WaitTimer] = []  # of the `measure_waits` blocks, innermost last
 
 
 @contextmanager
-def measured_by(waits: Waits) -> Iterator[None]:
-    """Inside, `waits` adds up this process's waits for all collectives. Communication: none."""
+def measure_waits(waits: WaitTimer) -> Iterator[None]:
+    """Inside, `waits` adds up waits of `wait_for`; of nested blocks only the innermost counts. Communication: none."""
     _measuring.append(waits)
     try:
         yield
@@ -357,7 +385,7 @@ def measured_by(waits: Waits) -> Iterator[None]:
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Waits for a collective of this process. All of Weft waits through this function."""
+    """Waits for a collective, and measures the wait inside `measure_waits`."""
     assert work is not None, "a member of the group gets the work of async_op=True"
     if _measuring:
         _measuring[-1].wait(work)

@@ -1,7 +1,7 @@
 """Plans under torch.compile: local steps are traced through; a plan with communication becomes custom ops.
 
 `traced` adds a single op for a plan. `begin` and `finish` add an op each, to start the plan and to wait: the
-graph's ops between the two overlap with the communication. api.py calls these while a graph is traced.
+graph's ops between the two overlap with the communication. reshard.py calls these while a graph is traced.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..planning.plan import Plan
 from ..planning.steps import Local
 from ..world.groups import device_mesh, this_rank
 from .collectives import Pending
-from .executor import execute, started
+from .executor import execute, start_plan
 
 
 def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`executor.started` while a graph is traced: adds a node for the whole plan.
+    """`executor.start_plan` while a graph is traced: adds a node for the whole plan.
 
     Communication: the plan's steps, whenever the graph runs.
     """
     if all(isinstance(step, Local) for step in plan.steps):
-        return started(plan, local, mesh)
+        return start_plan(plan, local, mesh)
     return Pending.finished(_reshard(local, _text(replace(plan)), this_rank()))
 
 
@@ -90,7 +90,7 @@ _numbers = itertools.count()
 @library.custom_op("weft::begin_reshard", mutates_args=())
 def _begin(local: Tensor, plan: str, rank: int) -> Tensor:
     made, number = _plan(plan), next(_numbers)
-    _pending[number] = started(made, local, device_mesh(made.src.mesh, local.device.type))
+    _pending[number] = start_plan(made, local, device_mesh(made.src.mesh, local.device.type))
     return torch.tensor([number], dtype=torch.float64)
 
 

@@ -1,6 +1,6 @@
 """Layouts and DTensors: `layout_of` a DTensor, DTensors of a local part (`wrap`) or of a whole tensor (`distribute`).
 
-Ops of weft.kernels and weft.models call `wrap` and `kind_of` too. All goes through DTensor's public API, except
+Ops of weft.kernels and weft.models call `wrap` and `dtensor_spec` too. All goes through DTensor's public API, except
 `_spec`.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from weft.mesh import Layout, LayoutError, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
 
 from ..planning.layouts import identity
-from ..world.groups import axis_names, device_mesh, device_type, of_this_world, process_mesh, this_rank
+from ..world.groups import axis_names, device_mesh, device_type, process_mesh, this_rank, world_cache
 
 Placements = Mapping[Any, Placement] | Sequence[Placement] | str
 STRIDED = "_StridedShard"  # a private placement of torch, recognized by name
@@ -106,14 +106,14 @@ def wrap(local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 
     No gradient flows through. Autograd functions wrap their outputs and define how gradients go back.
     """
-    cache, key = of_this_world(), (layout, tuple(shape), local.dtype, local.device)
+    cache, key = world_cache(), (layout, tuple(shape), local.dtype, local.device)
     try:
         spec = cache.get(key)
     except TypeError:  # unhashable symbolic sizes, while a graph is traced: replaced by their values
         return wrap(local, layout, tuple(map(int, shape)))
     if spec is None:
         spec = cache[key] = _spec(local, layout, tuple(shape))
-    return of_kind(local, spec)
+    return wrap_with_spec(local, spec)
 
 
 def shape_of(dtensor: Tensor) -> tuple[int, ...]:
@@ -121,15 +121,15 @@ def shape_of(dtensor: Tensor) -> tuple[int, ...]:
     return tuple(map(int, dtensor.shape))
 
 
-def of_kind(local: Tensor, kind: Any) -> DTensor:
-    """The DTensor with this `kind_of` and the local part `local`; as `wrap`, but faster."""
+def wrap_with_spec(local: Tensor, spec: Any) -> DTensor:
+    """The DTensor of the spec, from `dtensor_spec`, with the local part `local`; as `wrap`, but faster."""
     # Not DTensor(...), which also calls, through slow wrappers, an __init__ that does nothing: three times the time.
-    made: DTensor = DTensor.__new__(DTensor, local, kind, requires_grad=False)
-    return made
+    dtensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return dtensor
 
 
-def kind_of(dtensor: DTensor) -> Any:
-    """A value equal for DTensors of the same layout, shape and dtype, and fast to read."""
+def dtensor_spec(dtensor: DTensor) -> Any:
+    """torch's spec of a DTensor: equal for DTensors of the same layout, shape and dtype, and fast to read."""
     return dtensor._spec
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft.mesh import ProcessMesh
 
-from ..world.groups import this_rank
+from ..world.groups import format_ranks, this_rank
 
 STRAGGLER_SECONDS = 0.5  # wait after a difference is found, so that the error also names ranks about to arrive
 FAREWELL_SECONDS = 1.0  # how long rank 0 keeps the store after an error, so that waiting ranks read the reason
@@ -75,7 +75,7 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     if check is not None:
         taking_part = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
         digests = tuple(mesh.digest for mesh in meshes)
-        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or named_ranks(taking_part)
+        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or format_ranks(taking_part)
         check.announce(_Announced(f"{plan} on {on}", tuple(taking_part), digests))
 
 
@@ -198,7 +198,7 @@ class _Check:
         by_plan: dict[_Announced, list[int]] = defaultdict(list)
         for rank, announced in sorted(announced_by.items()):
             by_plan[announced].append(rank)
-        lines = [what, *(f"  {named_ranks(ranks)}: {announced.text}" for announced, ranks in by_plan.items())]
+        lines = [what, *(f"  {format_ranks(ranks)}: {announced.text}" for announced, ranks in by_plan.items())]
         for rank in missing:
             latest, left = f"latest/{rank}", f"left/{rank}"
             latest_plan = _Announced.decode(self._store.get(latest)).text if self._has(latest) else "none yet"
@@ -243,15 +243,3 @@ def _host() -> str:
     except OSError:
         return "localhost"
     return host
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as words in a message: "rank 3", "ranks 0, 1, 4-7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"

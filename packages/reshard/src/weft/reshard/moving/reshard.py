@@ -1,7 +1,7 @@
 """`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
 A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
-`executor.started`, or as custom ops (traced.py) while torch.compile traces. The autograd functions at the end of
+`PreparedPlan.start`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
 the file reshard gradients back.
 """
 
@@ -21,22 +21,22 @@ from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shar
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from ..world.dynamo import in_graph, is_compiling
-from ..world.groups import of_this_world, this_rank
+from ..world.groups import this_rank, world_cache
 from .collectives import Pending
 from .compiled import begin, finish, traced
 from .dtensor import (
     Placements,
     as_process_mesh,
+    dtensor_spec,
     is_strided,
-    kind_of,
     layout_given,
     layout_of,
-    of_kind,
     one_mesh,
     shape_of,
     wrap,
+    wrap_with_spec,
 )
-from .executor import started
+from .executor import PreparedPlan, prepared
 from .topology import Topology
 
 
@@ -135,8 +135,8 @@ def start_reshard(
 ) -> StartedReshard:
     """Starts the first collective of a `reshard`; `wait()` of the result finishes the reshard and returns the DTensor.
 
-    Arguments and errors as `reshard`. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may
-    write to `dtensor`.
+    Arguments as `reshard`, and its LayoutErrors. In compiled code call `reshard`: torch.compile cannot trace this
+    function. Until `wait()` returns, the memory of `dtensor` is being sent, and nothing may write to `dtensor`.
     In backward the order is reversed: the backward of `wait()` starts the gradient's first collective, and the backward
     of `start_reshard` waits for it. So computations between the two calls overlap with communication in both passes.
     """
@@ -163,8 +163,8 @@ def _start(
         if not change.plan.steps:
             pending = Pending.finished(local)
         else:
-            run = traced if is_compiling() else started
-            pending = run(change.plan, local, dtensor.device_mesh)
+            traces = is_compiling()
+            pending = traced(change.plan, local, dtensor.device_mesh) if traces else change.prepared.start(local)
     return dtensor, change, pending
 
 
@@ -175,9 +175,10 @@ class _Change(NamedTuple):
     target: Layout  # of the result
     cotangent: Layout  # of the input's gradient
     plan: Plan
+    prepared: PreparedPlan
     local_shape: tuple[int, ...]  # of this rank's part of the input
-    # `kind_of` an input whose layout torch states by a `_StridedShard`: the gradient must have this kind; else None.
-    strided_kind: Any
+    # The spec of an input whose layout torch states by a `_StridedShard`: the gradient must have this spec; else None.
+    strided_spec: Any
     topology: Topology | None
     memory_limit: int | None
 
@@ -188,7 +189,7 @@ class _Change(NamedTuple):
 
     def as_input(self, grad: DTensor) -> DTensor:
         """The gradient, with its layout stated by torch's placements of the input."""
-        return grad if self.strided_kind is None else of_kind(grad.to_local(), self.strided_kind)
+        return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
 
 def _cached_change(
@@ -198,10 +199,12 @@ def _cached_change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> _Change:
-    """`_change`, computed once for each kind of DTensor where the placements are given as a hashable value."""
-    if is_compiling() or not isinstance(placements, Layout | str | tuple | None):
+    """`_change`, computed once for each kind of DTensor and target, except while a graph is traced."""
+    if is_compiling():
         return _change(dtensor, mesh, placements, topology, memory_limit)
-    cache, key = of_this_world(), (kind_of(dtensor), mesh, placements, topology, memory_limit)
+    target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
+    target = tuple(target) if isinstance(target, list) else target
+    cache, key = world_cache(), (dtensor_spec(dtensor), mesh, target, topology, memory_limit)
     change = cache.get(key)
     if change is None:
         change = cache[key] = _change(dtensor, mesh, placements, topology, memory_limit)
@@ -220,8 +223,9 @@ def _change(
     target = _target(src, mesh, placements).resolved(shape)
     made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     local_shape = src.local_shape(shape, this_rank())
-    strided_kind = kind_of(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
-    return _Change(src, target, cotangent(src), made, local_shape, strided_kind, topology, memory_limit)
+    strided_spec = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
+    run = prepared(made, dtensor.device_mesh)
+    return _Change(src, target, cotangent(src), made, run, local_shape, strided_spec, topology, memory_limit)
 
 
 class StartedReshard:
@@ -246,17 +250,17 @@ class StartedReshard:
         return result
 
     def token(self, grad: DTensor) -> Tensor:
-        """The placeholder gradient from `_Waited.backward` to `_Started.backward`.
+        """An empty tensor that `_Waited.backward` returns, so that autograd calls `_Started.backward`.
 
-        Only the edge in autograd's graph matters: `_Started.backward` takes the real gradient from `_GradientReshard`.
+        The gradient itself is in `_GradientReshard`.
         """
         return grad.to_local().new_empty(0) if self._token is None else self._token
 
 
 class _GradientReshard:
-    """The gradient's reshard under way: started by `_Waited.backward`, finished by `_Started.backward`."""
+    """Hands the gradient's reshard from `_Waited.backward` to `_Started.backward`."""
 
-    started: StartedReshard | None = None
+    started: StartedReshard | None = None  # None before and after
 
 
 def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
@@ -362,10 +366,11 @@ def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placemen
 
 
 class _Begun(torch.autograd.Function):
-    """The start of a reshard in a graph: returns the reshard's number (`traced.begin`) and an unfilled tensor.
+    """The start of a reshard in a graph: returns the reshard's number (`compiled.begin`) and an unfilled tensor.
 
-    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward, the number's
-    gradient is the number of the gradient's reshard, and the unfilled tensor's gradient is the input of that reshard.
+    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward the two outputs
+    receive, in place of gradients, the number of the gradient's reshard and the local gradient being sent. The number
+    is a float tensor, as only these have gradients.
     """
 
     @staticmethod

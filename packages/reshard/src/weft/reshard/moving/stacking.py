@@ -1,7 +1,7 @@
 """A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
 
-Parts are padded to equal shapes for the collective. The executor, buckets.py (gradients) and gathering.py
-(parameters) use this.
+Parts are padded to equal shapes for the collective. The executor and buckets.py (gradients) use this;
+gathering.py (parameters) uses only `stacking_of` and `pairs`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,9 @@ def padded(local: Tensor, shape: Sequence[int]) -> Tensor:
 
 def cut_to(part: Tensor, shape: Sequence[int]) -> Tensor:
     """A padded part without its padding: the first `shape[i]` elements of each dim i."""
-    return part[tuple(slice(size) for size in shape)].contiguous()
-
-
-def assembled(stacked: Tensor, leading: Sequence[str], step: AllGather) -> Tensor:
-    """Puts parts stacked along the `leading` axes side by side, in the dims that these axes shard."""
-    count = len(leading)
-    order: list[int] = []
-    shape: list[int] = []
-    for dim, size in enumerate(stacked.shape[count:]):
-        of_dim = [leading.index(axis) for axis in _axes_over(step, dim)]
-        order += [*of_dim, count + dim]
-        for position in of_dim:
-            size *= stacked.shape[position]
-        shape.append(size)
-    return stacked.permute(order).reshape(shape)
+    if tuple(part.shape) != tuple(shape):
+        part = part[tuple([slice(size) for size in shape])]
+    return part.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +42,24 @@ class Stacking:
     whole: tuple[int, ...]  # shape of the tensor, padded to whole parts
     along: tuple[tuple[int, ...], ...]  # for each dim, the positions in `sizes` of the axes that cut it, major first
 
+    split: tuple[int, ...]  # `whole`, each dim split into the sizes of the axes that cut it and the part's size
+    order: tuple[int, ...]  # the dims of [*sizes, *part] in the order of `split`
+
     @property
     def is_of_rows(self) -> bool:
-        """Whether only the first dim is cut, and each part is contiguous in the tensor."""
+        """Whether no dim but the first is cut; then each part is a contiguous run of rows."""
         return not any(self.along[1:])
 
     def of_whole(self, whole: Tensor) -> Tensor:
         """A view of a tensor of shape `whole` as its stacked parts: [*sizes, *part]."""
-        view: list[int] = []
-        where: dict[int, int] = {}
-        inner: list[int] = []
-        for size, axes in zip(self.part, self.along, strict=True):
-            for axis in axes:
-                where[axis] = len(view)
-                view.append(self.sizes[axis])
-            inner.append(len(view))
-            view.append(size)
-        return whole.reshape(view).permute(*(where[axis] for axis in range(len(self.sizes))), *inner)
+        return whole.reshape(self.split).permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    def side_by_side(self, stacked: Tensor) -> Tensor:
+        """The tensor of shape `whole` made of stacked parts; a copy where the parts' rows are interleaved.
+
+        stacked: of any shape, with the elements of [*sizes, *part] in order.
+        """
+        return stacked.view(*self.sizes, *self.part).permute(self.order).reshape(self.whole)
 
     def pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of views, of `rows` and `tensor`, with the same elements, for copying between the two; without padding.
@@ -104,10 +93,15 @@ class Stacking:
 def stacking_of(
     part: tuple[int, ...], leading: tuple[str, ...], sizes: tuple[int, ...], step: AllGather | ReduceScatter
 ) -> Stacking:
-    """How parts of shape `part` are stacked along `leading` axes, before `step` scatters or after `step` gathers."""
+    """How parts of shape `part` are stacked along `leading` axes, before `step` scatters or after `step` gathers.
+
+    leading, sizes: the mesh axes in stacking order, outermost first, and their sizes.
+    """
     along = tuple(tuple(leading.index(axis) for axis in _axes_over(step, dim)) for dim in range(len(part)))
     whole = tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(part, along, strict=True))
-    return Stacking(part, sizes, whole, along)
+    order = [dim for inner, axes in enumerate(along) for dim in (*axes, len(sizes) + inner)]
+    split = [(*sizes, *part)[dim] for dim in order]
+    return Stacking(part, sizes, whole, along, tuple(split), tuple(order))
 
 
 def _axes_over(step: AllGather | ReduceScatter, dim: int) -> list[str]:

@@ -1,1 +1,1 @@
-"""Plans as pure values: the steps from layout to layout, their costs, and the search for the cheapest. Starts no process."""
+"""Plans as pure values: the steps from layout to layout, the costs of steps, and the search for the cheapest steps."""

@@ -33,13 +33,13 @@ def cheapest_across(
         if isinstance(placement, Partial)
     )
     reduced = _scattered(src, target, shape)
-    spread = _spread(target, shape)
+    sharded = _fully_sharded(target, shape)
     ways = (
-        [spread]
+        [sharded]
         if _disjoint(src, dst)
-        else sorted((target, spread), key=lambda way: _received(reduced, way, target, shape))
+        else sorted((target, sharded), key=lambda way: _received(reduced, way, target, shape))
     )
-    for first in dict.fromkeys((*ways, target, spread)):
+    for first in dict.fromkeys((*ways, target, sharded)):
         before = cheapest(src, reduced, shape, itemsize=itemsize, topology=topology)
         after = cheapest(first, target, shape, itemsize=itemsize, topology=topology)
         assert before is not None and after is not None, "without `fits` there is always a way"
@@ -76,7 +76,7 @@ def _scattered(src: Layout, target: Layout, shape: Shape) -> Layout:
     return src
 
 
-def _spread(target: Layout, shape: Shape) -> Layout:
+def _fully_sharded(target: Layout, shape: Shape) -> Layout:
     """`target` with Shard for every Replicate."""
     for axis, placement in zip(target.mesh.axis_names, target.placements, strict=True):
         if isinstance(placement, Replicate) and target.mesh.axis_size(axis) > 1:

@@ -26,11 +26,11 @@ class Messages:
 
     sends: tuple[tuple[int, Box], ...]  # (receiver, box), in the order of receivers
     receives: tuple[tuple[int, Box], ...]  # (sender, box), in the order of senders
-    kept: Box | None  # the box both held and needed by the rank
+    local: Box | None  # the box both held and needed by the rank
 
     def reversed(self) -> Messages:
         """The same messages sent back."""
-        return Messages(self.receives, self.sends, self.kept)
+        return Messages(self.receives, self.sends, self.local)
 
     @property
     def sent_elements(self) -> int:
@@ -75,11 +75,11 @@ def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> 
     cells = _cells_of(src, shape, group)
     if cells.replicated:
         return _all_messages(src, dst, shape, group).get(rank, Messages((), (), None))
-    sends, receives, kept = [], [], None
+    sends, receives, local = [], [], None
     if rank in dst.mesh:
         for holders, box in cells.overlapping(dst.local_slices(shape, rank)):
             if holders[0] == rank:
-                kept = box
+                local = box
             else:
                 receives.append((holders[0], box))
     if rank in src.mesh:
@@ -89,7 +89,7 @@ def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> 
                 piece = overlap(held, dst.local_slices(shape, receiver))
                 if volume(piece):
                     sends.append((receiver, piece))
-    return Messages(tuple(sorted(sends, key=_rank)), tuple(sorted(receives, key=_rank)), kept)
+    return Messages(tuple(sorted(sends, key=_rank)), tuple(sorted(receives, key=_rank)), local)
 
 
 @lru_cache(maxsize=64)
@@ -99,7 +99,7 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
     load: dict[int, int] = defaultdict(int)
     sends: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, Box]]] = defaultdict(list)
-    kept: dict[int, Box] = {}
+    local: dict[int, Box] = {}
     wanted = [
         (receiver, holders, box)
         for receiver in group
@@ -108,7 +108,7 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
     ]
     for receiver, holders, box in wanted:
         if receiver in holders:
-            kept[receiver] = box
+            local[receiver] = box
             continue
         near = _nearest(src, dst, receiver, holders)
         sender = min(near, key=lambda holder: load[holder])
@@ -116,7 +116,7 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
         sends[sender].append((receiver, box))
         receives[receiver].append((sender, box))
     return {
-        rank: Messages(tuple(sorted(sends[rank], key=_rank)), tuple(sorted(receives[rank], key=_rank)), kept.get(rank))
+        rank: Messages(tuple(sorted(sends[rank], key=_rank)), tuple(sorted(receives[rank], key=_rank)), local.get(rank))
         for rank in group
     }
 

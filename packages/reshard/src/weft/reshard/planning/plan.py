@@ -45,6 +45,13 @@ class Plan:
     steps: tuple[Step, ...]
     topology: Links | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.src, self.dst, self.shape, self.dtype, self.steps, self.topology))
+
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The layout before each step."""
@@ -73,7 +80,7 @@ class Plan:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes received by the busiest rank under any plan, at least; see `bounds.py`."""
+        """Bytes received by the busiest rank under any plan, at least; see `costs.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
         )
@@ -199,11 +206,11 @@ def _plan(
         dst = Layout(src.mesh, str(dst))
     peaks: list[int] = []
 
-    def made(steps: tuple[Step, ...]) -> Plan:
+    def as_plan(steps: tuple[Step, ...]) -> Plan:
         return Plan(src, dst, shape, dtype, steps, topology)
 
     def fits(steps: tuple[Step, ...]) -> bool:
-        peaks.append(made(steps).peak_bytes)
+        peaks.append(as_plan(steps).peak_bytes)
         return memory_limit is None or peaks[-1] <= memory_limit
 
     start, end = without_trivial_axes(src), without_trivial_axes(dst)
@@ -222,7 +229,7 @@ def _plan(
             f"no plan from ({src}) to ({dst}) for {dtype} {shape} stays within memory_limit={memory_limit} bytes "
             f"a rank; the leanest found needs {min(peaks)}"
         )
-    return made(steps)
+    return as_plan(steps)
 
 
 def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:

@@ -129,14 +129,14 @@ class Task:
         """The task of going from `src` to `dst`, layouts of the same mesh."""
         sizes, start, end = sizes_of(src.mesh, shape, topology), spec_of(src, len(shape)), spec_of(dst, len(shape))
         triples = list(zip(src.mesh.axis_names, src.placements, dst.placements, strict=True))
-        end, last = _made_partial(start, end, [(a, p, q) for a, p, q in triples if q != p and isinstance(q, Partial)])
+        end, last = _with_partials(start, end, [(a, p, q) for a, p, q in triples if q != p and isinstance(q, Partial)])
         reduced = tuple(a for a, p, q in triples if isinstance(p, Partial) and not isinstance(q, Partial))
         op = next((p.op for p in src.placements if isinstance(p, Partial)), "sum")
         whole = tuple(a for a, p, _ in triples if isinstance(p, Replicate) and sizes.axes[a] > 1)
         return cls(src, sizes, start, end, reduced, op, whole, last)
 
     def floor(self) -> int:
-        """Elements received by the busiest rank at least, if all sizes divide evenly; see `bounds.py`."""
+        """Elements received by the busiest rank at least, if all sizes divide evenly; see `costs.py`."""
         need = self.sizes.local(self.end)
         if not self.reduced:
             return need - self.sizes.overlap(self.start, self.end)
@@ -155,17 +155,17 @@ class Task:
         return taking <= end and taking <= start | set(self.reduced)
 
 
-def _made_partial(
-    start: Spec, end: Spec, made: list[tuple[str, Placement, Placement]]
+def _with_partials(
+    start: Spec, end: Spec, partials: list[tuple[str, Placement, Placement]]
 ) -> tuple[Spec, tuple[MakePartial, ...]]:
     """The steps that make axes Partial at the end, and the spec before these steps.
 
-    made: (axis, source placement, Partial placement) of every such axis. A shard stays in place, as the minor axis of
-        its dim. An average has no identity to put around a shard, so its axis replicates before.
+    partials: (axis, source placement, Partial placement) of every such axis. A shard stays in place, as the minor axis
+        of its dim. An average has no identity to put around a shard, so its axis replicates before.
     """
     steps: list[MakePartial] = []
     order = [axis for cut in start for axis in cut]
-    for axis, before, after in sorted(made, key=lambda item: order.index(item[0]) if item[0] in order else -1):
+    for axis, before, after in sorted(partials, key=lambda item: order.index(item[0]) if item[0] in order else -1):
         assert isinstance(after, Partial), "made lists only axes that become Partial"
         if isinstance(before, Shard) and after.op != "avg":
             end = appended(end, [(axis, before.dim)])

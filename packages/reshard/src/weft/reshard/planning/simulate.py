@@ -105,8 +105,8 @@ def _exchanged(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards
     for rank in dst.mesh.ranks:
         messages, wanted = messages_of(src, dst, shape, rank), dst.local_slices(shape, rank)
         after[rank] = next(iter(current.values())).new_empty(dst.local_shape(shape, rank))
-        for sender, box in [*messages.receives, *([(rank, messages.kept)] if messages.kept is not None else [])]:
-            assert box is not None, "a kept box is listed only where there is one"
+        for sender, box in [*messages.receives, *([(rank, messages.local)] if messages.local is not None else [])]:
+            assert box is not None, "a local box is listed only where there is one"
             after[rank][within(box, wanted)] = current[sender][within(box, src.local_slices(shape, sender))]
     return after
 
@@ -117,8 +117,8 @@ def _exchanged_backwards(layout: Layout, step: ReduceExchange, shape: tuple[int,
     for rank in step.target.mesh.ranks:
         messages, wanted = backwards(layout, step, shape, rank), step.target.local_slices(shape, rank)
         after[rank] = next(iter(current.values())).new_zeros(step.target.local_shape(shape, rank))
-        for sender, box in [*messages.sends, *([(rank, messages.kept)] if messages.kept is not None else [])]:
-            assert box is not None, "a kept box is listed only where there is one"
+        for sender, box in [*messages.sends, *([(rank, messages.local)] if messages.local is not None else [])]:
+            assert box is not None, "a local box is listed only where there is one"
             after[rank][within(box, wanted)] += current[sender][within(box, layout.local_slices(shape, sender))]
     return after
 

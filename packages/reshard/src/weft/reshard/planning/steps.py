@@ -149,8 +149,8 @@ def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
             return [(axis, Shard(src), Shard(dst))]
         case Slice(axis=axis, dim=dim):
             return [(axis, Replicate(), Shard(dim))]
-        case MakePartial(axis=axis, op=op, dim=made_of):
-            return [(axis, Replicate() if made_of is None else Shard(made_of), Partial(op))]
+        case MakePartial(axis=axis, op=op, dim=source_dim):
+            return [(axis, Replicate() if source_dim is None else Shard(source_dim), Partial(op))]
         case Exchange() | Permute() | ReduceExchange() | Relabel():
             return []
 

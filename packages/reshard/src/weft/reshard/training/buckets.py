@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, Partial, Replicate, Shard
 
 from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
-from ..moving.dtensor import kind_of, layout_of, of_kind, wrap
+from ..moving.dtensor import dtensor_spec, layout_of, wrap, wrap_with_spec
 from ..moving.order_check import LazyText, announce
 from ..moving.stacking import Stacking, cut_to, padded, stacking_of
 from ..planning.costs import padded_part
@@ -40,16 +40,19 @@ class Reduction:
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of the reduce-scatter, and of the all-reduce: the same for all gradients of a bucket.
+        """The axes of the reduce-scatter, and of the all-reduce.
 
-        The gradients may be cut along different dims.
+        Equal for all gradients of a bucket, even if these are cut along different dims.
         """
         return axes_of(self.scatter), self.reduced
 
 
 @lru_cache(maxsize=65536)
 def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduction | None:
-    """The Reduction from a gradient's layout to the target; None where sums over axes do not suffice."""
+    """The Reduction from a gradient's layout to the target.
+
+    None where one reduce-scatter and one all-reduce do not suffice: also for unequal meshes and uneven parts.
+    """
     src, dst = without_trivial_axes(src), without_trivial_axes(dst)
     if src.mesh != dst.mesh:
         return None
@@ -69,7 +72,7 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """How a parameter's gradients in a given layout reach the target layout. Computed once, and kept in the leaf."""
+    """How a parameter's gradients in a given layout reach the target layout. The leaf keeps the last one."""
 
     reduction: Reduction
     shape: tuple[int, ...]  # global, of the gradient
@@ -78,11 +81,11 @@ class Route:
     stacking: Stacking  # of the parts that are scattered
     part_elements: int  # in one of these parts
     local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
-    kind: Any  # `kind_of` the result
+    spec: Any  # of the result, by `dtensor_spec`
 
     @classmethod
     def of(cls, grad: DTensor, target: Layout) -> Route | None:
-        """The Route of a gradient to `target`; None where sums over axes do not suffice."""
+        """The Route to `target`; None where one reduce-scatter and one all-reduce do not suffice."""
         layout, shape = layout_of(grad), tuple(grad.shape)
         reduction = reduction_between(layout, target, shape)
         if reduction is None:
@@ -100,7 +103,7 @@ class Route:
             stacking=stacking_of(tuple(part), axes, sizes, reduction.scatter),
             part_elements=math.prod(part),
             local_shape=target.local_shape(shape, this_rank()) if this_rank() in target.mesh else None,
-            kind=kind_of(wrap(local.new_empty(0), target, shape)),
+            spec=dtensor_spec(wrap(local.new_empty(0), target, shape)),
         )
 
     def stacked(self, local: Tensor) -> Tensor:
@@ -109,10 +112,11 @@ class Route:
 
 
 class Bucket(Generic[Owner]):
-    """Gradients on the same mesh that are summed over the same axes, in one collective. Each gradient has an owner.
+    """Gradients with one `Route.key`, in a flat tensor that is reduce-scattered, all-reduced or both.
 
+    Each gradient has an owner.
     nbytes: of the gradients on the first rank of the mesh, so equal on every rank.
-    is_open: whether the collective has not started.
+    is_open: whether gradients can be added: until `start`.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -147,7 +151,7 @@ class Bucket(Generic[Owner]):
                 if route.local_shape is not None:
                     part = part.view(route.stacking.part)
                     part = part if route.local_shape == route.stacking.part else cut_to(part, route.local_shape)
-                found.append((owner, of_kind(part, route.kind)))
+                found.append((owner, wrap_with_spec(part, route.spec)))
         return found
 
     def _run(self) -> Running:

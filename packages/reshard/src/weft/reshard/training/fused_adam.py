@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import LayoutError
 
-from ..moving.dtensor import kind_of, layout_of, memory_of
+from ..moving.dtensor import dtensor_spec, layout_of, memory_of
 from ..moving.reshard import reshard
 
 
@@ -43,7 +43,7 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
 
 def _same_layout(tensor: Tensor, parameter: Tensor) -> bool:
     if isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
-        if kind_of(tensor) is kind_of(parameter):
+        if dtensor_spec(tensor) is dtensor_spec(parameter):
             return True
         return tensor.placements == parameter.placements and tensor.device_mesh == parameter.device_mesh
     return isinstance(tensor, DTensor) == isinstance(parameter, DTensor)

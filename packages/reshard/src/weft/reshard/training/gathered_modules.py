@@ -1,8 +1,9 @@
 """Units: modules with sharded parameters, gathered for forward, freed, and gathered again for backward.
 
-weft.models' parallel/zero.py makes a unit of each transformer block (`gather_when_called`), for ZeRO. A unit's call
-swaps the shards for full copies (wholes.py), runs the module, and swaps back. Hooks on the call's inputs and
-outputs tell when backward enters and leaves the module. While a unit computes, the next unit's gather runs.
+For ZeRO, weft.models' parallel/zero.py makes a unit (`gather_when_called`) of each transformer block, and of each
+module outside the blocks that has sharded parameters. A unit's call swaps the shards for full copies
+(full_parameters.py), runs the module, and swaps back. Hooks on the call's inputs and outputs tell when backward enters
+and leaves the module. While a unit computes, the next unit's gather runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
 
 from ..moving.dtensor import layout_of
+from .full_parameters import FullParameter, Gathering, ModelGathering, in_backward
 from .gathering import Gather, Gathers
-from .trees import tensors_of
-from .whole_parameters import FullParameter, Gathering, ModelGathering, in_backward
+from .trees import differentiable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,8 +39,8 @@ class Place:
     module: nn.Module
     name: str
     layout: Layout  # of the full copy
-    stays: bool  # see `FullParameter`
-    sums: bool  # see `FullParameter`
+    keep_between_calls: bool  # see `FullParameter`
+    accumulate_grad: bool  # see `FullParameter`
 
     @property
     def parameter(self) -> DTensor:
@@ -51,16 +52,17 @@ class Place:
 
 _Entry = tuple[Place, DTensor, FullParameter]
 _Stale = tuple[DTensor, FullParameter, object]  # shard, full copy, and the shard's state when its gather was started
-_Prefetch = tuple[
-    Gathers, list[_Stale], int
-]  # a gather under way, the shards in it, and the `pass_number` at its start
+_Prefetch = tuple[Gathers, list[_Stale], int]  # a gather under way, its shards, and the `pass_number` at its start
 
 
 class Unit:
-    """The sharded parameters of a module, gathered together. keeps: keep forward's full copies for backward."""
+    """The sharded parameters of a module, gathered together.
 
-    def __init__(self, model_gathering: ModelGathering, places: Sequence[Place], *, keeps: bool) -> None:
-        self._model, self._places, self._keeps = model_gathering, list(places), keeps
+    keep_for_backward: keep the full copies of forward until backward.
+    """
+
+    def __init__(self, model_gathering: ModelGathering, places: Sequence[Place], *, keep_for_backward: bool) -> None:
+        self._model, self._places, self._keep_for_backward = model_gathering, list(places), keep_for_backward
         self._calls = 0  # number of running calls
         self._swapped: list[tuple[Place, DTensor]] = []  # the shards, while full copies are in their places
         self._in_use: list[FullParameter] = []  # full copies in use by this unit; not freed
@@ -74,12 +76,9 @@ class Unit:
         model_gathering.units.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        memo[id(self)] = copied = Unit(copy.deepcopy(self._model, memo), (), keeps=self._keeps)
+        memo[id(self)] = copied = Unit(copy.deepcopy(self._model, memo), (), keep_for_backward=self._keep_for_backward)
         for place in self._places:
-            module = copy.deepcopy(place.module, memo)
-            copied._places.append(
-                Place(module=module, name=place.name, layout=place.layout, stays=place.stays, sums=place.sums)
-            )
+            copied._places.append(replace(place, module=copy.deepcopy(place.module, memo)))
         return copied
 
     @property
@@ -87,7 +86,7 @@ class Unit:
         """The state shared by the units of the model."""
         return self._model
 
-    def wholes(self) -> dict[DTensor, FullParameter]:
+    def full_parameters(self) -> dict[DTensor, FullParameter]:
         """The full copy of each shard, between calls of the module."""
         return {shard: full for _, shard, full in self._entries()}
 
@@ -141,7 +140,7 @@ class Unit:
             self._start_gather(self._entries())
 
     def release_idle(self) -> None:
-        """Frees full copies left from a backward pass or gathered ahead, unless the module is running."""
+        """Drops a gather ahead and frees full copies, unless a call runs. Copies with `keep_between_calls` stay."""
         if self._calls:
             return
         if self._prefetch is not None:
@@ -160,7 +159,7 @@ class Unit:
     def drop(self) -> None:
         """Frees all full copies, also if kept from step to step; the next call gathers again."""
         self.release_idle()
-        for full in self.wholes().values():
+        for full in self.full_parameters().values():
             if not full.users:
                 full.free()
 
@@ -174,7 +173,13 @@ class Unit:
             if known is None or known[0] is not parameter:
                 if self._model.is_full(parameter):
                     continue
-                full = self._model.find_or_make(parameter, place.layout, self, stays=place.stays, sums=place.sums)
+                full = self._model.find_or_make(
+                    parameter,
+                    place.layout,
+                    self,
+                    keep_between_calls=place.keep_between_calls,
+                    accumulate_grad=place.accumulate_grad,
+                )
                 self._resolved[i] = known = parameter, full
                 self._gathers.clear()
             shard, full = known
@@ -224,7 +229,7 @@ class Unit:
             place.module._parameters[place.name] = full.leaf
 
     def _finish_prefetch(self) -> None:
-        """Waits for the gather ahead, and discards the result if a shard has changed since."""
+        """Fills the full copies by the gather under way; drops it if a shard changed or `pass_number` rose since."""
         if self._prefetch is None:
             return
         gathers, stale, pass_number = self._prefetch
@@ -236,7 +241,7 @@ class Unit:
             full.allocate()
         gathers.finish()
         for shard, full, state in stale:
-            full.mark_filled(shard, state, pass_number, keeps=self._model.keepers > 0)
+            full.mark_filled(shard, state, pass_number, keep_after_call=self._model.keepers > 0)
 
     def _release(self) -> None:
         """Swaps the shards back in and frees unused full copies, unless forward or backward of the module runs."""
@@ -249,23 +254,19 @@ class Unit:
             return
         for full in self._in_use:
             full.users -= 1
-            if not full.users and not full.stays:
+            if not full.users and not full.keep_between_calls:
                 full.free()
         self._in_use.clear()
 
     def _hook_call(self, arguments: object, output: object) -> None:
         if self._in_backward or self._awaiting_grad:
             return  # a recomputation in backward: the call is known
-        outputs = _differentiable(output)
-        call = _Call(self, _differentiable(arguments))
-        if self._keeps or not outputs:  # without an output to hook, nothing tells when backward comes
+        outputs = differentiable(output)
+        call = _Call(self, differentiable(arguments))
+        if self._keep_for_backward or not outputs:  # without an output to hook, nothing tells when backward comes
             self._before_backward.add(call)
         for each in outputs:
             each.register_hook(call.begin)  # type: ignore[no-untyped-call]
-
-
-def _differentiable(tree: object) -> list[Tensor]:
-    return [each for each in tensors_of(tree) if each.requires_grad]
 
 
 class _Call:
@@ -304,17 +305,17 @@ def _gathering_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def gather_when_called(
-    model: nn.Module, units: Mapping[nn.Module, Sequence[Place]], *, keeps: Callable[[nn.Module], bool]
+    model: nn.Module, units: Mapping[nn.Module, Sequence[Place]], *, keep_for_backward: Callable[[nn.Module], bool]
 ) -> None:
     """Makes units of modules within `model`, which then gather parameters when called.
 
     units: by module, the parameters used in the module's call, of the module itself or of modules within.
-    keeps: whether a unit's full copies are kept from forward to backward.
+    keep_for_backward: whether a unit's full copies are kept from forward to backward.
     """
     model_gathering = ModelGathering()
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for module, places in units.items():
-        setattr(module, _UNIT, Unit(model_gathering, places, keeps=keeps(module)))
+        setattr(module, _UNIT, Unit(model_gathering, places, keep_for_backward=keep_for_backward(module)))
         for place in places:
             place.module.__dict__.setdefault(_LAYOUTS, {})[place.name] = place.layout
         kind = type(module)
@@ -323,7 +324,7 @@ def gather_when_called(
     model.register_forward_hook(model_gathering.after_forward, always_call=True)
 
 
-def units_of(module: nn.Module) -> list[Unit]:
+def gathering_units(module: nn.Module) -> list[Unit]:
     """The units of a module and of all modules within."""
     return [each.__dict__[_UNIT] for each in module.modules() if _UNIT in each.__dict__]
 
@@ -338,7 +339,7 @@ def fixed_parameters(model: nn.Module) -> Iterator[None]:
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """
-    gathered = {unit.model_gathering for unit in units_of(model)}
+    gathered = {unit.model_gathering for unit in gathering_units(model)}
     holder = _Inside()
     for each in gathered:
         each.fix(holder)
@@ -365,12 +366,12 @@ def with_fixed_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> C
 
 
 @contextmanager
-def keeping_gathered(model: nn.Module) -> Iterator[None]:
+def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, full copies gathered by the units of `model` are kept to the end, for a pipeline's interleaved passes.
 
     Parameters must not change meanwhile. Communication: none.
     """
-    units = units_of(model)
+    units = gathering_units(model)
     gathered = {unit.model_gathering for unit in units}
     for each in gathered:
         each.keepers += 1
@@ -393,7 +394,7 @@ def layout_in_call(module: nn.Module, name: str) -> Layout:
 def drop_gathered(module: nn.Module) -> None:
     """Frees the full copies of parameters, between calls of the module: only the shards are left until the next call.
 
-    With zero=1 and 2 full copies are kept from step to step, and may not be needed after generating text, for instance.
+    With zero=1 and 2 full copies otherwise stay in memory between steps.
     """
-    for unit in units_of(module):
+    for unit in gathering_units(module):
         unit.drop()

@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters gathered over the same ranks in one dtype share a collective. A unit (units.py) runs a `Gathers` before
-each forward or backward that needs its parameters.
+Parameters gathered over the same ranks in one dtype share a collective. A unit (gathered_modules.py) runs a `Gathers`
+before each forward or backward that needs its parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.mesh import Layout
 
 from ..moving.collectives import Pending, start_all_gather, wait_for
 from ..moving.dtensor import layout_of, memory_of
-from ..moving.executor import started
+from ..moving.executor import start_plan
 from ..moving.order_check import LazyText, announce
 from ..moving.stacking import stacking_of
 from ..planning.costs import padded_part
@@ -62,7 +62,7 @@ class Gathers:
         with torch.no_grad():
             for bundle in self._bundles:
                 bundle.start()
-            self._pending = [(each, _started(each)) for each in self._single]
+            self._pending = [(each, _start_plan(each)) for each in self._single]
 
     def finish(self) -> None:
         """Waits for the collectives, and fills the buffers (`Gather.into`)."""
@@ -161,6 +161,6 @@ def _part(gather: Gather, step: AllGather) -> list[int]:
     return padded_part(step, layout_of(gather.shard), gather.layout.local_shape(gather.shard.shape, this_rank()))
 
 
-def _started(gather: Gather) -> Pending:
-    made = plan(layout_of(gather.shard), gather.layout, gather.shard.shape, gather.shard.dtype)
-    return started(made, gather.shard.to_local(), gather.shard.device_mesh)
+def _start_plan(gather: Gather) -> Pending:
+    gather_plan = plan(layout_of(gather.shard), gather.layout, gather.shard.shape, gather.shard.dtype)
+    return start_plan(gather_plan, gather.shard.to_local(), gather.shard.device_mesh)

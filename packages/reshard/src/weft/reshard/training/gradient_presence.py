@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
 Each rank writes a message to the world's store. Only a rank without some gradient reads the messages, to give zeros
-where other ranks have a gradient (completing.py).
+where other ranks have a gradient (sending.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from weft.mesh import ProcessMesh
 
-from ..moving.order_check import named_ranks
-from ..world.groups import of_this_world, this_rank
+from ..world.groups import format_ranks, this_rank, world_cache
 from ..world.rendezvous import patience
 from ..world.world import world
 from .pending_gradient import Form, Forms, Leaf
@@ -25,7 +24,7 @@ from .pending_gradient import Form, Forms, Leaf
 _SLOTS = 64  # keys of a rank, used in turn: the most steps between two ranks, as hosts do not wait for a GPU
 _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Message:
     unexpected: frozenset[int]  # indices of the parameters whose gradients this rank sends after the expected ones
 
 
-class Attendance:
+class GradientPresence:
     """Which gradients of the parameters `leaves` each rank has, step by step; made by GradientSync.
 
     Communication: each rank writes a message to the world's store in each step, and waits for no answer. A rank without
@@ -48,37 +47,37 @@ class Attendance:
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._leaves, self._step = leaves, 0
-        self._told_early = False
+        self._published_early = False
         self._last_text: tuple[object, str] = ((), "")  # the last message's content and text
         self._received: dict[int, Message] = {}  # by rank, this step's messages
         # Whether other processes have parts of these parameters.
         self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().peers_run
         if self.has_peers:
-            self._world, self._name = world(), _named(leaves)
+            self._world, self._name = world(), _unique_name(leaves)
 
-    def tell_early(self, leaf_forms: tuple[Forms, ...], *, anew: bool) -> None:
-        """Tells, during backward, which gradients this rank has sent; once in a step.
+    def publish_early(self, leaf_forms: tuple[Forms, ...], *, anew: bool) -> None:
+        """Publishes, during backward, which gradients this rank has sent; once in a step.
 
-        anew: also where this step's message was told before.
+        anew: publish even if this step's message was published before.
         """
-        if self.has_peers and (anew or not self._told_early):
-            self._told_early = True
-            self._tell(leaf_forms, frozenset(), done=False, reads=False)
+        if self.has_peers and (anew or not self._published_early):
+            self._published_early = True
+            self._publish(leaf_forms, frozenset(), done=False, reads=False)
 
-    def tell_final(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, reads: bool) -> None:
-        """Tells, in `wait()`, which gradients this rank has in this step."""
+    def publish_final(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, reads: bool) -> None:
+        """Publishes, in `wait()`, which gradients this rank has in this step."""
         self._received.clear()
         if self.has_peers:
-            self._tell(leaf_forms, unexpected, done=True, reads=reads)
+            self._publish(leaf_forms, unexpected, done=True, reads=reads)
 
     def end_step(self) -> None:
         """Ends the step: the next message is about the next `wait()`."""
-        self._step, self._told_early = self._step + 1, False
+        self._step, self._published_early = self._step + 1, False
 
     def any_gradient_on(self, mesh: ProcessMesh) -> bool:
         """Whether another rank of the mesh has a gradient of any parameter.
 
-        Waits until a rank has told of a gradient, or all messages are final.
+        Waits until a rank has published a gradient, or all messages are final.
         """
         return self._wait_until(mesh, lambda message: any(message.leaf_forms) or None) or False
 
@@ -94,7 +93,7 @@ class Attendance:
         self._wait_until(leaf.mesh, lambda message: None)
         return {rank: self._received[rank] for rank in self._peers[leaf.mesh]}
 
-    def _tell(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, done: bool, reads: bool) -> None:
+    def _publish(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, done: bool, reads: bool) -> None:
         if (leaf_forms, unexpected) != self._last_text[0]:
             forms = {form: None for each in leaf_forms for form in each}
             places = {form: place for place, form in enumerate(forms)}
@@ -104,9 +103,9 @@ class Attendance:
                 json.dumps([[str(form) for form in forms], places_of, sorted(unexpected)]),
             )
         text = f"{self._step} {done:d} {reads:d} {self._last_text[1]}"
-        self._world.tell(self._key(this_rank()), text.encode())
+        self._world.publish(self._key(this_rank()), text.encode())
 
-    def _wait_until(self, mesh: ProcessMesh, found: Callable[[Message], Found | None]) -> Found | None:
+    def _wait_until(self, mesh: ProcessMesh, found: Callable[[Message], Result | None]) -> Result | None:
         """Calls `found` on the messages of the mesh's ranks; returns the first result that is not None.
 
         Returns None once all messages are final. Raises RuntimeError where a message is not final within the store's
@@ -127,7 +126,7 @@ class Attendance:
             if time.monotonic() > end:
                 raise RuntimeError(
                     f"rank {this_rank()} lacks gradients that other ranks may have, and waited {patience():g} s at "
-                    f"wait() number {self._step} of its GradientSync for {named_ranks(missing)}; call wait() equally "
+                    f"wait() number {self._step} of its GradientSync for {format_ranks(missing)}; call wait() equally "
                     f"often on every rank of the parameters' meshes"
                 )
             time.sleep(pause)
@@ -139,7 +138,7 @@ class Attendance:
         Raises RuntimeError where a rank is at a later step.
         """
         more = False
-        for rank, value in zip(ranks, self._world.told([self._key(rank) for rank in ranks]), strict=True):
+        for rank, value in zip(ranks, self._world.published([self._key(rank) for rank in ranks]), strict=True):
             number = -1 if value is None else int(value.split(b" ", 1)[0])
             if number > self._step:
                 raise RuntimeError(
@@ -169,10 +168,10 @@ class Attendance:
         return f"{self._name}/{rank}/{self._step % _SLOTS}"
 
 
-def _named(leaves: Sequence[Leaf]) -> str:
+def _unique_name(leaves: Sequence[Leaf]) -> str:
     """A name for these parameters, equal on all ranks; another for each further GradientSync of the same parameters."""
     text = "\n".join(f"{leaf.name} {tuple(leaf.home.shape)} {leaf.mesh.digest}" for leaf in leaves)
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    made: dict[str, int] = of_this_world().setdefault("attendances", {})
-    made[digest] = made.get(digest, 0) + 1
-    return f"gradients {digest} {made[digest]}"
+    counts: dict[str, int] = world_cache().setdefault("gradient presence", {})
+    counts[digest] = counts.get(digest, 0) + 1
+    return f"gradients {digest} {counts[digest]}"

@@ -1,7 +1,7 @@
 """`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
-leaves.py has the state of each parameter, sending.py the buckets, completing.py and attendance.py the case of ranks
-with different gradients.
+pending_gradient.py has the state of each parameter, sending.py the buckets, gradient_presence.py the messages between
+ranks with different gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..moving.dtensor import kind_of, layout_of, of_kind
+from ..moving.dtensor import dtensor_spec, layout_of, wrap_with_spec
 from ..planning.layouts import sharded_over
 from ..world.groups import this_rank
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .buckets import Route
-from .gathered_modules import units_of
-from .gradient_presence import Attendance
-from .pending_gradient import Form, Leaf, Waiting, as_dtensor, grad_of, in_dtype, sum_of, weakly
+from .gathered_modules import gathering_units
+from .gradient_presence import GradientPresence
+from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, grad_of, in_dtype, sum_of, weakly
 from .sending import Sending, complete
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
@@ -38,32 +38,39 @@ _syncs: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 class GradientSync:
     """Reduces the gradient of every DTensor parameter of `module` to the parameter's layout, while backward runs.
 
-    A gradient is Partial over every mesh axis that shards an input of the parameter's op, whichever dim that input is
-    sharded on. The gradient's layout names these axes, so no batch dim is looked for.
+    A gradient is Partial over each axis on which every rank computes only an addend of the gradient, as over the axes
+    that shard the batch. Over an axis that shards the parameter, the gradient is sharded. Its layout says which.
     Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
-    collective, and `wait()` finishes it. Until then `.grad` holds a placeholder. Whatever reads numbers from the
-    placeholder raises RuntimeError: a torch optimizer's step, an update by hand, torch's or Weft's `clip_grad_norm_`, a
-    GradScaler. A gradient that has the target layout from the start is in `.grad` at once.
+    collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
+    `wait()` finishes the rest.
+    Once a gradient is put into a bucket, `.grad` holds a placeholder until `wait()`; reading numbers from the
+    placeholder raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. A gradient not
+    yet sent can be in `.grad` as a partial sum: in `paused()`, or behind a parameter that has no gradient yet. A
+    gradient that has the target layout from the start is in `.grad` at once. Between backward and `wait()`, a torch
+    optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError for all of these.
     Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced, along the first dim that divides evenly, else dim 0.
+        all-reduced. Each axis cuts the first dim that it divides evenly, else dim 0.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh, so that all ranks close
         buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
     Where `module` gathers sharded parameters (ParallelPlan's zero), the gradient of the full copy is reduced into the
-    shard's `.grad`: with zero=1 as above; with zero=2 and 3 in every backward pass, also where passes only accumulate.
+    shard's `.grad`: with zero=1 as above. With zero=2 and 3 every backward pass sends its gradients, also in
+    `paused()`; the sum is in the shard's `.grad` when `paused()` or `wait()` ends.
     Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
     gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
     the parameters' meshes call `wait()` equally often.
     Communication: gradients are sent in the reverse order of `module`'s parameters. So ranks send alike even if their
     hooks run in different orders, as where only some ranks compile a block. An early gradient waits for all gradients
     before it, except those of parameters that had no gradient on any rank in the last step. In `wait()` each rank
-    writes one message, a list of its gradients, to the store of the process group, and waits for no answer. A rank
-    without some gradient reads all ranks' messages, in a fraction of a millisecond each. Freeze unused parameters
-    (`requires_grad_(False)`).
+    writes a list of its gradients to the store of the process group. A rank with all of them reads nothing, unless it
+    must send one again or has one in several layouts. A rank that lacks one waits for the lists of all ranks of the
+    parameters' meshes. A list may also be written in backward, before the wait for an older bucket. Freeze unused
+    parameters (`requires_grad_(False)`): otherwise every rank lacks a gradient, and waits for all lists in every
+    `wait()`.
     Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter that has a GradientSync
     already, as two would reduce its gradient twice; `close()` the first.
 
@@ -98,8 +105,8 @@ class GradientSync:
                 raise ValueError(
                     f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
                 )
-        self._units = units_of(module)
-        self._full = {shard: full for unit in self._units for shard, full in unit.wholes().items()}
+        self._units = gathering_units(module)
+        self._full = {shard: full for unit in self._units for shard, full in unit.full_parameters().items()}
         leaves = []
         for name, home in named.items():
             full = self._full.get(home)
@@ -111,20 +118,21 @@ class GradientSync:
                     mesh=layout_of(home).mesh,
                     is_here=this_rank() in layout_of(home).mesh,
                     target=sharded_over(layout_of(home), home.shape, axes),
-                    sends_every_pass=full is not None and not full.sums,
+                    sends_every_pass=full is not None and not full.accumulate_grad,
                 )
             )
         self._leaves = tuple(reversed(leaves))  # about backward's order, and equal on every rank
-        self._unhooked = list(enumerate(self._leaves))  # frozen parameters' leaves, with their indices
+        self._unhooked = list(enumerate(self._leaves))  # leaves without hooks yet, with their indices
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
-        # The leaves with a gradient on any rank in the last step, in sending order; and the index of the next to send.
+        # The leaves to send, in order: those with a gradient on any rank in the last step that had gradients; at first,
+        # all that require one. `_next`: the index in `_expected` of the next to send.
         self._expected = tuple(leaf for leaf in self._leaves if leaf.home.requires_grad)
         self._next = 0
         # Whether a parameter's gradients may be sent several times in a step.
         self._sends_repeatedly = any(leaf.sends_every_pass for leaf in leaves)
-        self._attendance = Attendance(self._leaves)
-        before_waiting = weakly(self._tell_before_waiting)
+        self._presence = GradientPresence(self._leaves)
+        before_waiting = weakly(self._publish_before_waiting)
         self._sending = Sending(bucket_bytes, dtype, before_waiting)
         self._in_wait = False  # whether `wait()` runs
         self._paused = False
@@ -158,8 +166,10 @@ class GradientSync:
     def paused(self) -> Iterator[None]:
         """Inside, backward passes only accumulate; the next pass outside, or `wait()`, synchronizes the sum.
 
+        With zero=2 and 3 every pass inside sends its gradients, and leaving the block synchronizes all gradients, by a
+        message and collectives: all ranks leave it equally often.
         Sharded parameters (ParallelPlan's zero=1 and 2) are gathered once for all forward passes from here to `wait()`.
-        Parameters do not change in between, as the gradients of these passes are added up.
+        Do not change parameters before `wait()`: a change by `.data` would not be gathered again.
         """
         before, self._paused = self._paused, True
         for unit in self._units:
@@ -174,8 +184,8 @@ class GradientSync:
     def wait(self) -> None:
         """Waits until every gradient has its target layout in `.grad`.
 
-        Communication: the collectives that have not started, one for each bucket; a reshard for each gradient that
-        needs more than an all-reduce and a reduce-scatter.
+        Communication: this rank's list of gradients (see GradientSync), and what backward has left: collectives of
+        buckets, and a reshard for each unsent gradient that needs more than a reduce-scatter and an all-reduce.
         """
         self._synchronize()
         for unit in self._units:
@@ -186,14 +196,14 @@ class GradientSync:
         self._hook_parameters()
         self._in_wait = True
         try:
-            leaf_forms = complete(self._leaves, self._expected[self._next :], self._sending, self._attendance)
+            leaf_forms = complete(self._leaves, self._expected[self._next :], self._sending, self._presence)
             self._sending.finish()
         finally:
             self._in_wait = False
         if any(leaf_forms):
             self._expected = tuple(leaf for leaf, forms in zip(self._leaves, leaf_forms, strict=True) if forms)
         self._next = 0
-        self._attendance.end_step()
+        self._presence.end_step()
         synced_leaves = []
         for leaf, forms in zip(self._leaves, leaf_forms, strict=True):
             leaf.end_step()
@@ -201,9 +211,9 @@ class GradientSync:
                 leaf.last_forms = forms
             else:
                 leaf.synced = None  # all zeros: no rank has a gradient
-            for older in leaf.in_other_layouts.values():  # in the target layout: `complete` has sent all others
+            for older in leaf.older_grads.values():  # in the target layout: `complete` has sent all others
                 leaf.add_synced(older)
-            leaf.in_other_layouts.clear()
+            leaf.older_grads.clear()
             if leaf.synced is None:
                 continue
             home = leaf.home
@@ -221,7 +231,7 @@ class GradientSync:
             leaf.call_hooks()
 
     def close(self) -> None:
-        """Removes the hooks from the parameters; gradients stay as they are. Call `wait()` before."""
+        """Removes the hooks. Call `wait()` before: a placeholder in `.grad` becomes None, and its gradient is lost."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
@@ -230,7 +240,7 @@ class GradientSync:
             _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
             if leaf.home in self._full:
                 self._full[leaf.home].synchronized_by = None
-            if isinstance(leaf.home.grad, Waiting):
+            if isinstance(leaf.home.grad, GradPlaceholder):
                 leaf.home.grad = None
         for unit in self._units:
             unit.model_gathering.fixed_by.discard(self)
@@ -266,7 +276,7 @@ class GradientSync:
             )
 
     def _keep_older_grad(self, leaf: Leaf, incoming: Tensor) -> None:
-        """Moves the gradient in `.grad` to `in_other_layouts` if the incoming gradient has another layout.
+        """Moves the gradient in `.grad` to `older_grads` if the incoming gradient has another layout.
 
         Autograd would add the two otherwise, and DTensor would reshard one of them unasked.
         """
@@ -274,32 +284,33 @@ class GradientSync:
         if older is None:  # `.grad` is a placeholder
             leaf.parameter.grad = None
             return
-        if kind_of(older) is kind_of(as_dtensor(incoming)):
+        if dtensor_spec(older) is dtensor_spec(as_dtensor(incoming)):
             return
         layout = layout_of(older)
         if layout != layout_of(as_dtensor(incoming)):
             leaf.parameter.grad = None
-            leaf.in_other_layouts[layout] = sum_of(leaf.in_other_layouts.get(layout), older)
+            leaf.older_grads[layout] = sum_of(leaf.older_grads.get(layout), older)
 
     def _on_grad_accumulated(self, leaf: Leaf) -> None:
         leaf.has_new_grad = self._unsynchronized = True
         if self._paused and not leaf.sends_every_pass:
             return
-        if leaf.grad is None and not leaf.in_other_layouts:  # `.grad` is a placeholder, as in a zero-bubble schedule
+        # No gradient came: torch runs the hook also where a function returned None, as in zero-bubble backward.
+        if leaf.grad is None and not leaf.older_grads:
             return
         self._send_ready(leaf)
 
-    def _take_local_grad(self, parameter: DTensor, part: Tensor, kind: Any) -> bool:
-        """See `takes_addends`."""
+    def _take_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
+        """See `local_grad_callback`."""
         leaf = self._leaf_of_id.get(id(parameter))
-        if leaf is None or leaf.local_grad is not None or leaf.in_other_layouts or self._paused:
+        if leaf is None or leaf.local_grad is not None or leaf.older_grads or self._paused:
             return False
         if parameter.grad is not None or self._sending.dtype not in (None, part.dtype) or not leaf.has_only_our_hooks:
             return False
-        if leaf.route_cache is None or leaf.route_cache[0] is not kind:
-            leaf.route_cache = kind, Route.of(of_kind(part, kind), leaf.target)
-        if leaf.local_grad_forms[0] is not kind:
-            leaf.local_grad_forms = kind, (Form(layout_of(of_kind(part, kind)), part.dtype),)
+        if leaf.route_cache is None or leaf.route_cache[0] is not spec:
+            leaf.route_cache = spec, Route.of(wrap_with_spec(part, spec), leaf.target)
+        if leaf.local_grad_forms[0] is not spec:
+            leaf.local_grad_forms = spec, (Form(layout_of(wrap_with_spec(part, spec)), part.dtype),)
         route = leaf.route_cache[1]
         if route is None or not any(route.reduction.axes):  # a gradient in the target layout goes to `.grad`
             return False
@@ -318,15 +329,16 @@ class GradientSync:
             if self._next == len(self._expected) and self._sends_repeatedly:
                 self._next = 0
 
-    def _tell_before_waiting(self) -> None:
-        """Tells, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
+    def _publish_before_waiting(self) -> None:
+        """Publishes, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
 
-        Called before the wait for a full bucket. A rank of this bucket may itself be waiting for this rank's message.
+        Called in backward before the wait for an older bucket. That bucket may need zeros from a rank without
+        gradients, which itself waits for this message.
         """
         if not self._in_wait:
             # Before the first `wait()` other ranks do not know the forms of the gradients.
             anew = not any(leaf.last_forms for leaf in self._leaves)
-            self._attendance.tell_early(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
+            self._presence.publish_early(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
 
 
 def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
@@ -349,12 +361,12 @@ def _sync_of(parameter: Tensor) -> GradientSync | None:
     return found
 
 
-def takes_addends(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
+def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
     """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
     None for a parameter without a GradientSync. The callback serves all parameters of the GradientSync. Call it in a
     backward pass, at most once for each parameter, with the parameter, this rank's part of the gradient and the
-    gradient's `kind_of`. It returns False where the gradient must go by `.grad`.
+    gradient's `dtensor_spec`. It returns False where the gradient must go by `.grad`.
     """
     alive = None if parameter is None else _sync_of(parameter)
     return None if alive is None else alive._take_local_grad

@@ -2,7 +2,7 @@
 
 `Leaf`: what GradientSync keeps about a parameter and its gradients; `Form`: a gradient's layout and dtype.
 
-`Waiting`: the placeholder in a parameter's `.grad` while the gradient is being synchronized.
+`GradPlaceholder`: the placeholder in a parameter's `.grad` while the gradient is being synchronized.
 
 `weakly`: hooks that do not keep objects alive.
 """
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 
-from ..moving.dtensor import kind_of, layout_of, memory_of, wrap
+from ..moving.dtensor import dtensor_spec, layout_of, memory_of, wrap
 from ..world.groups import this_rank
 from .buckets import Bucket, Route
 
@@ -45,7 +45,7 @@ Forms = tuple[Form, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A parameter's gradients between backward and `GradientSync.wait()`; made by GradientSync."""
+    """What GradientSync keeps about one parameter; `end_step` clears what belongs to a step."""
 
     parameter: DTensor  # autograd accumulates into `parameter.grad`
     home: DTensor  # gets the result in `.grad`; under ZeRO the shard, while `parameter` is the full copy
@@ -55,25 +55,26 @@ class Leaf:
     target: Layout  # of the result
     sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends its gradient, also inside `paused()`
     is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
-    in_other_layouts: dict[Layout, DTensor] = field(
-        default_factory=dict
-    )  # older gradients, not in the layout of `.grad`
+    older_grads: dict[Layout, DTensor] = field(default_factory=dict)  # older gradients, not in the layout of `.grad`
     layout_cache: tuple[object, Forms, bool] | None = None  # `layout_info` of the last gradient
-    # Kind and route of the last gradient sent; a route of None means: by a reshard.
+    # Spec and route of the last gradient sent; a route of None means: by a reshard.
     route_cache: tuple[object, Route | None] | None = None
-    local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `takes_addends`
-    local_grad_forms: tuple[object, Forms] = (None, ())  # kind and forms of `local_grad`
+    local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `local_grad_callback`
+    local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
     ready_count: int = 0  # number of gradients ready to send
-    sent: Forms = ()  # of the gradients sent since `wait()`
+    sent: Forms = ()  # of the gradients that `Sending.add` sent, or found in the target layout, since `wait()`
     bucket: Bucket[Leaf] | None = None  # of the gradient sent last
     last_forms: Forms = ()  # on all ranks, in the last step with a gradient
     synced: DTensor | None = None  # sum of the gradients in the target layout, until `wait()` ends
-    placeholder: Waiting | None = None  # in `home.grad` until `wait()` ends
+    placeholder: GradPlaceholder | None = None  # kept and reused; in `home.grad` from sending to the end of `wait()`
 
     @property
     def grad(self) -> DTensor | None:
-        """The unsent gradient in `.grad`; None for none."""
+        """The DTensor in `parameter.grad`; None for none or a placeholder.
+
+        After `wait()`, without ZeRO: the result, until `zero_grad`.
+        """
         return grad_of(self.parameter)
 
     @property
@@ -82,16 +83,15 @@ class Leaf:
         return self.is_hooked and self.is_here and self.home.requires_grad
 
     def pending(self) -> Forms:
-        """The forms of the unsent gradients.
+        """The forms of the gradients that `Sending.add` would take.
 
-        A gradient in the target layout counts if backward gave a gradient since `wait()`.
+        Without ZeRO, a gradient in the target layout stays in `.grad`. It is listed once, if backward gave a gradient
+        since `wait()`.
         """
         if not self.is_hooked:
             return ()
-        if self.in_other_layouts:
-            older = [
-                Form(layout, each.dtype) for layout, each in self.in_other_layouts.items() if layout != self.target
-            ]
+        if self.older_grads:
+            older = [Form(layout, each.dtype) for layout, each in self.older_grads.items() if layout != self.target]
             return (*(self.local_grad_forms[1] if self.local_grad is not None else ()), *older, *self._forms_in_grad())
         return self._forms_in_grad() if self.local_grad is None else (*self.local_grad_forms[1], *self._forms_in_grad())
 
@@ -105,11 +105,11 @@ class Leaf:
         return forms
 
     def layout_info(self, grad: DTensor) -> tuple[object, Forms, bool]:
-        """The gradient's kind, its forms, and whether the gradient is in the target layout; see `layout_cache`."""
-        kind = kind_of(grad)
-        if self.layout_cache is None or self.layout_cache[0] is not kind:
+        """The gradient's spec, its forms, and whether the gradient is in the target layout; see `layout_cache`."""
+        spec = dtensor_spec(grad)
+        if self.layout_cache is None or self.layout_cache[0] is not spec:
             layout = layout_of(grad)
-            self.layout_cache = kind, (Form(layout, grad.dtype),), layout == self.target
+            self.layout_cache = spec, (Form(layout, grad.dtype),), layout == self.target
         return self.layout_cache
 
     def zeros(self, form: Form) -> DTensor:
@@ -134,7 +134,7 @@ class Leaf:
     def put_placeholder(self) -> None:
         """Puts the placeholder into `home.grad`, until the gradient is synchronized."""
         if self.placeholder is None or not self.placeholder.fits(self.home):
-            self.placeholder = Waiting(self.home, self.name)
+            self.placeholder = GradPlaceholder(self.home, self.name)
         self.home.grad = self.placeholder
 
     def add_synced(self, grad: DTensor) -> None:
@@ -164,7 +164,7 @@ def sum_of(first: DTensor | None, second: DTensor) -> DTensor:
 def grad_of(parameter: DTensor) -> DTensor | None:
     """The parameter's `.grad`; None for none or a placeholder."""
     grad = parameter.grad
-    return None if grad is None or isinstance(grad, Waiting) else as_dtensor(grad)
+    return None if grad is None or isinstance(grad, GradPlaceholder) else as_dtensor(grad)
 
 
 def as_dtensor(tensor: Tensor) -> DTensor:
@@ -172,7 +172,7 @@ def as_dtensor(tensor: Tensor) -> DTensor:
     return tensor
 
 
-class Waiting(Tensor):
+class GradPlaceholder(Tensor):
     """A placeholder with the gradient's shape, dtype and device, but no memory. Any op on it raises RuntimeError.
 
     The error tells to call `sync.wait()`. With None in `.grad`, an update by hand would skip the parameter, torch's
@@ -183,12 +183,14 @@ class Waiting(Tensor):
     like: tuple[object, ...]
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str) -> Waiting:
+    def __new__(cls, parameter: Tensor, name: str) -> GradPlaceholder:
         """name: of the parameter, for the error."""
         shape, dtype, device = like = _like(parameter)
-        made: Waiting = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, storage_size=0)
-        made.parameter_name, made.like = name, like
-        return made
+        placeholder: GradPlaceholder = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, storage_size=0
+        )
+        placeholder.parameter_name, placeholder.like = name, like
+        return placeholder
 
     def fits(self, parameter: Tensor) -> bool:
         """Whether this can still be the parameter's `.grad`: the parameter may have another dtype by now."""
@@ -229,7 +231,7 @@ def _like(parameter: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _refuse(args: Any, kwargs: Any) -> NoReturn:
-    found = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Waiting))
+    found = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, GradPlaceholder))
     raise RuntimeError(found._message())
 
 

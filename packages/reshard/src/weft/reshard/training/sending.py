@@ -2,7 +2,8 @@
 
 `Sending`: fills buckets with gradients, starts the collectives of full buckets, and gives the sums to leaves.
 
-Sends the remaining gradients at `GradientSync.wait()`, in the same order on all ranks, whichever they have.
+`complete`: puts the remaining gradients into buckets at `GradientSync.wait()`, in the same order on all ranks,
+whichever gradients each rank has.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..moving.dtensor import kind_of, memory_of
-from ..moving.order_check import named_ranks
+from ..moving.dtensor import dtensor_spec, memory_of
 from ..moving.reshard import reshard
-from ..world.groups import this_rank
+from ..world.groups import format_ranks, this_rank
 from .buckets import Bucket, Route
-from .gradient_presence import Attendance
+from .gradient_presence import GradientPresence
 from .pending_gradient import Form, Forms, Leaf, in_dtype
 
 
@@ -35,16 +35,19 @@ class Sending:
         self._in_flight: deque[Bucket[Leaf]] = deque()  # oldest first
 
     def add(self, leaf: Leaf) -> None:
-        """Puts the leaf's unsent gradients into buckets. A gradient in the target layout needs no bucket."""
+        """Puts the leaf's unsent gradients into buckets. A gradient in the target layout needs no bucket.
+
+        A gradient without a Route is resharded at once.
+        """
         forms = leaf.pending()
         leaf.sent = forms if not leaf.sent or leaf.sent == forms else tuple(dict.fromkeys((*leaf.sent, *forms)))
         if leaf.local_grad is not None:
             assert leaf.route_cache is not None and leaf.route_cache[1] is not None, "set with the local gradient"
             self._add_to_bucket(leaf, leaf.local_grad, leaf.route_cache[1])
             leaf.local_grad = None
-        for layout, older in leaf.in_other_layouts.items():
+        for layout, older in leaf.older_grads.items():
             self._add_grad(leaf, older, layout == leaf.target)
-        leaf.in_other_layouts.clear()
+        leaf.older_grads.clear()
         grad = leaf.grad
         in_target = grad is not None and leaf.layout_info(grad)[2]
         if grad is not None and not (in_target and leaf.parameter is leaf.home):
@@ -72,8 +75,8 @@ class Sending:
         if in_target:
             leaf.add_synced(grad)
             return
-        if leaf.route_cache is None or leaf.route_cache[0] is not kind_of(grad):
-            leaf.route_cache = kind_of(grad), Route.of(grad, leaf.target)
+        if leaf.route_cache is None or leaf.route_cache[0] is not dtensor_spec(grad):
+            leaf.route_cache = dtensor_spec(grad), Route.of(grad, leaf.target)
         route = leaf.route_cache[1]
         if route is None:
             leaf.add_synced(reshard(grad, placements=leaf.target))
@@ -106,12 +109,15 @@ class Sending:
             leaf.add_synced(grad)
 
 
-def complete(leaves: Sequence[Leaf], expected: Sequence[Leaf], sending: Sending, attendance: Attendance) -> list[Forms]:
+def complete(
+    leaves: Sequence[Leaf], expected: Sequence[Leaf], sending: Sending, presence: GradientPresence
+) -> list[Forms]:
     """Puts unsent gradients into buckets. Returns each parameter's forms on all ranks, () if no rank has a gradient.
 
-    expected: the parameters that every rank sends next, in order.
-    Communication: as `Attendance`, and the buckets that fill up. Raises RuntimeError where the ranks' gradients have no
-    sum.
+    expected: the parameters that every rank still sends in order, as a gradient or zeros.
+    Communication: as `GradientPresence`, the buckets that fill up, and reshards of gradients without a Route.
+    Raises RuntimeError where the ranks' gradients of a parameter differ in layout or dtype, or come from different
+    numbers of passes, or where a rank lacks a gradient that a rank with the same shard has in the target layout.
     """
     for leaf in leaves:
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.pending() == leaf.sent:
@@ -127,9 +133,9 @@ def complete(leaves: Sequence[Leaf], expected: Sequence[Leaf], sending: Sending,
     regular = not resent and all(
         len(forms) == 1 for leaf, forms in zip(leaves, leaf_forms, strict=True) if leaf.expects_grad or forms
     )
-    attendance.tell_final(tuple(leaf_forms), frozenset(unexpected), reads=not regular)
-    if not regular and attendance.has_peers:
-        return _complete_with_peers(leaves, expected, sending, attendance, leaf_forms, resent)
+    presence.publish_final(tuple(leaf_forms), frozenset(unexpected), reads=not regular)
+    if not regular and presence.has_peers:
+        return _complete_with_peers(leaves, expected, sending, presence, leaf_forms, resent)
     for leaf in (*expected, *leaves):
         if leaf.pending():
             sending.add(leaf)
@@ -140,7 +146,7 @@ def _complete_with_peers(
     leaves: Sequence[Leaf],
     expected: Sequence[Leaf],
     sending: Sending,
-    attendance: Attendance,
+    presence: GradientPresence,
     leaf_forms: Sequence[Forms],
     resent: set[int],
 ) -> list[Forms]:
@@ -149,7 +155,7 @@ def _complete_with_peers(
     leaf_forms: of each parameter's gradients on this rank.
     resent: indices of the parameters whose gradients were sent before in this step.
     The expected gradients come first, in the forms of the last step: a rank still in backward may wait for these
-    buckets before it tells its message.
+    buckets before it publishes its message.
     """
     number = {leaf: i for i, leaf in enumerate(leaves)}
     lacks_all = not any(leaf_forms)
@@ -158,12 +164,12 @@ def _complete_with_peers(
         i = number[leaf]
         if leaf.pending():
             sending.add(leaf)
-        elif leaf.expects_grad and (not lacks_all or attendance.any_gradient_on(leaf.mesh)):
-            zero_forms[i] = leaf.last_forms or attendance.forms_of(i)
+        elif leaf.expects_grad and (not lacks_all or presence.any_gradient_on(leaf.mesh)):
+            zero_forms[i] = leaf.last_forms or presence.forms_of(i)
             _add_zeros(sending, leaf, zero_forms[i])
     all_forms = list(leaf_forms)
     for i, leaf in enumerate(leaves):
-        messages = attendance.peer_messages(leaf) if leaf.is_here else {}
+        messages = presence.peer_messages(leaf) if leaf.is_here else {}
         theirs = {rank: each.leaf_forms[i] for rank, each in messages.items() if each.leaf_forms[i]}
         _check_alike(leaf, leaf_forms[i] or zero_forms.get(i, ()), theirs)
         if not leaf_forms[i]:
@@ -172,7 +178,7 @@ def _complete_with_peers(
         if i in resent and unaware:
             raise RuntimeError(
                 f"the gradient of {leaf.name} came in more backward passes on rank {this_rank()} than on "
-                f"{named_ranks(unaware)}, after the gradient was sent; run equally many passes on every rank, or all "
+                f"{format_ranks(unaware)}, after the gradient was sent; run equally many passes on every rank, or all "
                 f"but the last within sync.paused()"
             )
         if leaf.pending():
@@ -202,17 +208,16 @@ def _check_alike(leaf: Leaf, mine: Forms, theirs: Mapping[int, Forms]) -> None:
 
 
 def _add_zero_shard(sending: Sending, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Gives zeros for this rank's shard of a gradient, whose other shards are complete on other ranks.
+    """Adds zeros as this rank's shard, where other ranks have other shards in the target layout.
 
-    Raises RuntimeError where a rank with the same shard has a gradient: in the target layout, the gradient is no
-    partial sum.
+    Raises RuntimeError if a rank with the same shard has a gradient: that gradient is complete, not an addend.
     """
     shape, target = leaf.home.shape, leaf.target
     mine = target.local_slices(shape, this_rank())
     same_shard = [rank for rank in ranks if target.local_slices(shape, rank) == mine]
     if same_shard:
         raise RuntimeError(
-            f"rank {this_rank()} has no gradient of {leaf.name}, which {named_ranks(same_shard)} "
+            f"rank {this_rank()} has no gradient of {leaf.name}, which {format_ranks(same_shard)} "
             f"ha{'s' if len(same_shard) == 1 else 've'} whole ({target}), so there is no sum to which this rank could "
             f"add; compute with {leaf.name} on all of these ranks, or shard the batch's rows over an axis"
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..moving.collectives import Running, all_reduce, by_exchange
 from ..world.collective_bytes import counted_as, received_bytes
-from ..world.groups import of_this_world
+from ..world.groups import world_cache
 from ..world.world import world
 
 _LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor for which memory is shared; below, sockets are as fast
@@ -91,7 +91,7 @@ def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | 
         return None
     if not by_exchange() or not hasattr(os, "memfd_create"):  # on Linux alone
         return None
-    known: dict[str, _Memory | None] = of_this_world().setdefault("shared memory", {})
+    known: dict[str, _Memory | None] = world_cache().setdefault("shared memory", {})
     memory = known.get(group.group_name)
     if group.group_name not in known or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
         known[group.group_name] = memory = _allocate_together(nbytes, group)
@@ -135,13 +135,13 @@ def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
             token = secrets.token_hex(16)
             os.pwrite(file, token.encode(), 0)
             offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", token)
-        here.tell(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
+        here.publish(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
     else:
-        offer = _Offer(*here.hear(name).decode().split("\n"))
+        offer = _Offer(*here.wait_for_message(name).decode().split("\n"))
     with suppress(OSError, ValueError):
         mapped = offer.map(size)
-    here.tell(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
-    answers = [here.hear(f"{name}, member {member}") for member in range(members)]
+    here.publish(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
+    answers = [here.wait_for_message(f"{name}, member {member}") for member in range(members)]
     if file is not None:
         os.close(file)
     if mapped is None or b"no" in answers:

@@ -18,6 +18,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return found
 
 
+def differentiable(tree: Any) -> list[Tensor]:
+    """The tensors in a tree that require grad, in order."""
+    return [each for each in tensors_of(tree) if each.requires_grad]
+
+
 def _add(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         found.append(tree)

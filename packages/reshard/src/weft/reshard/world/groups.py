@@ -34,12 +34,12 @@ def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | Non
     """
     here, key = world(), (mesh, device_type, mesh if permuted is None else permuted)
     if key not in here.device_meshes:
-        made = here.device_mesh(mesh, device_type)
+        created = here.device_mesh(mesh, device_type)
         if permuted is not None:
             # A DeviceMesh of an unpermuted mesh with this axis order must not be equal: torch's caches compare meshes.
-            made._thread_id = int(permuted.digest[:12], 16)
-        here.device_meshes[key] = made
-        here.process_meshes[made] = mesh if permuted is None else permuted
+            created._thread_id = int(permuted.digest[:12], 16)
+        here.device_meshes[key] = created
+        here.process_meshes[created] = mesh if permuted is None else permuted
     return here.device_meshes[key]
 
 
@@ -110,7 +110,7 @@ def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) 
     return group
 
 
-def of_this_world() -> dict[Any, Any]:
+def world_cache() -> dict[Any, Any]:
     """A cache for values that refer to process groups; a new world starts with an empty cache."""
     return world().cache
 
@@ -149,3 +149,15 @@ def device_type() -> str:
 def axes_of_group(name: str) -> tuple[str, ...]:
     """The mesh axes for which the group with this `group_name` was first asked for here; () for other groups."""
     return world().axes.get(name, ())
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as words in a message: "rank 3", "ranks 0, 1, 4-7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"

@@ -1,6 +1,6 @@
 """Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
-`recording(mesh, rank)` enters a World (see worlds.py) whose groups note each collective. Weft's code then runs on
+`recording(mesh, rank)` enters a World (see world.py) whose groups note each collective. Weft's code then runs on
 tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
 own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
 step's communication from the record.
@@ -25,8 +25,6 @@ from weft.mesh import ProcessMesh
 from . import dynamo
 from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes
 from .world import Positions, entered, wide_axes, world
-
-UNLIKE = -62125  # read by nothing: `_Mesh.__eq__` tells recorded meshes from real ones
 
 
 @contextmanager
@@ -75,12 +73,12 @@ class Recorded:
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
         with unset_fake_temporarily():  # ranks are real numbers, also where tensors have no data
             ranks = _ranks_of(mesh)
-            made = _Mesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=self.rank)
+            result = _Mesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=self.rank)
         parts = [mesh.submesh(self.rank, axis) for axis in mesh.axis_names]
         names: list[Any] = [self.group_of(part).group_name for part in parts if part is not None]
-        made._dim_group_names = names  # DTensor's ops look groups up by these names
-        made.content = mesh, device_type, self.rank
-        return made
+        result._dim_group_names = names  # DTensor's ops look groups up by these names
+        result.content = mesh, device_type, self.rank
+        return result
 
     def group_of(self, part: ProcessMesh) -> _Group:
         name = f"recorded {part.rename(**{a: f'axis{i}' for i, a in enumerate(part.axis_names)}).digest}"
@@ -107,16 +105,16 @@ class Recorded:
         self.axes[name] = axes
         return self.groups[name]
 
-    def tell(self, name: str, value: bytes) -> None:
+    def publish(self, name: str, value: bytes) -> None:
         """Does nothing: no other rank runs."""
 
-    def hear(self, name: str) -> bytes:
+    def wait_for_message(self, name: str) -> bytes:
         raise RuntimeError(
             f"this rank waits for the message {name!r} of another rank, and inside recording() no other rank runs; "
             "run the program in real processes"
         )
 
-    def told(self, names: Sequence[str]) -> list[bytes | None]:
+    def published(self, names: Sequence[str]) -> list[bytes | None]:
         return [None for _ in names]
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:

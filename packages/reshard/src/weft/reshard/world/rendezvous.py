@@ -10,7 +10,7 @@ NCCL: where init_process_group() was given a device_id, torch would split the wo
 rank of the world. Here the members create a separate communicator at once; without a device_id, NCCL creates the
 communicator in the first collective. Ranks outside the group are never called.
 
-The same store carries small messages between ranks: `tell`, `told`, `hear`.
+The same store carries small messages between ranks: `publish`, `published`, `wait_for_message`.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
     return group
 
 
-def tell(name: str, value: bytes) -> None:
+def publish(name: str, value: bytes) -> None:
     """Publishes a few bytes to all ranks under a name.
 
     Communication: one request to the world's store, which TCPStore does not answer.
     """
-    PrefixStore("weft", _get_default_store()).set(f"told/{name}", value.hex())
+    PrefixStore("weft", _get_default_store()).set(f"published/{name}", value.hex())
 
 
-def told(names: Sequence[str]) -> list[bytes | None]:
-    """The bytes told so far under each name; None for a name without bytes.
+def published(names: Sequence[str]) -> list[bytes | None]:
+    """The bytes published so far under each name; None for a name without bytes.
 
     Communication: two requests to the world's store.
     """
     store = PrefixStore("weft", _get_default_store())
-    keys = [f"told/{name}" for name in names]
+    keys = [f"published/{name}" for name in names]
     if not store.check(keys):
         return [bytes.fromhex(store.get(key).decode()) if store.check([key]) else None for key in keys]
     several = store.has_extended_api()  # type: ignore[attr-defined]  # False for a FileStore
@@ -99,14 +99,14 @@ def patience() -> float:
     return seconds
 
 
-def hear(name: str) -> bytes:
-    """Waits until another rank tells bytes under this name, and returns the bytes.
+def wait_for_message(name: str) -> bytes:
+    """Waits until another rank publishes bytes under this name, and returns the bytes.
 
     Communication: with the world's store. Raises RuntimeError after the store's timeout.
     """
     store = _get_default_store()
     try:
-        return bytes.fromhex(PrefixStore("weft", store).get(f"told/{name}").decode())
+        return bytes.fromhex(PrefixStore("weft", store).get(f"published/{name}").decode())
     except dist.DistError as error:
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
         raise RuntimeError(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .rendezvous import hear, make_group, tell, told
+from .rendezvous import make_group, publish, published, wait_for_message
 
 # The position of each member of a group along mesh axes, major axis first; a range where members are in that order.
 Positions = Sequence[int]
@@ -40,7 +40,7 @@ class World(Protocol):
     # By mesh, device type, and the mesh before a permutation of the axes; see `groups.device_mesh`.
     device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
     process_meshes: dict[DeviceMesh, ProcessMesh]
-    cache: dict[Any, Any]  # see `groups.of_this_world`
+    cache: dict[Any, Any]  # see `groups.world_cache`
     axes: dict[str, tuple[str, ...]]  # by group name, the mesh axes for which the group was first asked for
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
@@ -61,14 +61,14 @@ class World(Protocol):
         axes: the mesh axes along which the ranks are.
         """
 
-    def tell(self, name: str, value: bytes) -> None:
+    def publish(self, name: str, value: bytes) -> None:
         """Publishes a few bytes to all ranks under a name. Communication: with the store; no collective."""
 
-    def hear(self, name: str) -> bytes:
-        """Waits until another rank tells bytes under this name, and returns the bytes."""
+    def wait_for_message(self, name: str) -> bytes:
+        """Waits until another rank publishes bytes under this name, and returns the bytes."""
 
-    def told(self, names: Sequence[str]) -> list[bytes | None]:
-        """The bytes told so far under each name; None for a name without bytes."""
+    def published(self, names: Sequence[str]) -> list[bytes | None]:
+        """The bytes published so far under each name; None for a name without bytes."""
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         """The position in `part` of each member of `group`, in the order of the group's ranks."""
@@ -99,9 +99,9 @@ class Processes:
             if self.rank in mesh:
                 groups = [self.group_of(part) for part in parts if part is not None]
                 return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axis_names)
-            made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False)
-            made._dim_group_names = []  # torch's own value on ranks outside a mesh
-            return made
+            result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names, _init_backend=False)
+            result._dim_group_names = []  # torch's own value on ranks outside a mesh
+            return result
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
         group = self.group_of_ranks(tuple(sorted(part)))
@@ -121,14 +121,14 @@ class Processes:
         self.axes[group.group_name] = axes
         return group
 
-    def tell(self, name: str, value: bytes) -> None:
-        tell(name, value)
+    def publish(self, name: str, value: bytes) -> None:
+        publish(name, value)
 
-    def hear(self, name: str) -> bytes:
-        return hear(name)
+    def wait_for_message(self, name: str) -> bytes:
+        return wait_for_message(name)
 
-    def told(self, names: Sequence[str]) -> list[bytes | None]:
-        return told(names)
+    def published(self, names: Sequence[str]) -> list[bytes | None]:
+        return published(names)
 
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         # torch sorts a group's ranks; a mesh has them in any order.

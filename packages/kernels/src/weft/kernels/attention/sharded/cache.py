@@ -23,7 +23,7 @@ class KeyValueCache:
         if capacity < 1:
             raise ValueError(f"KeyValueCache: capacity is {capacity}; give a number of tokens, 1 or more")
         self.capacity, self.length = capacity, 0
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._tensors: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
         return f"KeyValueCache({self.length} of {self.capacity} tokens)"
@@ -39,15 +39,15 @@ class KeyValueCache:
             raise ValueError(
                 f"{self!r} has no room for {new} more; make a cache with capacity {self.length + new} or more"
             )
-        if self._kept is None:
-            self._kept = _allocated(key, self.capacity), _allocated(key, self.capacity)
-        keys, shape = self._kept[0], key.shape
+        if self._tensors is None:
+            self._tensors = _allocated(key, self.capacity), _allocated(key, self.capacity)
+        keys, shape = self._tensors[0], key.shape
         if keys.shape[:-2] != shape[:-2] or keys.shape[-1] != shape[-1] or keys.dtype != key.dtype:
             raise ValueError(
                 f"{self!r} holds keys of shape {(*keys.shape[:-2], ..., keys.shape[-1])} and {keys.dtype}, got "
                 f"{tuple(key.shape)} and {key.dtype}; make a cache for each batch"
             )
-        return self._kept
+        return self._tensors
 
 
 def _allocated(key: Tensor, capacity: int) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from string import ascii_lowercase
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from weft.mesh import Layout
+from weft.mesh import Layout, Replicate, Shard
 from weft.mesh.extension import terms
 
 from ...dispatch.sharded import Shapes, Sharding, independent
+from ...dispatch.sharded.heads import check_heads
 from ...dispatch.token_order import runs_within
 from ...random.part import Part
-from .heads import check_heads, keys_sharded_as_query
 
 Layouts = tuple[Layout | None, ...]
 CACHED = ("the cached keys", "the cached values")
@@ -51,8 +52,8 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     return Sharding(output, shape, independent(output, layouts), local)
 
 
-def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule of `READ_ON`, attention with a cache: no tensor may be sharded on the tokens.
+def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `WITH_CACHE`, attention with a cache: no tensor may be sharded on the tokens.
 
     layouts: of query, key, value, the cached keys, the cached values and documents.
     """
@@ -69,11 +70,36 @@ def reading_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> S
     return Sharding(output, shape, independent(output, layouts))
 
 
+def keys_sharded_as_query(
+    query: Layout | None,
+    keys: Sequence[Layout | None],
+    shape: tuple[int, ...],
+    key_shape: tuple[int, ...],
+    head_dim: int,
+) -> list[Layout | None]:
+    """The layouts of keys and values, rewritten as sharded over every axis which shards the query's heads.
+
+    keys: the layouts of key and value, or of the cache.
+
+    With fewer key heads than ranks, the keys are sharded over the first of these axes, down to one head a rank, and
+    replicated over the rest. Each rank then holds the one key head read by all its query heads.
+    """
+    assert query is not None, "attention always has a query"
+    last = len(shape) - 1
+    result = list(keys)
+    for number, key in enumerate(keys):
+        if key is None or key_shape[-1] // head_dim != key.parts(last):
+            continue
+        replicated = [axis for axis in query.shard_order.get(last, ()) if key[axis] == Replicate()]
+        result[number] = key.replace(**dict.fromkeys(replicated, Shard(last)))
+    return result
+
+
 def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
     given = [i for i, layout in enumerate(layouts) if layout is not None]
     operation = terms.Operation(
-        "attention", tuple(indices[i] for i in given), indices[0], terms.never, operands=tuple(operands[i] for i in given),
-        whole=whole, why_whole="attention needs the keys of all tokens",
+        "attention", tuple(indices[i] for i in given), indices[0], terms.never,
+        operands=tuple(operands[i] for i in given), whole=whole, why_whole="attention needs the keys of all tokens",
     )  # fmt: skip
     return terms.infer(operation, [layouts[i] for i in given])
 

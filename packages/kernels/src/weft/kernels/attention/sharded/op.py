@@ -15,7 +15,7 @@ from ...dispatch.token_order import checked_order
 from ...dropout.sharded import check_dropout
 from .. import reference
 from .cache import KeyValueCache
-from .layout_rule import reading_rule, rule
+from .layout_rule import cache_rule, rule
 
 
 @autocasts("attention")
@@ -72,10 +72,10 @@ def attention(
     _check_seen(query, S, causal, window, documents)
     options: dict[str, Any] = {"head_dim": head_dim, "causal": causal, "scale": scale, "window": window}
     if cache is not None:
-        _check_reading(query, key, value, causal, dropout)
+        _check_with_cache(query, key, value, causal, dropout)
         if order is not None:
             raise ValueError("attention: a cache stores tokens in the order of the sequence; leave order out")
-        output = apply(READ_ON, query, key, value, *cache.room_for(key), documents, length=cache.length, **options)
+        output = apply(WITH_CACHE, query, key, value, *cache.room_for(key), documents, length=cache.length, **options)
         cache.length += key.shape[-2]
         return output
     operand = None
@@ -130,7 +130,7 @@ def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documen
         raise ValueError(f"attention: {T} queries have no documents among {S} keys; give at least as many keys")
 
 
-def _check_reading(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float) -> None:
+def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float) -> None:
     """Raises ValueError or RuntimeError for arguments that do not fit a call with a cache."""
     if not causal or query.shape[-2] != key.shape[-2]:
         raise ValueError(
@@ -144,5 +144,5 @@ def _check_reading(query: Tensor, key: Tensor, value: Tensor, causal: bool, drop
 
 
 ATTENTION = Op("attention", reference.forward, None, rule, varying=("number",))
-IN_ORDER = Op("attention_in_order", reference.in_order, None, rule, varying=("number",))
-READ_ON = Op("attention_read_on", reference.read_on, None, reading_rule, varying=("length",))
+IN_ORDER = Op("attention_in_order", reference.forward_in_order, None, rule, varying=("number",))
+WITH_CACHE = Op("attention_with_cache", reference.forward_with_cache, None, cache_rule, varying=("length",))

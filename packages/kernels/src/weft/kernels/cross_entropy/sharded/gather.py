@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.extension import Pending, Running, group_named, name_of, of_this_world, start_all_gather, wait_for
+from weft.reshard.extension import Pending, Running, group_named, name_of, start_all_gather, wait_for, world_cache
 
 from ...dispatch.backend import has_data
 
@@ -112,10 +112,10 @@ def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> No
     """
     if gathered.is_meta or not has_data(gathered):
         return
-    if on_gpu(gathered) and (key in of_this_world() or torch.cuda.is_current_stream_capturing()):
+    if on_gpu(gathered) and (key in world_cache() or torch.cuda.is_current_stream_capturing()):
         return
     check()
-    of_this_world()[key] = True
+    world_cache()[key] = True
 
 
 def _gathered(groups: Sequence[dist.ProcessGroup], statistics: Tensor) -> Running:

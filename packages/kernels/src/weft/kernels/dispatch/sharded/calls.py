@@ -1,10 +1,6 @@
-"""`Call`: an op on operands of given kinds, made once for each kind. The cache lasts as long as the process groups.
+"""`Call`: layouts and this rank's options of an op, for operands of given shapes, dtypes and layouts.
 
-Ops with operands on two meshes, one a refinement of the other, with axes split in parts. The finer mesh is used.
-
-An example is attention with more ranks than key heads: queries are on the model's mesh, and keys on a mesh that
-splits the tp axis into one part over the heads and one over their copies. Each output and gradient is expressed on
-the coarser mesh if possible. Nothing is moved between ranks.
+Cached until the process groups end.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.mesh.extension import coarsened, parts_of_axes, refined
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.extension import kind_of, of_kind, of_this_world, process_mesh, shape_of, this_rank, wrap
+from weft.reshard.extension import dtensor_spec, process_mesh, shape_of, this_rank, world_cache, wrap, wrap_with_spec
 
 from ..backend import is_compiling
 from ..op import Op
@@ -29,12 +25,12 @@ from .rules import Shapes, Sharding, sharding_of
 Layouts = tuple[Layout | None, ...]
 
 
-# (position, dtype) -> `kind_of` the DTensor made there; looking the layout up again takes longer
+# Cached DTensor specs by (position, dtype), so that wrapping does not look up the layout.
 Kinds = dict[tuple[int, torch.dtype], Any]
 
 
 class Flow(NamedTuple):
-    """How gradients flow through an op, for upstream gradients of given kinds. Made and cached by `Call.flow`."""
+    """The layouts of an op's gradients, for output gradients of given specs. Cached by `Call.flow`."""
 
     sliced: tuple[Layout | None, ...]  # the layout to cut each output's gradient to; None: taken unchanged
     operands: tuple[Layout | None, ...]  # the layout of each operand's gradient; None without one
@@ -42,12 +38,15 @@ class Flow(NamedTuple):
 
 
 class Call:
-    """One op on operands with given shapes, dtypes and layouts, as seen from this rank.
+    """Layouts and this rank's options of an op, for operands of given shapes, dtypes and layouts.
 
-    If some operands are on a mesh and others on a refinement of it, with some axes split in parts, the op is computed
-    on the finer mesh. Each output and gradient is expressed on the coarser mesh if possible. Neither moves data.
+    If one operand's mesh splits axes of another operand's mesh, the op is computed on the finer mesh. For example in
+    attention with more ranks than key heads, queries are on the model's mesh, and keys are on a mesh that splits the
+    tp axis into one part over the heads and one over their copies. Outputs are expressed on the coarser mesh if
+    possible, and each gradient on its operand's mesh. Nothing is moved between ranks.
 
-    options: the rule's options for this rank's forward; None outside the mesh. outputs: layout and shape of each.
+    options: from `Sharding.local`, for forward and backward; None on ranks outside the mesh.
+    outputs: layout and shape of each.
     constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
     Raises LayoutError if the op's rule cannot take the operands' layouts.
     """
@@ -76,18 +75,11 @@ class Call:
         """Return the cached call for operands of these kinds, made if missing. Raises as the constructor."""
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
-        parts: list[Any] = [op]
-        for tensor in tensors:
-            if tensor is None:
-                parts.append(None)
-            elif isinstance(tensor, DTensor):
-                parts.append(kind_of(tensor))
-            else:
-                parts.append((tensor.shape, tensor.dtype))
-        for item in options.items():
-            if item[0] not in op.varying:
-                parts.append(item)
-        cache, key = of_this_world(), tuple(parts)
+        cache = world_cache()
+        varying = op.varying
+        fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
+        key = (op, *map(_kind, tensors), *fixed)
+    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
         call = cache.get(key)
         if call is None:
             call = cache[key] = cls(op, tensors, mesh, options)
@@ -95,10 +87,10 @@ class Call:
         return found
 
     def flow(self, grads: Sequence[DTensor | None]) -> Flow:
-        """How gradients of these kinds flow through. Raises LayoutError if the op's rule cannot take their layouts."""
+        """The `Flow` for these output gradients. Raises LayoutError if the op's rule cannot take their layouts."""
         if is_compiling():
             return self._flow(grads)
-        key = tuple(None if grad is None else kind_of(grad) for grad in grads)
+        key = tuple(None if grad is None else dtensor_spec(grad) for grad in grads)
         flow = self._flows.get(key)
         if flow is None:
             flow = self._flows[key] = self._flow(grads)
@@ -119,15 +111,13 @@ class Call:
         key = i, part.dtype
         kind = self._kinds.get(key)
         if kind is not None:
-            return of_kind(part, kind)
+            return wrap_with_spec(part, kind)
         made = wrap(part, *self.outputs[i])
-        self._kinds[key] = kind_of(made)
+        self._kinds[key] = dtensor_spec(made)
         return made
 
     def gradients(self, *arrived: Layout | None) -> tuple[Layout | None, ...]:
-        """The layouts of the operands' gradients, on the mesh of the computation. arrived: of the outputs'
-        gradients.
-        """
+        """Layouts of the operands' gradients, on the finer mesh. arrived: layouts of the outputs' gradients."""
         fine = self._meshes.refine(arrived, tuple(shape for _, shape in self.outputs))
         return self.sharding.gradients(*fine)
 
@@ -151,26 +141,28 @@ class Call:
                 continue
             kind = flow.kinds.get((i, part.dtype))
             if kind is not None:
-                gradients.append(of_kind(part, kind))
+                gradients.append(wrap_with_spec(part, kind))
                 continue
             gradient = self.as_operand(i, part, layout)
             gradients.append(gradient)
             operand_layout = self._layouts[i]
             # Only a part wrapped unchanged can be wrapped by kind alone.
             if isinstance(gradient, DTensor) and operand_layout is not None and operand_layout.mesh == layout.mesh:
-                flow.kinds[i, part.dtype] = kind_of(gradient)
+                flow.kinds[i, part.dtype] = dtensor_spec(gradient)
         return gradients
 
 
 def sliced(grad: DTensor, layout: Layout | None) -> DTensor:
-    """Cut the gradient to `layout`, which moves nothing. None returns it unchanged."""
+    """Reshard the gradient to a layout from `sliced_layout`; each rank only slices. None: return it unchanged."""
     return grad if layout is None else reshard(grad, placements=layout)
 
 
 @lru_cache(maxsize=65536)
 def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
-    """The layout to cut an output's gradient to, if slicing alone brings it to the output's shards; else None.
+    """The layout of an output's gradient after sharding it like the output.
 
+    Changes the axes where the gradient is replicated and the output is sharded. None if there is no such axis, if
+    slicing is not enough, or if the meshes differ.
     For a sharded output torch's own ops may give a replicated gradient, for example the gradient of a mean.
     """
     if grad == output or grad.mesh != output.mesh:
@@ -184,6 +176,13 @@ def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: t
     return wanted
 
 
+def _kind(tensor: Tensor | None) -> Any:
+    if isinstance(tensor, DTensor):
+        return dtensor_spec(tensor)
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
     return layout_of(tensor) if isinstance(tensor, DTensor) else _replicated(process_mesh(mesh))
 
@@ -216,8 +215,7 @@ class Meshes(NamedTuple):
     def of(cls, layouts: Layouts) -> Meshes:
         """The meshes of these operands' layouts.
 
-        If the meshes are not refinements of one another, the first is returned for both, and the op's rule raises the
-        error.
+        If the meshes do not split one another, both are the first mesh, and `sharding_of` raises LayoutError.
         """
         meshes = list(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
         fine, coarse = max(meshes, key=lambda mesh: mesh.ndim), min(meshes, key=lambda mesh: mesh.ndim)
@@ -246,9 +244,8 @@ class Meshes(NamedTuple):
         """Express an operand's gradient on the operand's own mesh. Returns this rank's part and the layout.
 
         part: this rank's part, with `layout`. operand: the operand's layout. name: of the op.
-        A gradient may be Partial(sum) over one part of an axis of the operand's mesh and replicated over another
-        part. It becomes Partial(sum) over the whole axis: ranks other than the first along the replicated part
-        contribute zeros.
+        If the gradient is Partial(sum) over one part of a coarse axis and replicated over another, it becomes
+        Partial(sum) over the whole axis; ranks with a coordinate above 0 on the replicated part contribute zeros.
         Raises LayoutError if the operand's mesh cannot express the layout.
         """
         if layout.mesh == operand.mesh:

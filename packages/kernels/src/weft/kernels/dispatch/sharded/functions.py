@@ -1,4 +1,6 @@
-"""The autograd functions of ops: on plain tensors, on DTensors, and on DTensors for ops differentiated by torch.
+"""The autograd functions of ops.
+
+`Plain`: plain tensors. `Sharded`: DTensors. `ToLocal`, `FromLocal`: DTensors, for ops differentiated by torch.
 
 `apply` and `apply_many`: run an `Op` on plain tensors and on DTensors.
 
@@ -26,17 +28,20 @@ from .rules import Sharding
 
 
 def anchor() -> Tensor:
-    """An extra, empty output of an autograd function, saved last. See `first_order` for its use."""
+    """An empty tensor that an autograd function outputs last and saves.
+
+    Saved, it leads to all operands of the function. See `first_order` for its use.
+    """
     return torch.empty(0)
 
 
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Decorator for the backward of an autograd function. Differentiating the returned gradients raises RuntimeError.
+    """Decorator for the backward of an autograd function whose last output is an `anchor`, or None.
 
-    Autograd runs only nodes on a path to the requested tensors. For that path the returned gradients are linked to
-    the upstream gradients, and through the saved tensors to the operands. A function without every operand among its
-    saved tensors saves an `anchor`, its last output. If a function saves nothing, its gradients do not depend on its
-    operands.
+    Differentiating the returned gradients raises RuntimeError. Autograd runs only nodes on a path to the requested
+    tensors, and the request must reach a node that raises. So `refusing` links the gradients to the upstream gradients
+    and to the saved tensors. If an operand that needs a gradient is not itself saved, the function saves an `anchor`.
+    A function that saves nothing has gradients independent of its operands.
 
     torch's `once_differentiable` may let the request pass, as if the gradients were constants.
     """
@@ -109,8 +114,8 @@ class Plain(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         grad = grads if ctx.many else grads[0]
         op, options, saved, needed = ctx.op, ctx.options, _restored(ctx), ctx.needs_input_grad[2:]
-        if op.of_products is not None:
-            grad = op.of_products(saved, grad, needed, **options)
+        if op.epilogue_backward is not None:
+            grad = op.epilogue_backward(saved, grad, needed, **options)
         if not op.weights:  # the op has no weights to delay
             return None, None, *op.backward(saved, grad, needed, **options)
 
@@ -122,7 +127,10 @@ class Plain(torch.autograd.Function):
 
 
 class Sharded(torch.autograd.Function):
-    """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and their `anchor`."""
+    """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and their `anchor`.
+
+    Also for ops without a backward, on ranks outside the mesh.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
@@ -148,8 +156,8 @@ class Sharded(torch.autograd.Function):
             assert call.op.backward is not None, "ops without a backward go through ToLocal and FromLocal"
             local = locals_[0] if call.sharding.more is None else locals_
             backward, saved, options = call.op.backward, _restored(ctx), ctx.options
-            if call.op.of_products is not None:
-                local = call.op.of_products(saved, local, needed, **options)
+            if call.op.epilogue_backward is not None:
+                local = call.op.epilogue_backward(saved, local, needed, **options)
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
                 return call.as_operands(backward(saved, local, needed, **options), flow)
@@ -171,7 +179,9 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, flows: list[Flow], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """flows: a list. `FromLocal.backward` appends the gradients' flow before `ToLocal.backward` reads it."""
+        """flows: empty at first. `FromLocal.backward` appends the gradients' flow; `ToLocal.backward` runs later and
+        reads it.
+        """
         ctx.call, ctx.flows = call, flows
         ctx.set_materialize_grads(False)
         locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
@@ -247,7 +257,7 @@ def _unwritten(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
-    """Whether every operand with a gradient is itself among the saved tensors, not a copy or a precomputed gradient."""
+    """Whether each operand that needs a gradient is one of the saved tensors (the same object)."""
     for tensor, need in zip(tensors, needed, strict=True):
         if need:
             for each in saved:  # loops cost the host less than generators, and `in` would compare the tensors' values
@@ -261,14 +271,14 @@ def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[
 def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, leads: bool) -> Tensor | None:
     """Save `saved` for backward, with recomputable tensors replaced. Returns the `anchor`, or None if none is needed.
 
-    output: this rank's part of the last output. leads: from `_leads`; then the saved tensors link to the operands, as
-        an anchor would.
+    output: this rank's part of the last output.
+    leads: from `_leads`. If True, and if no saved tensor is replaced, no anchor is needed.
     """
     if not saved or is_compiling():
         ctx.recipes = None
         ctx.save_for_backward(*saved, None)
         return None
-    if op.again is not None and True in ctx.needs_input_grad:
+    if op.recompute is not None and True in ctx.needs_input_grad:
         mark_recomputable(output, op, saved, options)
     tensors, ctx.recipes = replace_recomputable(saved)
     anchor_ = None if leads and not ctx.recipes else anchor()
@@ -277,7 +287,7 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
 
 
 def _restored(ctx: Any) -> Tensors:
-    """The tensors given to `_save`, in backward."""
+    """In backward: the tensors that `_save` received."""
     tensors: Tensors = ctx.saved_tensors[:-1]
     return restore(tensors, ctx.recipes) if ctx.recipes else tensors
 
@@ -292,7 +302,7 @@ def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     """Run an op with a single output. The output is a DTensor if any operand is, otherwise a plain tensor.
 
-    A plain tensor next to a DTensor counts as replicated. options: hashable values.
+    A plain tensor next to a DTensor counts as replicated. options: hashable values, except those in `Op.varying`.
     Raises LayoutError for layouts the op's rule cannot take; RuntimeError under torch.jit.trace.
     """
     refuse_jit_trace(op.name)
@@ -326,7 +336,7 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    """Return the op's outputs and their `anchor`."""
+    """Return the op's outputs, then the `anchor` or None."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             if is_compiling():

@@ -1,6 +1,6 @@
 """`Sharding`, the answer of an op's layout rule, and helpers for rules to build one.
 
-Checks the devices of an op's operands.
+Also `check_devices`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A rule's answer for operands of given layouts and shapes: layouts of outputs and gradients, options per rank."""
+    """A layout rule's answer for given operands: layouts of outputs and gradients, and each rank's further options."""
 
     output: Layout
     shape: tuple[int, ...]  # of the global output
@@ -54,7 +54,7 @@ def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, opti
 
 
 def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[[Layout], tuple[Layout | None, ...]]:
-    """`Sharding.gradients` for an op whose local parts are computed independently of each other."""
+    """`Sharding.gradients` for an op which each rank computes on its own shards: `infer.gradient` of each operand."""
     operands = tuple(layout for layout in layouts if layout is not None)
     return lambda grad: tuple(
         None if layout is None else infer.gradient(output, grad, layout, operands) for layout in layouts
@@ -64,12 +64,11 @@ def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[
 def of_several(
     name: str, gradients: Callable[[Layout], tuple[Layout | None, ...]], shared: int
 ) -> Callable[..., tuple[Layout | None, ...]]:
-    """`Sharding.gradients` for an op of several outputs whose gradients must all have the same layout.
+    """`Sharding.gradients` for an op of several outputs, where all output gradients must have one layout.
 
     name: of the op.
     gradients: (the common layout) -> layout of each operand's gradient.
-    shared: the number of operands, from the first, with a gradient from every output; the rest have one from the last
-        output alone.
+    shared: the first `shared` operands get a gradient from every output, the others from the last output alone.
     The result raises LayoutError if the layouts differ.
     """
 
@@ -89,8 +88,8 @@ def of_several(
 def check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
     """Raise ValueError for operands on different devices. op: the op's name.
 
-    Called in every call of an op, where nothing may be allocated. An operand whose mesh excludes this rank is
-    skipped: the local part is empty, and torch's own ops put empty parts on the CPU.
+    Allocates nothing: ops call it each time. Two operands are not compared if the mesh of either excludes this rank:
+    its part is empty, and torch puts empty parts on the CPU.
     """
     device = first.device
     for other in others:

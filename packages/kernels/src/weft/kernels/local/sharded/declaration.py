@@ -32,7 +32,7 @@ class Declaration:
         many = not isinstance(outputs, Mapping)
         if many and not isinstance(outputs, Sequence):
             raise ValueError(f"{name}: out_layouts is {outputs!r}; give placements by axis, or a sequence of them")
-        made = cls(
+        declaration = cls(
             name=name,
             parameters=parameters,
             inputs=_by_parameter(name, "in_layouts", parameters, inputs),
@@ -40,8 +40,8 @@ class Declaration:
             many=many,
             gradients=_by_parameter(name, "grad_layouts", parameters, gradients or {}),
         )
-        made._check_axes()
-        return made
+        declaration._check_axes()
+        return declaration
 
     def _check_axes(self) -> None:
         axes = {axis for placed in self.outputs for axis in placed}

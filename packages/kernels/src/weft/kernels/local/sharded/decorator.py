@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, infer
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import of_this_world, process_mesh, this_rank, wrap
+from weft.reshard.extension import process_mesh, this_rank, world_cache, wrap
 
 from ...dispatch.op import Op
 from ...dispatch.sharded import Shapes, Sharding, apply, apply_many
@@ -144,7 +144,7 @@ def _outputs(
     """
     mesh = next(process_mesh(each.device_mesh) for each in bound.arguments.values() if isinstance(each, DTensor))
     key: Any = (function, mesh, *((name, _kind(each)) for name, each in bound.arguments.items()))
-    cache = of_this_world()
+    cache = world_cache()
     try:
         if key in cache:
             found: tuple[Sizes, torch.dtype, bool] = cache[key]

@@ -129,5 +129,5 @@ LINEAR = Op(
     _rule,
     inference=_inferred,
     weights=(1, 2),
-    of_products=function.linear_of_products,
+    epilogue_backward=function.linear_epilogue_backward,
 )

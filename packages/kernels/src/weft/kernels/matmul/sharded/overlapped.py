@@ -23,8 +23,8 @@ from ...dispatch.op import Op, Tensors
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ...launching.launched import communicating
 from ..checks import check_matmul, check_wide
-from ..function import matmul_backward, plain
-from ..reference import accumulate, rows_of, shaped
+from ..function import matmul_backward, multiply
+from ..reference import accumulate, as_rows, shaped
 from .product import Terms, matmul
 
 
@@ -97,8 +97,8 @@ class Scattered(NamedTuple):
     @classmethod
     def of(cls, whole: Layout, axis: str, dim: int) -> Scattered:
         """From the layout before the scatter, where `axis` is Replicate."""
-        others = whole.shard_order.get(dim, ())
-        order = {each: whole[each] for each in (*others, *(n for n in whole.mesh.axis_names if n not in others))}
+        sharding = whole.shard_order.get(dim, ())
+        order = {each: whole[each] for each in (*sharding, *(n for n in whole.mesh.axis_names if n not in sharding))}
         order.pop(axis)
         return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
 
@@ -233,9 +233,9 @@ def scatter_backward(
 
 def _empty(saved: Tensors, needed: Sequence[bool]) -> Tensors:
     """Uninitialized tensors for the gradients that are needed, None for the rest."""
-    made = zip(saved, needed, strict=True)
+    pairs = zip(saved, needed, strict=True)
     return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in made
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in pairs
     )
 
 
@@ -246,7 +246,7 @@ def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return shaped(plain(rows_of(a), b), a)
+    return shaped(multiply(as_rows(a), b), a)
 
 
 class _WeightGradient:
@@ -256,7 +256,7 @@ class _WeightGradient:
         self.total = torch.zeros(b.shape, dtype=torch.promote_types(b.dtype, torch.float32), device=b.device)
 
     def add(self, a: Tensor, grad: Tensor) -> None:
-        accumulate(rows_of(a).mT, rows_of(grad), self.total)
+        accumulate(as_rows(a).mT, as_rows(grad), self.total)
 
 
 @communicating("all_gather_matmul(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")

@@ -1,8 +1,7 @@
-"""Where a model is cut: the layers, and the modules and parameters around them, that each stage has.
+"""Where a model is cut: the layers, and the modules and parameters around the layers, that each stage has.
 
-Which modules and parameters each layer of a model reads.
-
-Found by running the model's own forward on shapes, and following the autograd graph.
+`cut` makes the stages. `follow` finds which modules and parameters each layer reads, by running the model's own forward
+on shapes and following the autograd graph.
 """
 
 from __future__ import annotations
@@ -58,7 +57,9 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
         last = len(ranges) - 1
         return frozenset(last if reader == END else _stage_of(reader, ranges) for reader in readers)
 
-    units = {unit: stages(flow.units[unit]) if unit in flow.units else everywhere for unit in units_of(model, layers)}
+    units = {
+        unit: stages(flow.units[unit]) if unit in flow.units else everywhere for unit in gathering_units(model, layers)
+    }
     inside = {name: frozenset({_stage_of(i, ranges)}) for i, name in enumerate(layers)} | units
     held: dict[nn.Parameter, frozenset[int]] = {}
     first: dict[nn.Parameter, str] = {}
@@ -172,7 +173,7 @@ class Flow:
     parameters: dict[str, set[int]] = field(default_factory=dict)
 
 
-def units_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
+def gathering_units(model: nn.Module, layers: Sequence[str]) -> list[str]:
     """The names of the largest modules that neither contain nor are contained in a listed layer."""
     around = {name.rpartition(".")[0] for name in layers}
     for name in list(around):
@@ -249,7 +250,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
             modules[name].register_forward_hook(leave(i)),
         )
     ]
-    handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in units_of(model, layers)]
+    handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in gathering_units(model, layers)]
     try:
         with torch.device("meta"), _evaluating(model), torch.enable_grad():
             state = {name: _without_data(value) for name, value in _state(model)}

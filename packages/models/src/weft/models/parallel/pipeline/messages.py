@@ -1,10 +1,8 @@
-"""Messages between pipeline stages: the tensors of a microbatch, from each rank of a stage to its peer in the next
-stage.
+"""Messages between pipeline stages.
 
-The form of a message between stages, as JSON for the receiver: structure, shapes, dtypes and layouts.
-
-JSON and not pickle: forms are told through a store to which strangers may be able to write, and a pickle can run
-any program.
+A message has the tensors of a microbatch, from each rank of a stage to its peer in the next stage. The receiver gets
+the form of a message as JSON: structure, shapes, dtypes and layouts. JSON and not pickle, because forms are told
+through a store to which strangers may be able to write, and a pickle can run any program.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
-from weft.reshard.extension import group_for, kind_of, of_kind, of_this_world, wait_for, world, wrap
+from weft.reshard.extension import dtensor_spec, group_for, wait_for, world, world_cache, wrap, wrap_with_spec
 
 from ..styles import PIPELINE_AXIS
 
@@ -55,8 +53,8 @@ class Channel:
         self._group = group_for(f"pipeline {name}", members, (PIPELINE_AXIS,))
         self._peer = 1 - members.index(here)  # the rank in the group of the channel's other end
         self._name, self._mesh, self._device = name, mesh, device
-        made = of_this_world()
-        number = made[self._group] = made.get(self._group, 0) + 1  # counts models with stages on these two ranks
+        cache = world_cache()
+        number = cache[self._group] = cache.get(self._group, 0) + 1  # counts models with stages on these two ranks
         self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
         self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `Sent` in place of each tensor
         self._looks: dict[Any, Any] = {}  # by kind: the last message's structure and `_look`s, quicker than a form
@@ -84,14 +82,14 @@ class Channel:
         """The next message. more: whether another message follows; its receive is then posted now."""
         if kind not in self._expected:
             if kind not in self._forms:
-                self._forms[kind] = read(world().hear(f"{self._key}, {kind}"))
+                self._forms[kind] = read(world().wait_for_message(f"{self._key}, {kind}"))
             self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
         expected = self._expected[kind]
         parts, works = self._ahead or self._receives(expected)
         for work in works:
             wait_for(work)
         self._ahead = self._receives(expected) if more else None
-        return expected.made(parts)
+        return expected.build(parts)
 
     def finish(self) -> None:
         """Wait until the peer has received all messages sent."""
@@ -107,10 +105,10 @@ class Channel:
         known = self._forms.get(kind)
         if known is None:
             try:
-                told = written(form)
+                encoded = written(form)
             except TypeError as error:
                 raise RuntimeError(f"pipeline {self._name}: a message between stages has a bad form: {error}") from None
-            world().tell(f"{self._key}, {kind}", told)
+            world().publish(f"{self._key}, {kind}", encoded)
             self._forms[kind] = form
         elif known != form:
             raise RuntimeError(
@@ -137,13 +135,13 @@ class _Expected:
         self._leaves, self._structure = tree_flatten(form)
         self._sent = [leaf for leaf in self._leaves if isinstance(leaf, Sent)]
         self._mesh, self._device = mesh, device
-        self._kinds: dict[int, Any] = {}  # the `kind_of` each DTensor of the message, by position
+        self._specs: dict[int, Any] = {}  # the spec of each DTensor of the message, by position
 
     def empty(self) -> list[Tensor]:
         """Buffers for this rank's parts of the message's tensors."""
         return [torch.empty(sent.local, dtype=sent.dtype, device=self._device) for sent in self._sent]
 
-    def made(self, parts: Sequence[Tensor]) -> Any:
+    def build(self, parts: Sequence[Tensor]) -> Any:
         """The message, given the received parts."""
         tensors = iter([self._tensor(i, *each) for i, each in enumerate(zip(parts, self._sent, strict=True))])
         leaves = [next(tensors) if isinstance(leaf, Sent) else leaf for leaf in self._leaves]
@@ -152,26 +150,26 @@ class _Expected:
     def _tensor(self, i: int, part: Tensor, sent: Sent) -> Tensor:
         if sent.placements is None:
             return part.requires_grad_(sent.requires_grad)
-        if i not in self._kinds:
-            self._kinds[i] = kind_of(wrap(part, Layout(self._mesh, sent.placements), sent.shape))
-        return of_kind(part, self._kinds[i]).requires_grad_(sent.requires_grad)
+        if i not in self._specs:
+            self._specs[i] = dtensor_spec(wrap(part, Layout(self._mesh, sent.placements), sent.shape))
+        return wrap_with_spec(part, self._specs[i]).requires_grad_(sent.requires_grad)
 
 
 class Handover:
     """A channel between two stages on the same rank."""
 
     def __init__(self) -> None:
-        self._kept: deque[Any] = deque()
+        self._messages: deque[Any] = deque()
 
     def send(self, message: Any, kind: Any) -> None:
         """Keep the message, with its tensors detached."""
-        self._kept.append(
+        self._messages.append(
             tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
         )
 
     def receive(self, kind: Any, more: bool) -> Any:
         """The next message."""
-        return self._kept.popleft()
+        return self._messages.popleft()
 
     def finish(self) -> None:
         """Nothing to wait for."""
@@ -180,7 +178,7 @@ class Handover:
 def _look(leaf: Any) -> Any:
     """A value that is equal for leaves of the same form."""
     if isinstance(leaf, DTensor):
-        return kind_of(leaf), leaf.requires_grad
+        return dtensor_spec(leaf), leaf.requires_grad
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
@@ -214,15 +212,15 @@ def written(form: Any) -> bytes:
     return json.dumps(_as_json(form)).encode()
 
 
-def read(told: bytes) -> Any:
+def read(encoded: bytes) -> Any:
     """The form written by `written`. Nothing is called by a name in the text; only dtypes are looked up by name.
 
     Raises ValueError for other text.
     """
     try:
-        return _of_json(json.loads(told))
+        return _of_json(json.loads(encoded))
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{told[:200]!r} is not the form of a message between stages") from error
+        raise ValueError(f"{encoded[:200]!r} is not the form of a message between stages") from error
 
 
 def _as_json(form: Any) -> Any:

@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Later, waiting_weights, weights_may_wait
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
-from weft.reshard.extension import Waiting, group_for, keeping_gathered, tensors_of, this_rank, wait_for
+from weft.reshard.extension import (
+    GradPlaceholder,
+    differentiable,
+    group_for,
+    keep_gathered,
+    tensors_of,
+    this_rank,
+    wait_for,
+)
 
 from ...losses import first_gradient
 from ...schedules.pipeline_plan import PipelinePlan
@@ -99,14 +107,14 @@ class Pipeline:
         loss_of: LossOf,
         accumulating: Within = nullcontext,
         computing: Within = nullcontext,
-        ended: Callable[[Phase], None] = lambda phase: None,
+        after_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         """Run each microbatch forward and backward, in the order of the schedule.
 
         loss_of: the loss of a microbatch, called on the ranks of the last stage only.
         accumulating: a context in which backward passes only add up gradients; entered once around all actions.
         computing: a context entered around each call of the model.
-        ended: called after each action, with its phase.
+        after_phase: called after each action, with its phase.
         Communication: sends activations, and their gradients, to the rank at the same place in the neighboring
         stage. Sharded parameters are gathered once and stay gathered until all microbatches are done.
         """
@@ -115,12 +123,12 @@ class Pipeline:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._set_aside(model)
         run = _Run(self, model, microbatches, loss_of, computing)
-        with keeping_gathered(model), accumulating():
+        with keep_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
                 with traced(phase):
                     run.take(action)
-                ended(phase)
+                after_phase(phase)
         self.ran, self.in_flight = run.ran, run.most_held
         run.finish()
 
@@ -129,7 +137,7 @@ class Pipeline:
         no outputs.
         """
         run = _Run(self, model, microbatches, None)
-        with keeping_gathered(model):
+        with keep_gathered(model):
             for stage in self.stages.own:
                 for number in range(len(microbatches)):
                     run.take(Action("F", stage, number))
@@ -161,7 +169,7 @@ class Pipeline:
         self._earlier.clear()
         for name, parameter in self._shared_here(model):
             grad = parameter.grad
-            if grad is None or isinstance(grad, Waiting):
+            if grad is None or isinstance(grad, GradPlaceholder):
                 continue
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 continue  # a partial sum, from a backward pass after which wait() was not called
@@ -192,10 +200,10 @@ class Pipeline:
         group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
         source = self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first})
         words = ("" if whole is None else str(whole.dtype)).ljust(_WORDS).encode()  # dtypes may differ between stages
-        told = torch.tensor(list(words), dtype=torch.uint8, device=device)
-        dist.broadcast(told, source, group=group)
+        encoded_dtype = torch.tensor(list(words), dtype=torch.uint8, device=device)
+        dist.broadcast(encoded_dtype, source, group=group)
         if whole is None:
-            dtype = getattr(torch, bytes(told.tolist()).decode().strip().removeprefix("torch."))
+            dtype = getattr(torch, bytes(encoded_dtype.tolist()).decode().strip().removeprefix("torch."))
             whole = torch.empty(self.parameters[name].shape, dtype=dtype, device=device)
         dist.broadcast(whole, source, group=group)
         return whole
@@ -316,7 +324,7 @@ class _Run:
             gradients = self._receive("B", action) if first_gradients is None else first_gradients
             waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
             with waiting as later:
-                go_back(outputs, gradients)
+                run_backward(outputs, gradients)
             self._send_back(action, [x.grad for x in received])
             if action.kind == "I":
                 self._later[key] = later
@@ -334,16 +342,11 @@ class _Run:
         return self._pipeline.channel(way, action.stage, self._device).receive(kind, more)
 
 
-def go_back(given: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+def run_backward(outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Run backward from a stage's outputs with their gradients; an output whose gradient is None is left out."""
-    pairs = [(x, gradient) for x, gradient in zip(given, gradients, strict=True) if gradient is not None]
+    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])  # type: ignore[arg-type]
-
-
-def differentiable(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that require grad."""
-    return [x for x in tensors_of(tree) if x.requires_grad]
 
 
 def _local(tensor: Tensor) -> Tensor:

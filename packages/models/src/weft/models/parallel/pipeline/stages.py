@@ -160,10 +160,12 @@ def _routed(kind: Any) -> Any:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._called(super(made, self).__call__, args, kwargs)
+        return self._called(super(subclass, self).__call__, args, kwargs)
 
-    made: Any = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
-    return made
+    subclass: Any = type(
+        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+    return subclass
 
 
 @cache
@@ -174,8 +176,8 @@ def _shapes() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _device_of(given: Any) -> torch.device:
-    return next((x.device for x in tensors_of(given)), torch.device("cpu"))
+def _device_of(arguments: Any) -> torch.device:
+    return next((x.device for x in tensors_of(arguments)), torch.device("cpu"))
 
 
 def _fake(x: Tensor, device: torch.device) -> Tensor:
@@ -234,6 +236,8 @@ def _replaced(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """A deep copy of the module in which `make(tensor)` replaces each parameter and buffer."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        made = make(tensor)
-        memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+        replacement = make(tensor)
+        memo[id(tensor)] = (
+            nn.Parameter(replacement, requires_grad=False) if isinstance(tensor, nn.Parameter) else replacement
+        )
     return copy.deepcopy(module, memo)

@@ -1,6 +1,6 @@
 """Full-size copies of sharded parameters (`FullParameter`), and the state a model's units share (`ModelGathering`).
 
-units.py fills, uses and frees the copies; gradients.py takes their gradients to the shards.
+gathered_modules.py fills, uses and frees the copies; gradient_sync.py takes their gradients to the shards.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ def in_backward() -> bool:
 
 
 class Gathering(Protocol):
-    """A group of parameters gathered together: the interface of units.py's `Unit` in this file."""
+    """A group of parameters gathered together: the interface of gathered_modules.py's `Unit` in this file."""
 
     goes_backward: bool
 
     def start(self) -> None: ...
-
-    def release_idle(self) -> None: ...
 
     def on_grad_accumulated(self, full: FullParameter) -> None: ...
 
     def end_pass(self) -> None: ...
 
 
-def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
+def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
     """A rank's shard as slices of its part of the full tensor; None where the shard is not contiguous in that part."""
     held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
     found = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
@@ -56,28 +54,29 @@ def stretch_in(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> 
 class FullParameter:
     """The full-size copy of a sharded parameter, with which its module computes.
 
-    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. While the
-    buffer is kept, a contiguous shard is a view into the buffer, and the parameter is held only once. A shard that the
-    program has views of keeps its own memory, so that these views stay valid.
-    stays: keep the buffer between calls (ZeRO 1, 2). sums: let the gradient accumulate (ZeRO 1).
+    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. With
+    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, so the
+    parameter is held once. A shard that the program has views of keeps its own memory, so that these views stay valid.
+    keep_between_calls: keep the buffer between calls (ZeRO 1, 2).
+    accumulate_grad: let the gradient accumulate (ZeRO 1).
     """
 
-    def __init__(self, shard: DTensor, layout: Layout, *, stays: bool, sums: bool) -> None:
+    def __init__(self, shard: DTensor, layout: Layout, *, keep_between_calls: bool, accumulate_grad: bool) -> None:
         part = layout.local_shape(shard.shape, this_rank())
         with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
-            made = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
-            self.leaf = nn.Parameter(wrap(made, layout, shard.shape), requires_grad=False)
+            local = torch.empty(part, dtype=shard.dtype, device=memory_of(shard).device)
+            self.leaf = nn.Parameter(wrap(local, layout, shard.shape), requires_grad=False)
             assert isinstance(self.leaf, DTensor), "nn.Parameter of a DTensor is a DTensor"
             self._shard, self._local = memory_of(shard), memory_of(self.leaf)
             # Filled by way of .data, unseen by autograd: refilling with equal values is no change.
             self.buffer = self._local.data
-        self._shard_slices = stretch_in(layout_of(shard), layout, shard.shape, this_rank())
+        self._shard_slices = contiguous_shard_slices(layout_of(shard), layout, shard.shape, this_rank())
         self._shard_view: Tensor | None = None  # this rank's shard, while it is a view into the buffer
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
-        self.layout, self.stays, self.sums = layout, stays, sums
-        self.users = 0  # number of units that compute with it
+        self.layout, self.keep_between_calls, self.accumulate_grad = layout, keep_between_calls, accumulate_grad
+        self.users = 0  # units that use it or keep it for backward; it is not freed while above 0
         self.filled: object = None  # the shard's state when the buffer was filled; None without a buffer
         self.filled_in_pass = 0  # `ModelGathering.pass_number` when the buffer was filled
         self._last_filled: object = None  # `filled`, kept after the buffer is freed
@@ -108,14 +107,17 @@ class FullParameter:
         if self._storage.nbytes() != self._nbytes:  # resize_ copies the values, even to the same size
             self._storage.resize_(self._nbytes)
 
-    def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keeps: bool) -> None:
-        """Records that the buffer holds the shard's values. keeps: keep it after this call, whatever `stays` is."""
+    def mark_filled(self, shard: DTensor, state: object, pass_number: int, *, keep_after_call: bool) -> None:
+        """Records that the buffer holds the shard's values.
+
+        keep_after_call: keep the buffer after this call, even without `keep_between_calls`.
+        """
         self.filled_in_pass = pass_number
         if self._last_filled is not None and self._last_filled != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled = self._last_filled = state
         is_unshared = self._shard_view is None and _storage_uses(self._shard) == _USES_WHEN_UNSHARED
-        if (self.stays or keeps) and self._shard_slices is not None and is_unshared:
+        if (self.keep_between_calls or keep_after_call) and self._shard_slices is not None and is_unshared:
             self._shard_view = self._shard
             self._shard_view.data = self.buffer[self._shard_slices]
 
@@ -164,17 +166,19 @@ class ModelGathering:
     """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
     Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
-    through a view. So each forward pass gathers anew, on every rank alike. Backward computes with the values from
-    forward.
+    through a view. So each forward pass gathers anew, on every rank alike, unless `fixed_by` has a holder. Backward
+    computes with the values from forward.
     """
 
     def __init__(self) -> None:
         # By shard, the full copy; by full copy's leaf, True.
         self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.units: list[Gathering] = []
-        # keepers: full copies are kept while above 0. pass_number: the number of forward passes that gathered.
+        # keepers: full copies are kept while above 0. pass_number: rises at each forward pass and each `fix()`, but not
+        # while `fixed_by` has a holder; zero=3 then gathers without counting.
         self.keepers = self.pass_number = 0
-        # Holders of a promise that parameters do not change. With any holder, parameters are gathered only once.
+        # Holders of a promise that parameters do not change. With any holder, kept full copies are not gathered again,
+        # unless `state_of` shows a change; freed ones are (zero=3).
         self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = 0  # number of running calls of units
         self._in_forward = False  # whether the model's forward runs
@@ -197,12 +201,14 @@ class ModelGathering:
         return found
 
     def find_or_make(
-        self, shard: DTensor, layout: Layout, unit: Gathering, *, stays: bool, sums: bool
+        self, shard: DTensor, layout: Layout, unit: Gathering, *, keep_between_calls: bool, accumulate_grad: bool
     ) -> FullParameter:
         """The full copy of a shard, made on the first request."""
         full = self.get(shard)
         if full is None:
-            full = self._of[shard] = FullParameter(shard, layout, stays=stays, sums=sums)
+            full = self._of[shard] = FullParameter(
+                shard, layout, keep_between_calls=keep_between_calls, accumulate_grad=accumulate_grad
+            )
             self._leaves[full.leaf] = True
         full.units.add(unit)
         full.follow(shard)
@@ -235,7 +241,10 @@ class ModelGathering:
         self._calls -= 1
 
     def begin_pass(self) -> None:
-        """Begins a forward pass: gathered values may be out of date. Not in backward, which repeats a forward."""
+        """Marks gathered values as out of date at the start of a forward pass, unless `fixed_by` has a holder.
+
+        Does nothing in backward, where a recomputation repeats a forward.
+        """
         if in_backward():
             return
         self._ending.clear()
@@ -277,11 +286,6 @@ class ModelGathering:
         order = self._order_now if unit in self._order_now else self._last_order
         earlier = order[: order.index(unit)] if unit in order else []
         return next((each for each in reversed(earlier) if each.goes_backward), None)
-
-    def release_idle(self) -> None:
-        """Frees, in all units, full copies left from backward passes or gathered ahead."""
-        for unit in self.units:
-            unit.release_idle()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Refuses an optimizer's step while gradients are still on full copies: the step would miss these."""

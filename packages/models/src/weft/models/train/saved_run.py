@@ -1,0 +1,180 @@
+"""The JSON document about the run in each checkpoint: written, read back, and compared with a resumed run.
+
+`Saver` writes the document; `Saver.resume` and `weft train --resume` read the document. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.manifest import RUN, Manifest
+from ..checks import LARGEST
+from ..documents import as_type
+from ..versions import versions
+from .config import TrainConfig
+from .folder import CHECKPOINT
+from .metrics_file import METRICS
+from .run import Run
+
+_DEEPEST = 8  # dots in an option's name; real options have at most three
+# Options fixed for a resumed run: with any change, the losses would belong to neither run.
+FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
+# Options without effect on the losses: a resumed run may change these without a note.
+FREE = (
+    *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
+    *("data.path", "data.verify"),
+)
+
+
+def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON document for a checkpoint saved after `step` steps: enough to resume from there.
+
+    No random state is saved: random numbers and the order of the data are functions of the seed and the step.
+    held_out_loss: the loss before the first step. logged: the length and checksum of metrics.jsonl, from
+    `RunningChecksum.as_json`.
+    """
+    return {
+        "step": step,
+        "samples": step * run.config.data.batch_size,
+        "held_out_loss": held_out_loss,
+        "recipe": run.recipe,
+        "config": as_json(run.resolved),
+        "data": _data_of(run),
+        "mesh": run.axes,
+        "versions": versions(),
+        **({} if logged is None else {METRICS: logged}),
+    }
+
+
+def read_saved(checkpoint: Path) -> dict[str, Any]:
+    """Read a checkpoint's JSON document about the run, checking the type of each value.
+
+    A converted checkpoint, saved by no run, may lack entries.
+    Raises ValueError for an invalid value, and as `Manifest.read`.
+    """
+    saved = Manifest.read(checkpoint).document(checkpoint, RUN)
+    try:
+        for name, kind in _TYPES.items():
+            if name in saved:
+                as_type(kind, saved[name], name)
+        step = saved.get("step", 0)
+        if not 0 <= step <= LARGEST:
+            raise ValueError(
+                f"step is {step if abs(step) < 10**20 else 'a number of many digits'}; steps are 0 to {LARGEST:,}"
+            )
+        named = re.fullmatch(rf"{CHECKPOINT}-([0-9]+)", checkpoint.resolve().name)
+        if "config" in saved and named is not None and int(named[1]) != step:
+            raise ValueError(f"step is {step}, but the folder is named {named[0]}")
+        if "config" in saved and not {"step", "data"} <= saved.keys():
+            raise ValueError("the config of a run is there, but its step or its data is missing")
+        if METRICS in saved:
+            logged = as_type(_Logged, saved[METRICS], METRICS)
+            if min(logged.lines, logged.bytes) < 0:
+                raise ValueError(f"{METRICS} has {logged.lines} lines of {logged.bytes} bytes")
+    except ValueError as error:
+        raise ValueError(
+            f"{checkpoint / RUN} is not as a run writes it: {error}; resume from another checkpoint"
+        ) from None
+    return saved
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Logged:
+    """The types of `RunningChecksum.as_json`'s values."""
+
+    lines: int
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Data:
+    """The types of `_data_of`'s values."""
+
+    tokens: int
+    sha256: str
+
+
+_TYPES: Mapping[str, Any] = {
+    "step": int,
+    "held_out_loss": float,
+    "config": dict[str, Any],
+    "data": _Data,
+}
+
+
+def logged_of(saved: Mapping[str, Any], checkpoint: Path, folder: Path) -> Mapping[str, Any] | None:
+    """The length and checksum of metrics.jsonl in `saved`, a checkpoint's document; None if absent.
+
+    Also None for a checkpoint outside `folder`, which belongs to another run.
+    """
+    logged: Mapping[str, Any] | None = saved.get(METRICS)
+    return logged if checkpoint.parent.resolve() == folder.resolve() else None
+
+
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    """The config as nested dicts of JSON types. The entry "model" also has the config's class, as "kind"."""
+    value = {name.rstrip("_"): each for name, each in dataclasses.asdict(config).items()}
+    value["model"] = {"kind": type(config.model).__name__}
+    value["model"] |= dataclasses.asdict(config.model)
+    plain = _plain(value)
+    assert isinstance(plain, dict), "_plain returns a dict for a dict"
+    return plain
+
+
+def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
+    """Compare a resumed run with the checkpoint's run; return a line for each changed option.
+
+    saved: the checkpoint's document. Options in FREE do not count, because losses do not depend on these.
+    Raises ValueError where an option in FIXED (the model, the seed, ...) or the data differs.
+    """
+    if "config" not in saved:  # a converted checkpoint, saved by no run
+        return []
+    before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.resolved)))
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and not _within(name, FREE)]
+    for name in changed:
+        if _within(name, FIXED):
+            raise ValueError(
+                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, but this run has {now.get(name)}; "
+                f"give the saved value, or start a new run"
+            )
+    data = _data_of(run)
+    for name, value in saved["data"].items():
+        if value != data[name]:
+            raise ValueError(
+                f"the checkpoint was saved by a run on data with {name} {value!s:.200}, but {run.corpus.name} has "
+                f"{data[name]}; give the same data, or start a new run"
+            )
+    return [f"{name} is {now.get(name)}, and was {before.get(name)!s:.200}" for name in changed]
+
+
+def _data_of(run: Run) -> dict[str, Any]:
+    """The identity of the run's data, independent of the path."""
+    return {"tokens": run.corpus.num_tokens, "sha256": run.corpus.sha256}
+
+
+def _within(name: str, names: tuple[str, ...]) -> bool:
+    """Whether `name` equals an entry of `names` or is a field below: "data.pack" is within "data"."""
+    return any(f"{name}.".startswith(f"{each}.") for each in names)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options as (dotted name, value) pairs. Below _DEEPEST dots a dict is returned as a value."""
+    for name, each in value.items():
+        if isinstance(each, Mapping) and prefix.count(".") < _DEEPEST:
+            yield from _flat(each, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", each
+
+
+def _plain(value: object) -> object:
+    """The value in JSON types: tuples as lists, anything unknown by str()."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,46 @@
+"""Which identifiers are riddles, and how dense prose is with words that point at nouns instead of naming them."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Set
+from pathlib import Path
+
+POINTING = {"it", "its", "they", "them", "that", "those", "what", "such", "so", "one", "other", "others"}
+CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)  # blocks and spans
+TOOLS = ("# type:", "# noqa", "# fmt")  # comments for tools
+
+
+def riddles(source: str, words: Set[str]) -> set[str]:
+    """The names of values, parameters, functions, classes and attributes that are in `words`, or have one as a part."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {getattr(node, kind, None) for node in nodes for kind in ("id", "arg", "attr", "name")}
+    return {name for name in names if isinstance(name, str) and words & {name, *_parts(name)}}
+
+
+def _parts(name: str) -> list[str]:
+    """The words of an identifier, in lower case."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+
+
+def prose(path: Path) -> Iterator[str]:
+    """The docstrings and comments of a Python file, or the text of a page without code."""
+    source = path.read_text()
+    if path.suffix == ".md":
+        yield source
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(TOOLS):
+            yield token.string
+
+
+def pointing_words(texts: Iterable[str]) -> tuple[int, int]:
+    """The number of pointing words, and of all words; code in backticks does not count."""
+    words = [word.lower() for text in texts for word in re.findall(r"[A-Za-z']+", CODE.sub(" ", text))]
+    return sum(word in POINTING for word in words), len(words)

@@ -1,0 +1,252 @@
+"""Python commands in forks of the pool's server, where torch is imported already: `run` and `Popen` as of `subprocess`.
+
+    done = preloaded.run((sys.executable, "-m", "weft.models.cli", "train"), cwd=folder)
+
+A command has descriptors, an environment, a folder, a status and an end of the interpreter of its own. A fork server
+which the command starts for its ranks is a fork of the command, and has torch, too. What Python or a package reads as
+it starts was read before: a test of imports, of the hash seed or of WEFT_PROGRAM starts a process by `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.support.limits import PATIENCE
+from tests.support.pool import PRELOADED, worker_environment
+
+PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
+
+
+class Popen:
+    """A running command. Its arguments, attributes and methods are those of `subprocess.Popen` with text=True."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int = DEVNULL,
+        stdout: int | io.TextIOBase = DEVNULL,
+        stderr: int | io.TextIOBase = DEVNULL,
+        start_new_session: bool = False,
+    ) -> None:
+        python, how, *_ = self.args = tuple(command)
+        assert python == sys.executable and how in ("-c", "-m"), "the server runs no other command"
+        self.returncode: int | None = None
+        self.stdout, out = _opened(stdout)
+        self.stderr, err = (None, out) if stderr == STDOUT else _opened(stderr)
+        streams = [_opened(stdin)[1], out, err]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        arguments = (self.args[1:], str(cwd or Path.cwd()), dict(os.environ if env is None else env), start_new_session)
+        self._process = context.Process(target=_serve, args=(*arguments, *streams))
+        with worker_environment():
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        for stream in {id(each): each for each in streams}.values():
+            stream.close()
+
+    def poll(self) -> int | None:
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return status
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What is left of standard output and standard error, once the command has ended."""
+        texts = {"out": "", "err": ""}
+
+        def read(name: str, stream: io.TextIOWrapper | None) -> None:
+            texts[name] = stream.read() if stream is not None else ""
+
+        threads = [
+            threading.Thread(target=read, args=each, daemon=True)
+            for each in (("out", self.stdout), ("err", self.stderr))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(timeout)
+        return texts["out"], texts["err"]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Popen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+def run(
+    command: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: int = PIPE,
+    stderr: int = PIPE,
+    timeout: float = PATIENCE,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; kills it after `timeout` seconds, and raises `subprocess.TimeoutExpired`."""
+    with Popen(command, cwd=cwd, env=env, stdout=stdout, stderr=stderr) as process:
+        try:
+            out, err = process.communicate(timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.wait(), out, err)
+
+
+def _opened(stream: int | io.TextIOBase) -> tuple[io.TextIOWrapper | None, Connection]:
+    """This process's end of a pipe, for PIPE; and the command's descriptor, as multiprocessing sends descriptors."""
+    if stream == PIPE:
+        reading, writing = os.pipe()
+        return open(reading, encoding="utf-8"), Connection(writing)
+    if stream == DEVNULL:
+        return None, Connection(os.open(os.devnull, os.O_RDWR))
+    return None, Connection(os.dup(stream if isinstance(stream, int) else stream.fileno()))
+
+
+def _serve(
+    command: tuple[str, ...],
+    folder: str,
+    environment: dict[str, str],
+    is_session: bool,
+    *streams: Connection,
+) -> None:
+    """The main function of the fork: becomes the command."""
+    if is_session:
+        os.setsid()
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream.fileno(), descriptor)
+    for stream in streams:
+        stream.close()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    _open_standard_streams()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    util.spawnv_passfds = _fork_server  # type: ignore[assignment]
+    status = _status_of(command)
+    os._exit(_flushed(status))
+
+
+def _flushed(status: int) -> int:
+    """The exit status, after what Python does before it ends a process, without the second that torch's end takes."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    with suppress(AttributeError, ValueError, OSError):
+        sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except (ValueError, OSError):
+        traceback.print_exc()
+        return 120  # as Python has it
+    return status
+
+
+def _status_of(command: tuple[str, ...]) -> int:
+    """Runs `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`; returns the exit status that Python ends with."""
+    how, program, *arguments = command
+    sys.argv = [how, *arguments]
+    sys.path[0:0] = [""] if "" not in sys.path else []
+    try:
+        if how == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(program, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+KEPT: list[Any] = []  # streams of before a fork, whose buffers no fork writes
+
+
+def _open_standard_streams() -> None:
+    """sys.stdin, sys.stdout and sys.stderr of descriptors 0 to 2, as Python opens them."""
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
+    KEPT.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    streams = []
+    for descriptor, name in enumerate(("<stdin>", "<stdout>", "<stderr>")):
+        stream = open(  # noqa: SIM115
+            descriptor, "w" if descriptor else "r", encoding=encoding, closefd=False,
+            errors="backslashreplace" if name == "<stderr>" else errors or None,
+            buffering=1 if name == "<stderr>" or os.isatty(descriptor) else -1,
+        )  # fmt: skip
+        streams.append(stream)
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]  # Python flushes them as it ends
+
+
+EXECUTE = util.spawnv_passfds
+
+
+def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) -> int:
+    """Replaces multiprocessing's start of a helper process: a fork server is forked, other helpers are executed."""
+    code = arguments[-1]
+    if "multiprocessing.forkserver" not in code:
+        pid: int = EXECUTE(path, arguments, descriptors)
+        return pid
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for each in map(int, os.listdir("/proc/self/fd")):
+            if each > 2 and each not in descriptors:
+                with suppress(OSError):  # the listing's own
+                    os.close(each)
+        _open_standard_streams()
+        forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held, as it was being started
+        exec(code, {})
+        status = 0
+    except SystemExit:
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
