@@ -79,7 +79,6 @@ class Call:
         varying = op.varying
         fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
         key = (op, *map(_kind, tensors), *fixed)
-    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
         call = cache.get(key)
         if call is None:
             call = cache[key] = cls(op, tensors, mesh, options)
@@ -182,7 +181,6 @@ def _kind(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
-    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
     return layout_of(tensor) if isinstance(tensor, DTensor) else _replicated(process_mesh(mesh))
 
