@@ -125,7 +125,7 @@ from weft.models.train.recipes import recipe
 from weft.models.train.report import Report
 from tests.models.metrics import some_metrics
 
-report = Report(speaks=True)
+report = Report(enabled=True)
 config = replace(recipe("llama-tiny"), steps=3, log_every=2)
 with report.steps(config) as shown:
     for step in (1, 2, 3):
