@@ -75,11 +75,18 @@ class Call:
         """Return the cached call for operands of these kinds, made if missing. Raises as the constructor."""
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
-        cache = world_cache()
-        varying = op.varying
-        fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
-        key = (op, *map(_kind, tensors), *fixed)
-    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
+        parts: list[Any] = [op]
+        for tensor in tensors:
+            if tensor is None:
+                parts.append(None)
+            elif isinstance(tensor, DTensor):
+                parts.append(dtensor_spec(tensor))
+            else:
+                parts.append((tensor.shape, tensor.dtype))
+        for item in options.items():
+            if item[0] not in op.varying:
+                parts.append(item)
+        cache, key = world_cache(), tuple(parts)
         call = cache.get(key)
         if call is None:
             call = cache[key] = cls(op, tensors, mesh, options)
@@ -176,13 +183,6 @@ def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: t
     return wanted
 
 
-def _kind(tensor: Tensor | None) -> Any:
-    if isinstance(tensor, DTensor):
-        return dtensor_spec(tensor)
-    return None if tensor is None else (tensor.shape, tensor.dtype)
-
-
-    constants, overwrites: the answers of `Op.constants` and `Op.overwrites`.
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
     return layout_of(tensor) if isinstance(tensor, DTensor) else _replicated(process_mesh(mesh))
 
