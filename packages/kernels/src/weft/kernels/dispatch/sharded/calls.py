@@ -75,10 +75,18 @@ class Call:
         """Return the cached call for operands of these kinds, made if missing. Raises as the constructor."""
         if is_compiling():  # not cached: sizes may be symbolic
             return cls(op, tensors, mesh, options)
-        cache = world_cache()
-        varying = op.varying
-        fixed = options.items() if not varying else [item for item in options.items() if item[0] not in varying]
-        key = (op, *map(_kind, tensors), *fixed)
+        parts: list[Any] = [op]
+        for tensor in tensors:
+            if tensor is None:
+                parts.append(None)
+            elif isinstance(tensor, DTensor):
+                parts.append(dtensor_spec(tensor))
+            else:
+                parts.append((tensor.shape, tensor.dtype))
+        for item in options.items():
+            if item[0] not in op.varying:
+                parts.append(item)
+        cache, key = world_cache(), tuple(parts)
         call = cache.get(key)
         if call is None:
             call = cache[key] = cls(op, tensors, mesh, options)
@@ -173,12 +181,6 @@ def sliced_layout(grad: Layout, output: Layout, shape: tuple[int, ...], dtype: t
     if not replicated or any(not isinstance(step, Slice) for step in plan(grad, wanted, shape, dtype).steps):
         return None
     return wanted
-
-
-def _kind(tensor: Tensor | None) -> Any:
-    if isinstance(tensor, DTensor):
-        return dtensor_spec(tensor)
-    return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def _layout(tensor: Tensor, mesh: DeviceMesh) -> Layout:
