@@ -2,9 +2,9 @@
 
     done = preloaded.run((sys.executable, "-m", "weft.models.cli", "train"), cwd=folder)
 
-A command has descriptors, an environment, a folder, a status and an end of the interpreter of its own. A fork server
-which the command starts for its ranks is a fork of the command, and has torch, too. What Python or a package reads as
-it starts was read before: a test of imports, of the hash seed or of WEFT_PROGRAM starts a process by `subprocess`.
+A command has its own descriptors, environment, folder and exit status. A fork server that the command starts for its
+ranks is a fork of the command, so torch is imported there, too. Modules are imported before the command starts: a test
+of imports, of Python's start or end, or of settings read by an import (PYTHONHASHSEED, WEFT_PROGRAM) uses `subprocess`.
 """
 
 from __future__ import annotations
@@ -162,12 +162,15 @@ def _serve(
     _open_standard_streams()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     util.spawnv_passfds = _fork_server  # type: ignore[assignment]
-    status = _status_of(command)
-    os._exit(_flushed(status))
+    status = _flushed(_status_of(command))
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
 
 
 def _flushed(status: int) -> int:
-    """The exit status, after what Python does before it ends a process, without the second that torch's end takes."""
+    """The exit status, after Python's own last steps; the interpreter's end is left out, which takes torch a second."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     with suppress(AttributeError, ValueError, OSError):
@@ -181,7 +184,7 @@ def _flushed(status: int) -> int:
 
 
 def _status_of(command: tuple[str, ...]) -> int:
-    """Runs `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`; returns the exit status that Python ends with."""
+    """Runs `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`; returns Python's exit status, or -SIGINT."""
     how, program, *arguments = command
     sys.argv = [how, *arguments]
     sys.path[0:0] = [""] if "" not in sys.path else []
@@ -195,9 +198,9 @@ def _status_of(command: tuple[str, ...]) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        return 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -241,7 +244,8 @@ def _fork_server(path: bytes, arguments: list[str], descriptors: Sequence[int]) 
                 with suppress(OSError):  # the listing's own
                     os.close(each)
         _open_standard_streams()
-        forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held, as it was being started
+        server = forkserver._forkserver
+        type(server).__init__(server)  # its lock is held, as it was being started
         exec(code, {})
         status = 0
     except SystemExit:
