@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -192,6 +193,10 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
         own_config = companions.in_config(weights.write_config(model))
         documents = {RUN: as_document({}), CONFIG: as_document(own_config), **companions.files}
         finish_folder(target, found, files, documents)
+        for path in (source / name for name in weight_files(source)):
+            if links_outside(path):  # weights often lie on a second disk, so such a link is read
+                text = f"{path} is a link out of its folder: the weights in {path.resolve()} are read"
+                warnings.warn(text, stacklevel=3)
         return _unknown_files(source, {CHECKSUMS, INDEX_FILE, CHAT_FOLDER, *FILES, *weight_files(source), *documents})
 
 

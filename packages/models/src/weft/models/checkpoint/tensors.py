@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_type, check_plain_name, links_outside, read_json
+from ..documents import as_type, check_plain_name, read_json
 from .checksums import INDEX_FILE, Sums
 from .shards import open_shard
 from .stored import Repeats
@@ -29,7 +28,6 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
 
     prefix: of the tensor names in a model with a head. Where no stored name has this prefix, the file holds the model
     without a head, like the published GPT-2, and the prefix is added.
-    A link out of the folder is read, as weights often lie on a second disk; a warning names the target of the link.
     Raises ValueError for a missing file, a file in another format, and a tensor in two files.
     """
     tensors: dict[str, Opened] = {}
@@ -37,11 +35,6 @@ def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dic
     for filename in weight_files(folder):
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
-        if links_outside(folder / filename):
-            target = (folder / filename).resolve()
-            warnings.warn(
-                f"{folder / filename} is a link out of its folder: the weights in {target} are read", stacklevel=2
-            )
         sums.check_header(filename)
         file = files.enter_context(open_shard(folder / filename, "fetch it again"))
         for name in file.keys():  # noqa: SIM118  safe_open is not iterable
