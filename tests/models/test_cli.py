@@ -142,7 +142,7 @@ for arguments in (*HELP, ["layout", "dp: S(0)", "--mesh", "dp=2"]):
         main(arguments)
     except SystemExit as end:
         assert not end.code
-    assert "torch" not in sys.modules, arguments
+    assert not {"torch", "numpy"} & set(sys.modules), arguments
     assert arguments != ["--help"] or not {"tyro", "rich"} & set(sys.modules)
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -6,7 +6,7 @@ another order, and the choice of overlapped products. A release may rename them;
 
 from .cross_entropy.merged import of_target
 from .dispatch.autocast import is_autocasting
-from .dispatch.backend import has_data, is_compiling
+from .dispatch.backend import has_data
 from .dispatch.delayed_weight_gradients import Later, waiting_weights, weights_may_wait
 from .dispatch.op import Op
 from .dispatch.sharded import Sharding, apply, cast_for, independent
@@ -34,7 +34,6 @@ __all__ = [
     "has_data",
     "independent",
     "is_autocasting",
-    "is_compiling",
     "normal_",
     "of_target",
     "pack",

@@ -122,7 +122,6 @@ __all__ = [
     "stream",
 ]
 
-
 __version__: str
 
 

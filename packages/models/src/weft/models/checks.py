@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 LARGEST = 2**31 - 1  # upper bound of the counts and sizes of a run: steps, sequences, tokens, ...
 
-
 # Layers of a model, and heads of a layer: ten times any published model's. Each layer of a model becomes a module.
 MOST_LAYERS = 100_000
 MOST_ELEMENTS = 2**40  # of one tensor: torch counts the tensor's bytes in 64 bits

@@ -15,7 +15,6 @@ REDUCTIONS = ("mean", "sum", "none")
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TARGET_DTYPES = (torch.int32, torch.int64, torch.uint8)
 
-
 Reduction = Literal["none", "mean", "sum"]
 
 

@@ -18,7 +18,6 @@ from weft.reshard.extension import is_compiling as is_compiling
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TOKEN_DTYPES = (torch.int32, torch.int64)
 
-
 INTERPRETED_PROGRAMS = 3  # few, so that each program computes several tiles
 # Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

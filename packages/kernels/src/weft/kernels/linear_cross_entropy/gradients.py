@@ -23,7 +23,6 @@ PRODUCT_BYTES = 1 << 25  # bytes of a block of the product in float32, added whi
 PRODUCT_BYTES_ON_CPU = 1 << 21
 NAN = 0x7FC00000  # the canonical NaN: rounding up the bits of another NaN may overflow
 
-
 Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, weight and bias; None if not wanted
 
 

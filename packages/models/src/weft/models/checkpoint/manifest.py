@@ -25,7 +25,6 @@ _MOST_DIMS = 64  # torch's own bound
 _MOST_CUT = 8
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
 
-
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # the name of the manifest in a Hugging Face folder
 RUN = "run.json"  # facts of the run behind the checkpoint: step, seed, config, versions

@@ -44,7 +44,6 @@ ACTIVATIONS = ("silu", "swish")  # two names of one function
 # The fields of config.json that `read_rope` reads.
 ROPE_FIELDS = ("partial_rotary_factor", "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta")
 
-
 PREFIX = "model."  # of all tensor names except the head's
 
 

@@ -28,7 +28,6 @@ from .arguments import parse
 
 NEWEST = "newest"  # the value of --resume without a path
 
-
 DEFAULT_RECIPE = "llama-tiny"
 
 

@@ -1,7 +1,7 @@
 """The data of a run: text, records, a prepared folder, or a weighted mixture of these.
 
-`find_data` finds the data. `verify` and `check_share` verify prepared data: the checksums of files, and the content of
-the shards.
+`find_data` finds the data. `check_share` verifies a rank's share of prepared data: the checksums of files, and the
+content of the shards.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from .tokenizer import Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
     from .streams import ShardStream, Stream
-from .manifest import Shard, check_sum
-from .streams import ShardStream
 
 
 class Source(Protocol):
@@ -199,13 +197,14 @@ def check_share(data: Data, share: int, shares: int) -> int:
 
     Raises ValueError as `check_shard` does.
     """
-
     shards = [
         (each.folder, shard, each.manifest)
         for each in _sources_of(data)
         if isinstance(each, Prepared)
         for shard in each.manifest.shards
     ]
+    from .verify import check_shard  # imported here because numpy takes a tenth of a second
+
     nbytes = 0
     for folder, shard, manifest in shards[share::shares]:
         check_shard(folder, shard, manifest)
@@ -278,22 +277,3 @@ def check_vocabulary(data: Data, size: int) -> None:
             f"model.vocab_size {size} is below {tokenizer.vocab_size}: {what}; give --model.vocab-size "
             f"{tokenizer.vocab_size} or more"
         )
-
-
-def verify(folder: Path) -> Manifest:
-    """Read every file of a prepared folder. Raises ValueError for a file whose checksum differs from the manifest's."""
-    manifest = read_manifest(folder)
-    check_tokenizer(folder, manifest)
-    for shard in manifest.shards:
-        check_shard(folder, shard, manifest)
-    return manifest
-
-
-def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
-    """Read both files of a shard.
-
-    Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` does.
-    """
-    for name, wanted in zip(shard.names, shard.sha256, strict=True):
-        check_sum(folder / name, wanted)
-    ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()

@@ -22,7 +22,6 @@ _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # The class of a model's tokenizer, where tokenizer_config.json names none: by the model_type of config.json.
 CLASSES = {"llama": "LlamaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "gpt2": "GPT2Tokenizer"}
 
-
 _OBJECT = Mapping[str, Any] | None
 _BOOL = bool | None
 _NAMED: Mapping[str, Any] = {  # special tokens named in tokenizer_config.json and special_tokens_map.json

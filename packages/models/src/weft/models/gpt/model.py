@@ -41,7 +41,6 @@ PLAN = ParallelPlan(
     blocks=("h.*",),
 )
 
-
 # The config's name of an activation -> (`kernels.linear`'s name, `kernels.gelu`'s name of the approximation).
 ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {"gelu_new": ("gelu_tanh", "tanh"), "gelu": ("gelu", "none")}
 

@@ -41,7 +41,6 @@ from .styles import (
 Axes = tuple[str, ...]
 Words = tuple[str, ...]  # the text of a placement for each axis
 
-
 Called = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's call
 
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from weft.kernels.extension import is_compiling, recorded, refusing, sliced, sliced_layout
+from weft.kernels.extension import recorded, refusing, sliced, sliced_layout
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
 from weft.reshard import layout_of
 from weft.reshard.extension import (
     BUCKET_BYTES,
     dtensor_spec,
+    is_compiling,
     layout_on,
     local_grad_callback,
     memory_of,

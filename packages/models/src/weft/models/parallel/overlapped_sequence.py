@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft import kernels
-from weft.kernels.extension import MEASURED, Form, cast_for, faster_in_steps, is_compiling
+from weft.kernels.extension import MEASURED, Form, cast_for, faster_in_steps
 from weft.reshard import layout_of
+from weft.reshard.extension import is_compiling
 
 from ..layers import Linear
 from .plan import ParallelPlan

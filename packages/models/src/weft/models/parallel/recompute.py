@@ -18,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from weft.kernels.extension import is_compiling
-from weft.reshard.extension import COMMUNICATING, record_received, replay_received
+from weft.reshard.extension import COMMUNICATING, is_compiling, record_received, replay_received
 
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest

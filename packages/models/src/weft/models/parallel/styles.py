@@ -13,7 +13,6 @@ from weft.mesh import Placement, ProcessMesh, as_placement
 
 DATA_AXES = ("dp", "data", "batch", "replica", "shard")
 
-
 DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "dp", "cp", "tp", "pp"
 TOKENS_DIM = 1  # activations are [B, T, ...]
 

@@ -33,7 +33,6 @@ SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens
 CLASSES = 4  # candidates for the added row's class; not all may be ignored
 ALLOWED = 2e-5  # relative rounding error of a mean in float32
 
-
 Criterion = Callable[..., Tensor]
 
 _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()

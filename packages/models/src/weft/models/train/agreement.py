@@ -29,7 +29,6 @@ NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
 LOOK_SECONDS = 0.02  # between two looks at the store
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-
 EVERY_SECONDS = 1.0  # between two looks at the store for a question
 ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
 STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond

@@ -9,11 +9,13 @@ equivalents of srun and mpirun, which `adopt_launcher` translates. In every func
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +27,10 @@ from ..terminal import PROGRAM, printable
 if TYPE_CHECKING:
     from .config import MeshConfig
     from .run import Run
-import re
-from collections.abc import Mapping
 
 PORT = 29500  # torch's default port
 # Set for their children by torchrun, srun, Open MPI, and MPICH or Intel MPI.
 OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
 
 SIGNALED = 128  # added to a signal's number: the exit status of a process ended by the signal, as in a shell
 STOPPED = 3  # exit status of a process that has printed why the run stopped

@@ -23,7 +23,6 @@ from .run import Run
 
 _ROOT = Path("/")
 
-
 BYTES = 4  # of a float32: the dtype of parameters, gradients and optimizer state
 USED = 0.8  # share of the memory above which activations may not fit
 # Number of state tensors of a parameter's size, by optimizer.

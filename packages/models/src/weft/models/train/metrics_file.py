@@ -25,7 +25,6 @@ AXIS = 24  # columns left of the plot, for axis and labels
 NARROW = 50  # columns of a plot if two stand side by side
 NARROWEST = AXIS + 10  # fewest columns of a plot
 
-
 METRICS = "metrics.jsonl"
 
 

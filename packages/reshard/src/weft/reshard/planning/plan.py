@@ -27,7 +27,6 @@ from .steps import Step, Targeted, dual, follow
 WIDTH = 105  # default columns of an explanation: room for two pictures of 48 columns side by side
 INDENT = "   "  # before each line of a picture
 
-
 LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
 

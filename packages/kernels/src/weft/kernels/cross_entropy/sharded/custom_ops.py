@@ -28,7 +28,6 @@ __all__ = [
     "place_of",
 ]  # `compiled` is imported from here, where its ops are registered for DTensors
 
-
 # Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty. So is the denominator if
 # the caller gave one.
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -22,7 +22,6 @@ from ...dispatch.backend import has_data
 
 LOW = 1 << 20  # gathered as number % LOW and number // LOW, since float32 has 24 bits
 
-
 Result = TypeVar("Result")
 
 

@@ -24,7 +24,6 @@ from .rules import Shapes, Sharding, sharding_of
 
 Layouts = tuple[Layout | None, ...]
 
-
 # Cached DTensor specs by (position, dtype), so that wrapping does not look up the layout.
 Kinds = dict[tuple[int, torch.dtype], Any]
 

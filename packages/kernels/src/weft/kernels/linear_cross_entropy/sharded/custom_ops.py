@@ -28,7 +28,6 @@ from .layout_rule import LINEAR_CROSS_ENTROPY
 __all__ = ["compiled"]  # imported from here, where its ops are registered for DTensors
 FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
 
-
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 
 
