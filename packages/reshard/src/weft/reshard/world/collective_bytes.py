@@ -60,6 +60,15 @@ def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, i
     return output_bytes
 
 
+def uneven_bytes(output_bytes: int, sizes: Sequence[int], place: int) -> int:
+    """Bytes that a rank receives in an all-to-all of uneven parts; its own part is not received.
+
+    sizes: the rows which each rank of the group sends to this rank. place: of this rank in the group.
+    """
+    rows = sum(sizes)
+    return output_bytes * (rows - sizes[place]) // rows if rows else 0
+
+
 _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as", default=(None, None))
 
 
@@ -106,8 +115,7 @@ def bytes_of_call(kind: str, ranks: int, rank: int, args: Sequence[Any], output:
     if kind in ("all-gather", "reduce-scatter") and output_bytes == input_bytes:
         kind = "all-to-all"  # input and output of one size: an all-to-all issued in its place
     if kind == "all-to-all" and splits and sum(splits[0]):
-        sizes: Sequence[int] = splits[0]
-        return output_bytes * (sum(sizes) - sizes[rank]) // sum(sizes)
+        return uneven_bytes(output_bytes, splits[0], rank)
     return received_bytes(kind, ranks, input_bytes, output_bytes, 1 if first is None else first.element_size())
 
 

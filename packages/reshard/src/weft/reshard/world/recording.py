@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes
+from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes, uneven_bytes
 from .world import Positions, entered, wide_axes, world
 
 
@@ -213,8 +213,7 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if not received:
             return self._note_tensors("all-to-all", [input], [output])
-        row = output.nbytes // sum(received) if sum(received) else 0
-        return self._note("all-to-all", row * (sum(received) - received[self.rank()]))
+        return self._note("all-to-all", uneven_bytes(output.nbytes, received, self.rank()))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self._note_tensors("all-gather", inputs, outputs[0])
