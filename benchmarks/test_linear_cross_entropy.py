@@ -83,9 +83,9 @@ def counted(loss: Loss, tokens: int) -> tuple[int, float]:
     """The peak bytes above inputs and gradients, and the GEMM flop divided by 6 N H V."""
     x, weight = on_meta(tokens, HIDDEN).requires_grad_(), on_meta(CLASSES, HIDDEN).requires_grad_()
     with (
-        patch.object(chunks, "passes_on", lambda logits: Allocations),
-        patch.object(function, "passes_on", lambda logits: Allocations),
-        patch.object(function, "scaled", scaled),
+        patch.object(chunks, "select_passes", lambda logits: Allocations),
+        patch.object(function, "select_passes", lambda logits: Allocations),
+        patch.object(function, "scale_gradient", scaled),
         patch.object(gradients, "accumulate", accumulate),
         Held() as held,
     ):

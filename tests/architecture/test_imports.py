@@ -228,7 +228,7 @@ def test_modules_that_know_ranks_are_told_by_their_names() -> None:
     known = {
         "weft.kernels.dispatch.sharded",
         "weft.kernels.rope.sharded",
-        "weft.kernels.cross_entropy.sharded.gather.Along",
+        "weft.kernels.cross_entropy.sharded.gather.VocabGather",
     }
     assert sharded_modules(known | {"weft.kernels.cross_entropy.options", "elsewhere.sharded"}) == known
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from weft.kernels import cross_entropy, linear_cross_entropy
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.sharded.custom_ops import Place
-from weft.kernels.cross_entropy.sharded.custom_ops import compiled as of_logits_compiled
-from weft.kernels.linear_cross_entropy.sharded.custom_ops import compiled as of_products_compiled
+from weft.kernels.cross_entropy.sharded.custom_ops import apply_custom_op as of_logits_compiled
+from weft.kernels.linear_cross_entropy.sharded.custom_ops import apply_custom_op as of_products_compiled
 from weft.mesh import Layout
 from weft.reshard import distribute, to_global
 

@@ -35,7 +35,7 @@ def test_a_target_that_is_no_class(device, wrong, sizes):
 
 
 def test_the_passes_mark_a_target_that_is_no_class_with_nan(device):
-    passes = function.passes_on(torch.empty(0, device=device))
+    passes = function.select_passes(torch.empty(0, device=device))
     logits, target, _ = make(4, 31, device)
     target[:3] = torch.tensor([-1, 31, -100])
     found = passes.statistics(logits, target, None, Shard(0, 31, Options()))

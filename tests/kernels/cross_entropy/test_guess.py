@@ -70,12 +70,14 @@ def test_a_backward_that_a_cuda_graph_plays_again_without_its_forward(device, nu
     """Backward overwrites forward's guess, and so may the caller: a replay must not take the memory for a guess."""
     monkeypatch.setattr(function, "is_recorded", lambda tensor: True)
     logits, target, _ = make(3, 37, device, torch.bfloat16)
-    once, options = guess.Once(), Options()
-    _, saved = function.forward(logits, target, options=options, once=once)
+    first_backward, options = guess.FirstBackward(), Options()
+    _, saved = function.forward(logits, target, options=options, first_backward=first_backward)
     for number in numbers:
-        once.given = False  # played again, no host code runs
+        first_backward.is_over = False  # played again, no host code runs
         upstream = torch.tensor(number, device=device)
-        found, *_ = function.backward(saved, (upstream,), (True, False, False, False), options=options, once=once)
+        found, *_ = function.backward(
+            saved, (upstream,), (True, False, False, False), options=options, first_backward=first_backward
+        )
         expected = without_a_guess(logits, target, upstream)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         found.zero_()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from weft.kernels.linear_cross_entropy import gradients
 from weft.kernels.linear_cross_entropy.chunks import Product
-from weft.kernels.linear_cross_entropy.gradients import ADDITIONS, Sum24, Sums, accumulate
+from weft.kernels.linear_cross_entropy.gradients import ADDITIONS, ProductGradients, Sum24, accumulate
 
 SPECIAL = [
     0.0,
@@ -103,7 +103,9 @@ def test_additions_that_are_all_too_small_lose_little(device, chunks):
     x[0] = 1
     weight = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
     rows = [slice(i, i + 1) for i in range(chunks)]
-    sums = Sums(Product(x, weight, None, torch.zeros(chunks, dtype=torch.int64)), (None, torch.bfloat16, None), rows)
+    sums = ProductGradients(
+        Product(x, weight, None, torch.zeros(chunks, dtype=torch.int64)), (None, torch.bfloat16, None), rows
+    )
     for some in rows:
         sums.add(some, torch.ones(1, 1, dtype=torch.bfloat16, device=device))
     (found,), truth = sums.dweight.double(), float(x.double().sum())

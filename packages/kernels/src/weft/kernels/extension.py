@@ -1,17 +1,21 @@
 """Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.kernels`.
 
-Making an op (`Op`, `Sharding`, `apply`, `independent`), counting an op's traffic, delaying weight gradients, tokens in
-another order, and the choice of overlapped products. A release may rename them; the changelog says how.
+Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), counting an op's traffic, delaying weight gradients,
+tokens in another order, and the choice of overlapped products. A release may rename them; the changelog says how.
 """
 
-from .cross_entropy.merged import of_target
+from .cross_entropy.merged import weigh_targets
 from .dispatch.autocast import is_autocasting
 from .dispatch.backend import has_data
-from .dispatch.delayed_weight_gradients import Later, waiting_weights, weights_may_wait
+from .dispatch.delayed_weight_gradients import (
+    DelayedGradients,
+    allow_delayed_weight_gradients,
+    delay_weight_gradients,
+)
 from .dispatch.op import Op
-from .dispatch.sharded import Sharding, apply, cast_for, independent
-from .dispatch.sharded.calls import sliced, sliced_layout
-from .dispatch.sharded.functions import recorded, refusing
+from .dispatch.sharded import Sharding, apply, cast_for, infer_gradient_layouts
+from .dispatch.sharded.call_plan import find_slice_layout, slice_gradient
+from .dispatch.sharded.functions import apply_function, refuse_second_derivative
 from .dispatch.token_order import Runs, as_laid, as_read
 from .launching.traffic import counted_traffic
 from .matmul.sharded.choice import MEASURED, Form, faster_in_steps
@@ -20,28 +24,28 @@ from .random import normal_
 
 __all__ = [
     "MEASURED",
+    "DelayedGradients",
     "Form",
-    "Later",
     "Op",
     "Runs",
     "Sharding",
+    "allow_delayed_weight_gradients",
     "apply",
+    "apply_function",
     "as_laid",
     "as_read",
     "cast_for",
     "counted_traffic",
+    "delay_weight_gradients",
     "faster_in_steps",
+    "find_slice_layout",
     "has_data",
-    "independent",
+    "infer_gradient_layouts",
     "is_autocasting",
     "normal_",
-    "of_target",
     "pack",
-    "recorded",
-    "refusing",
-    "sliced",
-    "sliced_layout",
+    "refuse_second_derivative",
+    "slice_gradient",
     "unpack",
-    "waiting_weights",
-    "weights_may_wait",
+    "weigh_targets",
 ]

@@ -12,14 +12,15 @@ from torch import Tensor
 from ..dispatch.backend import is_recorded, on_cpu, use_triton
 from ..dispatch.op import Tensors
 from . import reference
-from .guess import Once, guess
-from .merged import Merged, Shard, Upstream, correct, of_target
+from .guess import FirstBackward, guess
+from .merged import Merged, Shard, Upstream, correct, weigh_targets
 from .options import Options, check, check_contiguous
 
-# Starts the all-gather of this shard's statistics [N, 3 to 6]. Returns a function to wait for the result [shards, N,
-# 3 to 6].
+# Starts the all-gather of this shard's statistics [N, columns] over the vocabulary's shards. Returns a function to wait
+# for the result [shards, N, columns]. The columns, 3 to 6, are listed at `reference.statistics`.
 Gather = Callable[[Tensor], Callable[[], Tensor]]
-Count = Callable[[Tensor], Tensor]  # all-reduces a sum over this rank's tokens, perhaps in place
+# Sums a tensor over the ranks that share the tokens, perhaps in place.
+AllReduce = Callable[[Tensor], Tensor]
 
 
 def forward(
@@ -32,8 +33,8 @@ def forward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
-    count: Count | None = None,
-    once: Once | None = None,
+    all_reduce: AllReduce | None = None,
+    first_backward: FirstBackward | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """Compute the requested outputs and the tensors saved for `backward`.
 
@@ -42,35 +43,40 @@ def forward(
     logits: [..., V] with any strides, for the classes vocab_start to vocab_start + V of vocab_size. V may be 0.
     target: [...], class ids of the whole vocabulary. weight: [vocab_size]. Every shard gets the same target and the
         same weight.
-    denominator: for "mean", divides the sum. None: the sum of the weights of tokens not ignored. [2]: see `per_token`.
-    gather: see `Gather`. count: see `Count`; used for "mean" without a denominator. There is no other communication.
-    once: if given, forward may also compute the gradient for a guessed upstream gradient (`guess.py`), and the first
-        backward returns it, recomputed if the guess was wrong.
+    denominator: for "mean", divides the sum: a scalar, or two numbers for the two kinds of tokens' weights (see
+        `mean_denominator`). None for the sum of the weights of tokens not ignored.
+    gather: the all-gather of the shards' statistics; None for a single shard. all_reduce: the sum over ranks of a
+        denominator computed here; None if this rank has all tokens. There is no other communication.
+    first_backward: if given, forward may also compute the logits' gradient, for a guess of the upstream gradient
+        (`guess.py`). The first backward returns this gradient, computed again in the same memory if the guess was
+        wrong. Any further backward computes the gradient in new memory.
     Raises ValueError as `check` does, before anything is computed or sent.
     """
     if vocab_size is None:
         vocab_size = vocab_start + (logits.shape[-1] if logits.ndim else 0)
-    all_count = check(logits, target, weight, denominator, options, vocab_start, vocab_size)
+    none_ignored = check(logits, target, weight, denominator, options, vocab_start, vocab_size)
     check_contiguous(logits, options)
-    shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(logits)
+    shard, passes = Shard(vocab_start, vocab_size, options, none_ignored), select_passes(logits)
     if options.reduction == "mean" and denominator is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        denominator = mean_denominator(weight, target, options, wide, count, all_count)
-    class_weight, divided = weight, denominator  # saved for backward
-    weight, denominator = per_token(weight, denominator)
+        denominator = mean_denominator(weight, target, options, wide, all_reduce, none_ignored)
+    saved_weight, saved_denominator = weight, denominator  # saved for backward
+    weight, denominator = unify_denominators(weight, denominator)
     guessed = dlogits = merged = None
-    if once is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
-        statistics = passes.statistics(logits, target, weight, shard)  # [N, 3 to 6]
-        if once is not None and gather is None and logits.is_meta:
-            dlogits = _like(logits)  # a meta run allocates the gradient as a real run would, for memory estimates
+    if first_backward is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
+        statistics = passes.statistics(logits, target, weight, shard)  # [N, columns]
+        if first_backward is not None and gather is None and logits.is_meta:
+            dlogits = _empty_gradient(
+                logits
+            )  # a meta run allocates the gradient as a real run would, for memory estimates
     else:
-        guessed, dlogits = guess(logits.device), _like(logits)
+        guessed, dlogits = guess(logits.device), _empty_gradient(logits)
         upstream = Upstream(guessed, None, denominator)
         statistics, merged = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
-    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, 3 to 6]
+    gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, columns]
     loss, lse = passes.losses(gathered, target, weight, shard, merged)
     is_correct = correct(gathered, target, options.ignore_index) if options.return_token_accuracy else None
-    saved = (logits, target, class_weight, divided, gathered, guessed, dlogits)
+    saved = (logits, target, saved_weight, saved_denominator, gathered, guessed, dlogits)
     return outputs_of(loss, lse, is_correct, denominator, options), saved
 
 
@@ -107,34 +113,37 @@ def backward(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
-    count: Count | None = None,
-    once: Once | None = None,
+    all_reduce: AllReduce | None = None,
+    first_backward: FirstBackward | None = None,
 ) -> Tensors:
     """The gradient of this shard's logits, in their shape and dtype; None for other operands. Communication: none.
 
     grads: the upstream gradients of the loss and, if returned, of the lse, with any strides. None stands for zeros.
+    The keyword arguments are those of forward. gather and all_reduce are not used.
     """
     if not needed[0]:
         return None, None, None, None
     logits, target, weight, denominator, gathered, guessed, from_forward = saved
     assert logits is not None and target is not None and gathered is not None, "forward saves them"
-    weight, denominator = per_token(weight, denominator)
+    weight, denominator = unify_denominators(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + logits.shape[-1]
     shard = Shard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if options.return_lse else None, denominator)
-    rest = (logits, target, weight, gathered, upstream, shard)
-    if from_forward is not None and guessed is not None and once is not None and not once.given:
-        once.given = True
-        # `.data` has its own version counter, so a caller may write to the gradient without invalidating the saved
-        # tensor.
-        dlogits = passes_on(logits).gradient(*rest, from_forward.data, guessed)
+    arguments = (logits, target, weight, gathered, upstream, shard)
+    if from_forward is not None and guessed is not None and first_backward is not None and not first_backward.is_over:
+        first_backward.is_over = True
+        # The caller may write to the returned gradient. `.data` has a version counter of its own, so this does not
+        # count as a write to the saved tensor, for which autograd would raise in a second backward.
+        dlogits = select_passes(logits).gradient(*arguments, from_forward.data, guessed)
         if is_recorded(logits):
-            # A CUDA graph of backward alone may be replayed. After one replay the caller may have overwritten the
-            # gradient. A NaN guess equals no upstream gradient, so every later replay recomputes.
+            # A CUDA graph of this backward may be replayed without forward, when the caller may have overwritten the
+            # gradient already. So each replay after the first must compute it: NaN as the guess is never right.
             guessed.data.fill_(math.nan)
         return dlogits, None, None, None
-    dlogits = passes_on(logits).gradient(*rest, logits if options.inplace_backward else _like(logits))
+    dlogits = select_passes(logits).gradient(
+        *arguments, logits if options.inplace_backward else _empty_gradient(logits)
+    )
     if options.inplace_backward:
         torch.autograd.graph.increment_version(logits)  # makes autograd raise in another backward with these logits
         dlogits = dlogits.detach()
@@ -146,56 +155,65 @@ def mean_denominator(
     target: Tensor,
     options: Options,
     dtype: torch.dtype,
-    count: Count | None,
-    all_count: bool = False,
+    all_reduce: AllReduce | None,
+    none_ignored: bool = False,
 ) -> Tensor:
-    """The denominator of "mean": the sum of weights of all tokens not ignored; without weights, the number of tokens.
+    """Compute the denominator of "mean": the sum of the weights of all tokens not ignored, over all ranks.
 
-    If z-loss or accuracy is computed beside class weights, returns [2]: the sum of weights and the number of tokens.
-    See `Options.weighs_apart` and `per_token`.
-    all_count: see `Shard`.
+    Without class weights every token has the weight 1, also for the z-loss and the accuracy beside class weights. If
+    both kinds of weights are used (`Options.has_two_weights`), returns two numbers [2], else a scalar: first the sum
+    of the class weights, then the number of tokens not ignored.
+    none_ignored: whether the host knows that no token is ignored; see `Shard`.
     """
-    if weight is None and all_count:
+    if weight is None and none_ignored:
         total = torch.full((), target.numel(), dtype=dtype, device=target.device)
     else:
-        total = of_target(weight, target.reshape(-1).long(), options.ignore_index, dtype).sum()
-    if options.weighs_apart(weight):
+        total = weigh_targets(weight, target.reshape(-1).long(), options.ignore_index, dtype).sum()
+    if options.has_two_weights(weight):
         total = torch.stack([total, (target.long() != options.ignore_index).sum().to(dtype)])
-    return total if count is None else count(total)
+    return total if all_reduce is None else all_reduce(total)
 
 
-def per_token(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Let one denominator serve all parts of a mean.
+def unify_denominators(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Replace a denominator [2] of `mean_denominator` by one number that serves loss, z-loss and accuracy alike.
 
-    For a denominator [2], multiply the weights by tokens / sum of weights, and return the number of tokens as the
-    denominator. Otherwise return both unchanged.
+    The number is the number of tokens; the class weights are multiplied by tokens / sum of weights. Returns the
+    weights and the denominator. Any other denominator, and its weights, are returned unchanged.
     """
     if weight is None or denominator is None or denominator.ndim == 0:
         return weight, denominator
-    of_weights, tokens = denominator.unbind()
-    ratio = torch.where(tokens == 0, 1.0, tokens.double() / of_weights)  # without tokens 0 / 0; the gradient is 0
+    weight_sum, tokens = denominator.unbind()
+    # Without tokens this would be 0 / 0; a ratio of 1 makes the gradient 0.
+    ratio = torch.where(tokens == 0, 1.0, tokens.double() / weight_sum)
     return weight.double() * ratio, tokens
 
 
-def _like(logits: Tensor) -> Tensor:
-    """Contiguous memory for the gradient of the logits."""
+def _empty_gradient(logits: Tensor) -> Tensor:
+    """Make contiguous memory for the gradient of the logits."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 class Passes(Protocol):
-    """The passes over the logits, implemented by `reference` and by `launch`.
+    """The passes over the logits, as functions of a module: `reference` in plain torch, `launch` with Triton kernels.
 
-    `reference` documents them, except `losses`, which `merged` documents.
+    `reference` documents the first three, `merged` documents `losses`. All rows N are rows of the flattened logits.
     """
 
+    # (logits, target, weight, shard) -> this shard's statistics [N, columns].
     statistics: Callable[..., Tensor]
-    losses: Callable[..., tuple[Tensor, Tensor | None]]
-    gradient: Callable[..., Tensor]
+    # (logits, target, weight, upstream, shard, out) -> the statistics of a shard with all classes, and writes the
+    # gradient of the logits to `out`. Also returns the rows' combined statistics if they are at hand, for `losses`.
     statistics_and_gradient: Callable[..., tuple[Tensor, Merged | None]]
+    # (logits, target, weight, gathered statistics, upstream, shard, out, guessed=None) -> out, to which the gradient of
+    # the logits was written.
+    gradient: Callable[..., Tensor]
+    # (gathered statistics, target, weight, shard, merged=None) -> loss and logsumexp of each token. merged: the second
+    # result of `statistics_and_gradient`; if None, the shards' statistics are combined first.
+    losses: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def passes_on(logits: Tensor) -> Passes:
-    """The passes for the logits' device: Triton kernels or plain torch."""
+def select_passes(logits: Tensor) -> Passes:
+    """Return the passes for the logits' device: Triton kernels or plain torch."""
     if use_triton(logits):
         from . import launch  # imports triton, which a CPU installation may not have
 

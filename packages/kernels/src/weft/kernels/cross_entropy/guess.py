@@ -13,13 +13,16 @@ from torch import Tensor
 _HISTORY: dict[torch.device, Tensor] = {}
 
 
-class Once:
-    """Whether a backward has taken the gradient computed in forward. A second backward computes the gradient again."""
+class FirstBackward:
+    """Whether the first backward of a loss is over. It returns the gradient computed in forward.
 
-    __slots__ = ("given",)
+    Any further backward, with retain_graph, computes the gradient again: the caller may have overwritten the first one.
+    """
+
+    __slots__ = ("is_over",)
 
     def __init__(self) -> None:
-        self.given = False
+        self.is_over = False
 
 
 def history(device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ class Shard:
     start: int  # id of the shard's first class
     size: int  # of the whole vocabulary
     options: Options
-    all_count: bool = False  # whether the host knows that every target is a class and not ignore_index; from `check`
+    none_ignored: bool = False  # whether the host knows that every target is a class and not ignore_index; from `check`
 
     def part(self, weight: Tensor, V: int) -> Tensor:
         """The weights of this shard's V classes, from the weights of all classes."""
@@ -102,7 +102,7 @@ def losses(
     lse = base + log_sum if options.z_loss or options.gives_lse else None
     loss = F.softplus(log_odds, threshold=100)  # above the threshold, log_odds itself
     if weight is not None:
-        loss = loss * of_target(weight, target.reshape(-1).long(), options.ignore_index, loss.dtype)
+        loss = loss * weigh_targets(weight, target.reshape(-1).long(), options.ignore_index, loss.dtype)
     if shard.options.label_smoothing:
         weight_sum = shard.size if weight is None else weight.to(loss.dtype).sum()
         # Both terms grow with the number of classes: divide each by it before subtracting.
@@ -113,7 +113,7 @@ def losses(
     if options.z_loss:
         assert lse is not None, "computed above for z_loss"
         loss = loss + options.z_loss * lse.square()
-    ignored = None if shard.all_count else target.long() == options.ignore_index  # in int32, the index would be cut
+    ignored = None if shard.none_ignored else target.long() == options.ignore_index  # in int32, the index would be cut
 
     def as_target(each: Tensor) -> Tensor:
         """`each` in the target's shape, 0 for ignored tokens.
@@ -126,7 +126,7 @@ def losses(
     return as_target(loss), as_target(lse) if lse is not None and options.gives_lse else None
 
 
-def of_target(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The weight of each token's class [N], 0 for ignored tokens.
 
     A target outside the vocabulary gets the nearest class's weight: the loss is NaN already.
@@ -157,7 +157,7 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
     """The scalars of each row's gradient, from the merged statistics, target classes [N] and upstream gradients."""
     options = shard.options
     base, log_sum, log_odds = merged
-    ignored = None if shard.all_count else classes == options.ignore_index
+    ignored = None if shard.none_ignored else classes == options.ignore_index
 
     def zero_if_ignored(each: Tensor) -> Tensor:
         """`each`, 0 for ignored rows, where it may be NaN."""
@@ -171,14 +171,16 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
         grad = zero_if_ignored(grad.reshape(-1))  # [N], or [1] for all rows
     # The gradient is nll_scale * (softmax - one-hot) + lse_scale * softmax - smoothing * weight. So softmax_scale is
     # nll_scale + lse_scale.
-    nll_scale = grad if weight is None else grad * of_target(weight, classes, options.ignore_index, grad.dtype)
+    nll_scale = grad if weight is None else grad * weigh_targets(weight, classes, options.ignore_index, grad.dtype)
     lse_scale = smoothing = None  # lse_scale: the gradient of the logsumexp, by z_loss, smoothing and the lse output
     target_grad = None
     if shard.options.label_smoothing:
         smoothing = grad * (options.label_smoothing / shard.size)
         lse_scale = smoothing * (shard.size if weight is None else weight.to(grad.dtype).sum())
         target_grad = (
-            -smoothing if weight is None else -smoothing * of_target(weight, classes, options.ignore_index, grad.dtype)
+            -smoothing
+            if weight is None
+            else -smoothing * weigh_targets(weight, classes, options.ignore_index, grad.dtype)
         )
         nll_scale = nll_scale * (1 - options.label_smoothing)
     if options.z_loss:

@@ -102,8 +102,8 @@ class Options:
         """
         return self.reduction != "none" and not self.return_lse and dtype != torch.float16
 
-    def weighs_apart(self, weight: Tensor | None) -> bool:
-        """Whether one part of a mean has class weights and another has none: z-loss and accuracy have none."""
+    def has_two_weights(self, weight: Tensor | None) -> bool:
+        """Whether tokens have two kinds of weights: class weights in the loss, but 1 in the z-loss or the accuracy."""
         return weight is not None and (self.z_loss > 0 or self.return_token_accuracy)
 
     @property
@@ -117,14 +117,14 @@ class Options:
         return 3 + 2 * (self.label_smoothing > 0) + self.return_token_accuracy
 
     @property
-    def constants(self) -> int:
+    def num_constants(self) -> int:
         """The number of outputs without a gradient, which are the last."""
         return self.return_z_loss + self.return_token_accuracy
 
     @property
-    def outputs(self) -> int:
+    def num_outputs(self) -> int:
         """The number of outputs: loss, lse, and the constants."""
-        return 1 + self.return_lse + self.constants
+        return 1 + self.return_lse + self.num_constants
 
     def flat(self) -> tuple[Any, ...]:
         """The options as arguments of a custom op, in the order of SCHEMA."""

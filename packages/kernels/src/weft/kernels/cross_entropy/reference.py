@@ -74,7 +74,7 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
     V, narrow = x.shape[-1], _narrow(x.dtype)
     local = (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     is_here = None if shard.size == V else (local >= 0) & (local < V)
-    index = local if shard.all_count and is_here is None else local.clamp(0, V - 1)
+    index = local if shard.none_ignored and is_here is None else local.clamp(0, V - 1)
     z = _scaled(workspace.copy_(x), shard)
     logit = z.gather(1, index)
     columns = [(logit if is_here is None else logit.masked_fill(~is_here, 0)).to(narrow)]
@@ -127,7 +127,7 @@ def _nothing(like: Tensor, shard: Shard) -> Tensor:
 
 def _without_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
     """The statistics with ignored rows replaced by `_nothing`, and NaN for targets outside the vocabulary."""
-    if shard.all_count:
+    if shard.none_ignored:
         return statistics
     ignore_index = shard.options.ignore_index
     wrong = (classes < 0) | (classes >= shard.size)  # includes ignored rows, replaced below

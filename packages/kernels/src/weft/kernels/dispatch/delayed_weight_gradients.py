@@ -1,7 +1,8 @@
 """Delayed weight gradients, for pipeline schedules that split backward into input (I) and weight (W) passes.
 
-Inside `waiting_weights`, backward computes all gradients except delayed weight gradients, and collects one function
-per op to compute those.
+The forward pass runs inside `allow_delayed_weight_gradients`. The I pass runs inside `delay_weight_gradients`: each op
+computes its input's gradient at once, and adds a function to a list which computes its weights' gradients. The W pass
+calls these functions.
 """
 
 from __future__ import annotations
@@ -13,57 +14,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Later = list[Callable[[], None]]
+# Functions without arguments, one for each op: compute the op's weight gradients and add them to `.grad`.
+DelayedGradients = list[Callable[[], None]]
 
-_may_wait = False
-_later: Later | None = None  # per process, not per thread: autograd runs backward in threads of its own
+_is_delay_allowed = False
+# The list of the current `delay_weight_gradients`. Per process, not per thread: autograd runs backward in threads of
+# its own.
+_delayed: DelayedGradients | None = None
 
 
 @contextmanager
-def waiting_weights() -> Iterator[Later]:
-    """Context for a backward pass that delays weight gradients. Yields a list of functions to call later.
+def delay_weight_gradients() -> Iterator[DelayedGradients]:
+    """Context for a backward pass (I) that delays weight gradients. Yields a list of functions, filled by backward.
 
-    Each function computes the delayed gradients of one op and adds them to `.grad`. Delayed are the operands at the
-    positions `Op.weights`, if they are parameters (not computed tensors). `linear` delays only if recorded inside
-    `weights_may_wait`: outside, it may use torch's own function.
+    Call every function later (W): each computes the weight gradients of one op and adds them to `.grad`.
+    The gradients of the operands at `Op.weights` are delayed, if the operands are parameters (not computed tensors).
+    `linear` delays only if its forward ran inside `allow_delayed_weight_gradients`; outside, it may have used torch's
+    own function.
     A delayed parameter's hooks run twice: in backward with the gradient None (a post-accumulate hook then sees the old
     `.grad`), and when the delayed function runs.
     """
-    global _later
-    before, _later = _later, []
+    global _delayed
+    previous, _delayed = _delayed, []
     try:
-        yield _later
+        yield _delayed
     finally:
-        _later = before
+        _delayed = previous
 
 
 @contextmanager
-def weights_may_wait() -> Iterator[None]:
-    """Context for a forward pass whose weight gradients `waiting_weights` may delay.
+def allow_delayed_weight_gradients() -> Iterator[None]:
+    """Context for a forward pass whose backward will run inside `delay_weight_gradients`.
 
     Inside, `linear` never uses torch's own autograd function, which cannot delay.
     """
-    global _may_wait
-    before, _may_wait = _may_wait, True
+    global _is_delay_allowed
+    previous, _is_delay_allowed = _is_delay_allowed, True
     try:
         yield
     finally:
-        _may_wait = before
+        _is_delay_allowed = previous
 
 
-def may_wait() -> bool:
-    """Whether an op recorded now may have to delay weight gradients.
+def is_delay_allowed() -> bool:
+    """Whether the backward of an op called now may have to delay weight gradients. Asked by `native_linear`.
 
-    True inside `weights_may_wait`, and inside `waiting_weights`, where activation checkpointing runs a forward again.
+    True inside `allow_delayed_weight_gradients`, and inside `delay_weight_gradients`, where activation checkpointing
+    runs a forward again.
     """
-    return _may_wait or _later is not None
+    return _is_delay_allowed or _delayed is not None
 
 
-class _Deferred(torch.autograd.Function):
+class _DelayedBackward(torch.autograd.Function):
     """Returns a scalar. Its backward calls `compute` and returns the results as the parameters' gradients.
 
-    Autograd can store such a gradient as `.grad` without a copy. It copies gradients passed to
-    `torch.autograd.backward`, because the caller still refers to them.
+    A gradient returned by an autograd function can become `.grad` without a copy. A gradient passed to
+    `torch.autograd.backward` is copied, because the caller still refers to it.
     """
 
     @staticmethod
@@ -76,39 +82,39 @@ class _Deferred(torch.autograd.Function):
         return None, *ctx.compute()
 
 
-def compute_or_wait(
+def compute_gradients(
     ctx: Any,
     weights: Sequence[int],
     needed: Sequence[bool],
     compute: Callable[[Sequence[bool]], Sequence[Tensor | None]],
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of an op's operands, by position.
+    """Return the gradients of an op's operands, by position. Called in the backward of an op's autograd function.
 
-    Inside `waiting_weights`, return None for delayed weights, and append a function that computes their gradients to
-    the list of `waiting_weights`.
+    Inside `delay_weight_gradients` the weights' gradients are delayed: None here, and a function that computes them is
+    appended to the context's list.
 
-    ctx: of the op's autograd function; `ctx.given` tells for each operand whether it is a tensor or None.
+    ctx: of the autograd function; `ctx.is_tensor` tells for each operand whether it is a tensor or None.
     weights: the positions of weights to delay, `Op.weights`.
     compute: takes a flag for each operand, whether its gradient is needed, and returns the gradients.
     """
-    if _later is None or not weights:
+    if _delayed is None or not weights:
         return compute(needed)
-    parameters: dict[int, Tensor] = {}
+    parameters: dict[int, Tensor] = {}  # the weights to delay, by position
     for i in weights:
-        if i < len(needed) and needed[i]:
-            node = ctx.next_functions[sum(ctx.given[:i])][0]
+        if i < len(needed) and needed[i]:  # a call may leave out the last operands, for example biases
+            node = ctx.next_functions[sum(ctx.is_tensor[:i])][0]  # next_functions has an entry for each tensor
             if hasattr(node, "variable"):  # the operand is a parameter: its node accumulates into `.grad`
                 parameters[i] = node.variable
     if not parameters:
         return compute(needed)
 
-    def gradients() -> list[Tensor | None]:
-        found = compute([i in parameters for i in range(len(needed))])
-        return [found[i] for i in parameters]
+    def compute_delayed() -> list[Tensor | None]:
+        gradients = compute([i in parameters for i in range(len(needed))])
+        return [gradients[i] for i in parameters]
 
-    def add() -> None:
+    def add_to_grad() -> None:
         with torch.enable_grad():
-            _Deferred.apply(gradients, *parameters.values()).backward()  # type: ignore[no-untyped-call]
+            _DelayedBackward.apply(compute_delayed, *parameters.values()).backward()  # type: ignore[no-untyped-call]
 
-    _later.append(add)
+    _delayed.append(add_to_grad)
     return compute([need and i not in parameters for i, need in enumerate(needed)])

@@ -18,13 +18,17 @@ class Op:
 
     Each op is made once: a constant of its module, or one for each function decorated by `on_local_tensors`.
 
-    The comments on the fields name these arguments. `forward`, `backward`, `inference`, `epilogue_backward` and
-    `recompute` receive local tensors.
+    `forward`, `backward`, `inference`, `epilogue_backward` and `recompute` are functions of local tensors. A comment
+    above each field that is a function gives its arguments and result. In these comments
+    operands: the tensors of the call, in order; None for an operand left out.
+    options: the keyword arguments of the call. On DTensors, the functions of local tensors receive the options of
+        `Sharding.local_options` as well: the options that differ from rank to rank.
     saved: the tensors saved by `forward` for backward.
     grad: the output's gradient. If `forward` returns a tuple, a tuple of gradients, in which None stands for zeros.
     needed: for each operand, whether its gradient is required.
-    options: the keyword arguments of the call. On DTensors, the functions of local tensors also get this rank's
-        options from `Sharding.local`. `rule` does not get the `varying` options.
+
+    A call with the option `inplace=True` allows `forward` to write the output into the first operand and return this
+    operand.
     """
 
     # The key in OPS, and the name in error messages.
@@ -35,7 +39,9 @@ class Op:
     # `grad`: each rank may pass its own addend of a Partial(sum) gradient. If the field is None, torch differentiates
     # `forward`, and `forward` returns its output without `saved`.
     backward: Callable[..., Tensors] | None
-    # (layouts, shapes, options) -> `Sharding`. Raises LayoutError for layouts the op cannot take.
+    # (layouts, shapes, options) -> `Sharding`. The layouts and global shapes are the operands'; None for an operand
+    # left out. The options are those of the call, without the `varying` ones. Raises LayoutError for layouts the op
+    # cannot take.
     rule: Callable[..., Any]
     # (dtype of the first floating operand, options) -> dtype of the output. Called only on ranks outside the
     # mesh, to make empty outputs.
@@ -45,29 +51,30 @@ class Op:
     # Names of options whose values differ from call to call. They are left out of the cache key, so the rule does not
     # receive them.
     varying: tuple[str, ...] = ()
-    # Positions of the weights and biases whose gradients `waiting_weights` can delay.
+    # Positions of the weights and biases whose gradients can be delayed: see `delayed_weight_gradients.py`.
     weights: tuple[int, ...] = ()
-    # (saved, grad, needed, **options) -> the gradient of the matrix product's result, before the fused epilogue
-    # (activation, gate, rope, residual). `backward` receives this gradient as `grad`. Called once per backward pass: a
-    # delayed weight gradient reuses the result.
+    # Only for a matrix product with a fused epilogue (activation, gate, rope, residual): the epilogue's own backward.
+    # (saved, grad, needed, **options) -> the gradient of the product before the epilogue. `backward` then receives this
+    # gradient as `grad`. Called once per backward pass: a delayed weight gradient reuses the result.
     epilogue_backward: Callable[..., Any] | None = None
-    # (saved[recompute_from:], **options) -> the last output, if recomputing is cheap: see `remade_activations.py`.
+    # (saved[recompute_from:], **options) -> the last output, if recomputing is cheap: see `recomputed_activations.py`.
     recompute: Callable[..., Tensor] | None = None
+    # The position in `saved` of the first tensor that `recompute` needs.
     recompute_from: int = 0
-    # (options) -> how many outputs at the end have no gradient.
-    constants: Callable[[dict[str, Any]], int] = lambda options: 0
+    # (options) -> the number of outputs without a gradient, which are the last.
+    num_constants: Callable[[dict[str, Any]], int] = lambda options: 0
     # (options) -> whether backward writes the first operand's gradient into the operand's own memory.
     overwrites: Callable[[dict[str, Any]], bool] = lambda options: False
 
-    def infer(self, *tensors: Tensor | None, **options: Any) -> Any:
-        """The output or outputs, without saved tensors. Called when grad mode is off."""
+    def compute_outputs(self, *operands: Tensor | None, **options: Any) -> Any:
+        """Return the output or outputs, without saved tensors. Called when grad mode is off."""
         if self.inference is not None:
-            return self.inference(*tensors, **options)
-        output = self.forward(*tensors, **options)
+            return self.inference(*operands, **options)
+        output = self.forward(*operands, **options)
         return output if self.backward is None else output[0]
 
     def __post_init__(self) -> None:
-        OPS[self.name] = self
+        OPS[self.name] = self  # replaces an op of the same name, as when a notebook decorates a function again
 
 
 OPS: dict[str, Op] = {}  # by name: a traced graph stores only names

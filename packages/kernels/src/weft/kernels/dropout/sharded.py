@@ -12,7 +12,7 @@ from weft.mesh import Layout, infer
 
 from ..dispatch.backend import is_compiling
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 from ..dispatch.token_order import checked_order, runs_within
 from ..elementwise import add
 from ..random.philox import check_key
@@ -120,7 +120,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         box = layout.local_slices(shape, rank)
         return {"parts": function.parts_of(shape, box, runs_within(order, box[-2].start, box[-2].stop))}
 
-    return Sharding(output, shape, independent(output, (layout, None, *residual)), local)
+    return Sharding(output, shape, infer_gradient_layouts(output, (layout, None, *residual)), local)
 
 
 DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number", "saved_mask"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.mesh import Layout, infer
 
 from ..dispatch.op import Op, Tensors
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 
 
 @autocasts("add")
@@ -44,7 +44,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         output = infer.elementwise("add", False, x, y, shapes=(shape, last), operands=("x", "y"))
     else:
         output = infer.elementwise("add", True, x, y, operands=("x", "y"))
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:

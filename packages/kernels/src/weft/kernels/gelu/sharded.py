@@ -9,7 +9,7 @@ from weft.mesh import Layout, infer
 
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, independent
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, infer_gradient_layouts
 from ..swiglu.sharded import check_form
 from . import function
 
@@ -38,7 +38,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     (x,), (shape,) = layouts, shapes
     assert x is not None and shape is not None, "x is given"
     output = infer.elementwise("gelu", False, x, operands=("x",))
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 GELU = Op("gelu", function.forward, function.backward, _rule, recompute=function.recompute)

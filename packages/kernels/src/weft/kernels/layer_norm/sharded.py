@@ -10,7 +10,16 @@ from weft.mesh import Layout, infer
 
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
+from ..dispatch.sharded import (
+    Shapes,
+    Sharding,
+    apply,
+    apply_many,
+    autocasts,
+    check_devices,
+    infer_gradient_layouts,
+    require_one_layout,
+)
 from . import function
 
 
@@ -93,7 +102,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     shape = shapes[0]
     assert x is not None and shape is not None, "x is given"
     output = _whole("layer_norm", x, shape, weight, bias)
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -102,8 +111,8 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     assert x is not None and residual is not None and shape is not None, "both are given"
     infer.elementwise("add_layer_norm", False, x, residual, operands=("x", "the residual"))
     output = _whole("add_layer_norm", x, shape, weight, bias)
-    gradients = of_several("add_layer_norm", independent(output, layouts), shared=2)
-    return Sharding(output, shape, gradients, more=((output, shape),))
+    gradients = require_one_layout("add_layer_norm", infer_gradient_layouts(output, layouts), num_shared=2)
+    return Sharding(output, shape, gradients, further_outputs=((output, shape),))
 
 
 LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, recompute=function.recompute)

@@ -14,7 +14,7 @@ from itertools import cycle, zip_longest
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import Gather, passes_on
+from ..cross_entropy.function import Gather, select_passes
 from ..cross_entropy.merged import Shard, Upstream
 from ..dispatch.backend import on_cpu
 
@@ -163,7 +163,7 @@ def sweep(
     tokens: of a part, from `part_tokens`. upstream: if given, the logits' gradient is computed too.
     While a part's statistics are gathered, the next part's logits are computed in a second buffer.
     """
-    passes = passes_on(product.x)
+    passes = select_passes(product.x)
     parts = [(chunk, rows) for chunk in chunks for rows in parts_of(chunk, tokens)]
     gradients = None if upstream is None else product.gradient_buffer(chunks)
 

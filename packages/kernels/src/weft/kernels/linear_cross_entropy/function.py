@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..cross_entropy.function import Count, Gather, mean_denominator, outputs_of, passes_on, per_token
+from ..cross_entropy.function import AllReduce, Gather, mean_denominator, outputs_of, select_passes, unify_denominators
 from ..cross_entropy.merged import Shard, Upstream, correct
 from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check
 from ..dispatch.op import Tensors
 from .chunks import Product, chunks_of, longest, part_tokens, parts_of, sweep
-from .gradients import Sums, Wanted, may_be_in_24_bits, scaled
+from .gradients import ProductGradients, Wanted, may_be_in_24_bits, scale_gradient
 
 
 def forward(
@@ -38,7 +38,7 @@ def forward(
     vocab_size: int | None = None,
     shards: int = 1,
     gather: Gather | None = None,
-    count: Count | None = None,
+    all_reduce: AllReduce | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensors]:
     """Compute the outputs of cross-entropy and the tensors saved for `backward`.
 
@@ -50,8 +50,9 @@ def forward(
     compute_dtype: of the GEMMs. If None, the input's dtype, which weight and bias must then have.
     wanted: the dtypes of the gradients backward will be asked for.
     shards: the number of shards of the vocabulary.
-    gather: see `Gather`; called once for each part. The next part's GEMM is started before waiting for the gather.
-    count: see `Count`; used for "mean" without a denominator.
+    gather: the all-gather of the shards' statistics, called once for each part; None for a single shard. The next
+        part's GEMM is started before waiting for the gather.
+    all_reduce: the sum over ranks of a denominator computed here; None if this rank has all tokens.
     """
     V = len(linear_weight)
     if vocab_size is None:
@@ -59,20 +60,20 @@ def forward(
     dtype = compute_dtype or input.dtype
     wide = torch.promote_types(dtype, torch.float32)
     form = Form((*input.shape[:-1], V), dtype, input.device)
-    all_count = check(form, target, weight, denominator, options, vocab_start, vocab_size)
+    none_ignored = check(form, target, weight, denominator, options, vocab_start, vocab_size)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     buffers = 1 if gather is None else 2
     chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, buffers)
-    shard, passes = Shard(vocab_start, vocab_size, options, all_count), passes_on(product.x)
+    shard, passes = Shard(vocab_start, vocab_size, options, none_ignored), select_passes(product.x)
     if options.reduction == "mean" and denominator is None:
-        denominator = mean_denominator(weight, product.classes, options, wide, count, all_count)
-    class_weight, divided = weight, denominator  # saved for backward
-    weight, denominator = per_token(weight, denominator)
+        denominator = mean_denominator(weight, product.classes, options, wide, all_reduce, none_ignored)
+    saved_weight, saved_denominator = weight, denominator  # saved for backward
+    weight, denominator = unify_denominators(weight, denominator)
     upstream = sums = None
     if in_forward(options, dtype, wanted):
         upstream, sums = (
             Upstream(torch.ones((), device=input.device), None, denominator),
-            Sums(product, wanted, chunks),
+            ProductGradients(product, wanted, chunks),
         )
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # each part's statistics, loss and lse
     is_correct: list[Tensor] = []
@@ -100,7 +101,7 @@ def forward(
         if parts
         else nothing.new_empty(1, 0, shard.options.columns)
     )
-    return outputs, (input, linear_weight, target, linear_bias, class_weight, divided, statistics)
+    return outputs, (input, linear_weight, target, linear_bias, saved_weight, saved_denominator, statistics)
 
 
 def in_forward(options: Options, dtype: torch.dtype, wanted: Wanted) -> bool:
@@ -121,7 +122,7 @@ def backward(
     vocab_size: int | None = None,
     shards: int = 1,
     gather: Gather | None = None,
-    count: Count | None = None,
+    all_reduce: AllReduce | None = None,
     reuse: bool = False,
 ) -> Tensors:
     """The gradients of input, linear_weight and linear_bias. Communication: none.
@@ -140,20 +141,20 @@ def backward(
     if in_forward(options, dtype, wanted):
         assert grads[0] is not None, "the loss is the only output"
         gradients = [
-            None if wanted_dtype is None or part is None else scaled(part, grads[0], wanted_dtype, reuse)
+            None if wanted_dtype is None or part is None else scale_gradient(part, grads[0], wanted_dtype, reuse)
             for part, wanted_dtype in zip(saved[1:], wanted_dtypes, strict=True)
         ]
         return gradients[0], gradients[1], None, gradients[2], None, None
 
     _, linear_weight, target, linear_bias, weight, denominator, statistics = saved
     assert linear_weight is not None and target is not None and statistics is not None, "forward saves these tensors"
-    weight, denominator = per_token(weight, denominator)
+    weight, denominator = unify_denominators(weight, denominator)
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
-    shard, passes = Shard(vocab_start, vocab_size, options), passes_on(product.x)
-    sums, gradient_buffer = Sums(product, wanted_dtypes, chunks), product.gradient_buffer(chunks)
+    shard, passes = Shard(vocab_start, vocab_size, options), select_passes(product.x)
+    sums, gradient_buffer = ProductGradients(product, wanted_dtypes, chunks), product.gradient_buffer(chunks)
     logits_buffer = product.logits_buffer(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
     for chunk in chunks:
         dlogits = (logits_buffer if gradient_buffer is None else gradient_buffer)[: chunk.stop - chunk.start]

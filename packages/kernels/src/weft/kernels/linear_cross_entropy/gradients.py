@@ -1,10 +1,10 @@
-"""The gradients of the matrix product, as sums over chunks: of weight and bias in float32 or in 24 bits.
+"""Gradients of a linear layer's input, weight and bias, summed over chunks of rows.
 
-Sums of matrix products kept in 24 bits, and rounded to bfloat16 after the last addition.
-
-The 24 bits are the upper bits of a float32. 16 of them are in the result's memory, and 8 in extra memory; a float32
-sum would need 16 extra bits. Each partial sum is rounded by at most 2**-16 of its value. Even if all ADDITIONS
-roundings err the same way, they add up to a quarter of the error of rounding the largest partial sum to bfloat16.
+The weight's gradient is the sum of a matrix product for each chunk. In bfloat16 such a sum is kept in 24 bits, as
+`Sum24`, and rounded to bfloat16 after the last addition. The 24 bits are the upper bits of a float32: sign, exponent
+and 15 bits of the fraction. 16 of them are in the result's memory, and 8 in extra memory; a float32 sum would need 16
+extra bits. Each addition rounds the sum by at most 2**-16 of its value. Should all 64 roundings (`ADDITIONS`) err in
+one direction, together they are still only a quarter of the error of rounding the largest partial sum to bfloat16.
 Usually they are far less.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..dispatch.backend import can_read, is_recorded, on_cpu, use_triton
 from .chunks import Product, whole_tiles
 
-ADDITIONS = 64  # the most additions; a sum of more products is float32
+ADDITIONS = 64  # the most products that a `Sum24` adds; a sum of more products is float32
 PRODUCT_BYTES = 1 << 25  # bytes of a block of the product in float32, added while still in the L2
 PRODUCT_BYTES_ON_CPU = 1 << 21
 NAN = 0x7FC00000  # the canonical NaN: rounding up the bits of another NaN may overflow
@@ -26,12 +26,13 @@ NAN = 0x7FC00000  # the canonical NaN: rounding up the bits of another NaN may o
 Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, weight and bias; None if not wanted
 
 
-class Sums:
-    """The gradients of `Product.x`, `weight` and `bias`, summed over the rows added so far; None if not wanted.
+class ProductGradients:
+    """The gradients of a `Product`: of x, weight and bias. Made for all chunks; each chunk is then added by `add`.
 
-    dx has x's dtype. dweight and dbias are float32 (float64 for float64), so the error does not grow with the number
-    of chunks. If dweight is wanted in x's dtype there are two exceptions. For a single chunk, dweight is the GEMM's
-    result. For up to ADDITIONS chunks in bfloat16, dweight is a `Sum24`.
+    Each gradient is None if not wanted. dx, in x's dtype, has the rows of the chunks added so far; its other rows are
+    undefined. dweight and dbias are sums over the chunks: in float32 (float64 for float64 factors), so the error does
+    not grow with the number of chunks. There are two exceptions, if dweight is wanted in x's dtype: for a single
+    chunk, dweight is the GEMM's result; for up to ADDITIONS chunks in bfloat16, it is a `Sum24`.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
@@ -39,17 +40,18 @@ class Sums:
         self._product = product
         self._wide = torch.promote_types(x.dtype, torch.float32)
         self.dx = None if wanted[0] is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._weight_sum: Sum | Sum24 | None = None
+        self._weight_sum: GemmSum | Sum24 | None = None
         if wanted[1] is not None:
             if 1 < len(chunks) <= ADDITIONS and may_be_in_24_bits(x.dtype, wanted):
                 self._weight_sum = Sum24(weight, len(chunks))
             else:
                 dtype = x.dtype if len(chunks) == 1 and wanted[1] == x.dtype else self._wide
-                self._weight_sum = Sum(weight, dtype, empty=not chunks)
+                self._weight_sum = GemmSum(weight, dtype, zeros=not chunks)
         self.dbias = None if wanted[2] is None else torch.zeros(len(weight), dtype=self._wide, device=x.device)
 
     @property
     def dweight(self) -> Tensor | None:
+        """The weight's gradient. In a `Sum24` it is valid only after the last chunk."""
         return None if self._weight_sum is None else self._weight_sum.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
@@ -65,11 +67,14 @@ class Sums:
             self.dbias += dlogits.sum(0, dtype=self._wide)
 
 
-class Sum:
-    """A sum of matrix products, shaped as `like`. empty: start from zeros, because nothing will be added."""
+class GemmSum:
+    """A sum of matrix products in `dtype`, shaped as `like`. The GEMM of each product adds to the sum.
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, *, empty: bool) -> None:
-        self.total = (torch.zeros_like if empty else torch.empty_like)(like, dtype=dtype)
+    zeros: whether the sum starts at zero. Needed only if no product will be added, since the first one overwrites.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, *, zeros: bool) -> None:
+        self.total = (torch.zeros_like if zeros else torch.empty_like)(like, dtype=dtype)
         self._beta = 0  # the first product overwrites uninitialized memory
 
     def add(self, a: Tensor, b: Tensor) -> None:
@@ -83,55 +88,16 @@ class Sum:
             torch.addmm(self.total, a.mT, b, out_dtype=wide, beta=beta, out=self.total)
 
 
-def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether the weight's gradient would be a `Sum24`, given several chunks and at most ADDITIONS.
-
-    Also for a frozen weight, whose gradient may be wanted on another rank: all ranks must cut the same chunks.
-    """
-    return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
-
-
-def is_last_use(saved: Tensor) -> bool:
-    """Whether the running backward is the last to use its saved tensors, which may then be overwritten.
-
-    Autograd frees saved tensors after backward, unless the graph is kept. torch's compiler asks autograd the same
-    question before reusing saved memory. If this torch lacks the function, the graph counts as kept. So does a
-    backward captured in a CUDA graph, which may be replayed.
-    """
-    keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-    return not keeps() and not is_recorded(saved)
-
-
-def scaled(part: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
-    """part * factor in `dtype`, multiplied in float32, or in part's dtype if wider.
-
-    Zeros stay zeros for a NaN or infinite factor: they are the gradients of ignored tokens.
-    in_place: reuse part's memory, if part has the dtype. On a GPU a factor of 1 then costs no pass over the memory:
-        the kernel checks the factor, and the host does not wait.
-    """
-    if in_place:
-        torch.autograd.graph.increment_version(part)  # makes autograd raise in a second backward
-    reused = in_place and part.dtype == dtype
-    if use_triton(part):
-        from . import launch  # imports triton, which a CPU installation may not have
-
-        part = part.contiguous()
-        return launch.scale(
-            part, factor, part.detach() if reused else torch.empty(part.shape, dtype=dtype, device=part.device)
-        )
-    if can_read(factor) and not factor.isfinite():
-        factor = torch.where(part == 0, 1, factor)
-    if reused:
-        return part.detach().mul_(factor)
-    return (part.to(torch.promote_types(part.dtype, torch.float32)) * factor).to(dtype)
-
-
 class Sum24:
-    """The sum of `additions` products of bfloat16 factors, shaped [V, H] as `like`. Computed and added in float32."""
+    """The sum of `additions` products of bfloat16 factors, shaped [V, H] as `like`, kept in 24 bits an element.
+
+    Each product is computed in float32, a block of rows at a time, and added in float32; the result is rounded to 24
+    bits, and after the last addition to bfloat16.
+    """
 
     def __init__(self, like: Tensor, additions: int) -> None:
         V, H = like.shape
-        # The upper bits, until all products are added; then the result.
+        # The upper 16 bits, until all products are added; then the result.
         self.total = torch.empty(V, H, dtype=torch.bfloat16, device=like.device)
         self._low_bits: Tensor | None = torch.empty(V, H, dtype=torch.uint8, device=like.device)
         nbytes = PRODUCT_BYTES_ON_CPU if on_cpu(like) else PRODUCT_BYTES
@@ -147,11 +113,11 @@ class Sum24:
             b = b.float()
         for start in range(0, len(self.total), max(1, len(self._block))):
             rows = slice(start, min(start + len(self._block), len(self.total)))
-            factor, product = a[:, rows].mT, self._block[: rows.stop - start]
+            a_block, product = a[:, rows].mT, self._block[: rows.stop - start]
             if on_cpu(a):
-                torch.mm(factor.float(), b, out=product)
+                torch.mm(a_block.float(), b, out=product)
             else:
-                torch.mm(factor, b, out_dtype=torch.float32, out=product)
+                torch.mm(a_block, b, out_dtype=torch.float32, out=product)
             accumulate(product, self.total[rows], self._low_bits[rows], first, last)
         self._added += 1
         if last:
@@ -159,10 +125,10 @@ class Sum24:
 
 
 def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
-    """Add a float32 product to a sum in 24 bits.
+    """Add a float32 product to a sum in 24 bits. The product may be overwritten.
 
-    high: the upper 16 bits, unrounded, typed as bfloat16. low: the next 8 bits, as uint8. All are contiguous, of one
-        shape.
+    high, low: the sum, a float32 rounded to its upper 24 bits. `high` has the first 16 of them, as bfloat16: cut off,
+        not rounded to 16. `low` has the other 8, as uint8. All tensors are contiguous and of one shape.
     first: there is no sum yet; the product becomes the sum.
     last: the sum is rounded to bfloat16, in `high`; `low` is not written.
     """
@@ -171,13 +137,61 @@ def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bo
 
         launch.accumulate(product, high, low, first, last)
         return
-    bits = high.view(torch.int16)
+    high_bits = high.view(torch.int16)
     if not first:
-        product += (bits.int() << 16 | low.int() << 8).view(torch.float32)
+        product += (high_bits.int() << 16 | low.int() << 8).view(torch.float32)
     if last:
         high.copy_(product)
         return
     total = product.view(torch.int32)
     rounded = torch.where(product.isnan(), NAN, total + 0x7F + (total >> 8 & 1))  # to the nearest, ties to even
-    bits.copy_(rounded >> 16)
+    high_bits.copy_(rounded >> 16)
     low.copy_(rounded >> 8 & 0xFF)
+
+
+def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
+    """Whether the weight's gradient is a `Sum24`, if there are several chunks, and at most ADDITIONS.
+
+    The extra memory of a `Sum24` leaves less for a chunk (`chunks_of`), and all ranks must cut the same chunks. So the
+    answer is also True for a weight frozen on this rank: its gradient may be wanted on another rank.
+    """
+    return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
+
+
+def is_last_use(saved: Tensor) -> bool:
+    """Whether the running backward is the last to use its saved tensors, which may then be overwritten.
+
+    Autograd frees saved tensors after backward, unless the graph is kept. torch's compiler asks autograd the same
+    question before reusing saved memory. If this torch lacks the function, the graph counts as kept. So does a
+    backward captured in a CUDA graph, which may be replayed.
+    """
+    keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not keeps() and not is_recorded(saved)
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """Return gradient * factor in `dtype`, multiplied in float32, or in the gradient's dtype if wider.
+
+    factor: the upstream gradient, a scalar. Zeros stay zeros for a NaN or infinite factor: they are the gradients of
+        ignored tokens.
+    in_place: whether no second backward may follow, so that the result may overwrite the gradient. It does if the
+        dtypes are equal. On a GPU a factor of 1 then costs no pass over the memory: the kernel checks the factor, and
+        the host does not wait.
+    """
+    if in_place:  # in any dtype a second backward raises
+        torch.autograd.graph.increment_version(gradient)
+    overwrites = in_place and gradient.dtype == dtype
+    if use_triton(gradient):
+        from . import launch  # imports triton, which a CPU installation may not have
+
+        gradient = gradient.contiguous()
+        return launch.scale(
+            gradient,
+            factor,
+            gradient.detach() if overwrites else torch.empty(gradient.shape, dtype=dtype, device=gradient.device),
+        )
+    if can_read(factor) and not factor.isfinite():
+        factor = torch.where(gradient == 0, 1, factor)
+    if overwrites:
+        return gradient.detach().mul_(factor)
+    return (gradient.to(torch.promote_types(gradient.dtype, torch.float32)) * factor).to(dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backend import chip_of, is_torchs, multiplies, use_triton
-from ..dispatch.delayed_weight_gradients import may_wait
+from ..dispatch.delayed_weight_gradients import is_delay_allowed
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..swiglu import function as gates
@@ -63,7 +63,7 @@ def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
 
     Also None where the weight's gradient may be computed later than the input's (see `delayed_weight_gradients.py`).
     """
-    if may_wait() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
+    if is_delay_allowed() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
         return None
     M, K = weight.shape
     if input.shape[-1] != K or (bias is not None and bias.shape != (M,)):

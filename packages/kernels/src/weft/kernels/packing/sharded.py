@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.mesh import Layout, LayoutError, infer
 
 from ..dispatch.op import Op, Tensors
-from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, independent
+from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, infer_gradient_layouts
 
 
 def pack(*tensors: Tensor, parts: int) -> Tensor:
@@ -52,15 +52,15 @@ def unpack(packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def _pack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    given = [layout for layout in layouts if layout is not None]
+    present = [layout for layout in layouts if layout is not None]
     shape = shapes[0]
-    assert shape is not None and len(given) == len(layouts), "pack takes no None"
-    output = infer.elementwise("pack", True, *given)
+    assert shape is not None and len(present) == len(layouts), "pack takes no None"
+    output = infer.elementwise("pack", True, *present)
     widths = options["widths"]
     parts, ways = shape[-1] // widths[0], output.parts(len(shape) - 1)
     if parts % ways:
         raise LayoutError(f"pack: {parts} parts cannot be cut in {ways}, as the tensors' last dim is; give a multiple")
-    return Sharding(output, (*shape[:-1], parts, sum(widths)), independent(output, layouts))
+    return Sharding(output, (*shape[:-1], parts, sum(widths)), infer_gradient_layouts(output, layouts))
 
 
 def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -73,17 +73,17 @@ def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: di
             f"unpack takes {parts} whole parts cut evenly, got {shape} as ({packed}); pack the tensors for this layout"
         )
     layout = infer.elementwise("unpack", True, packed)
-    first, *more_shapes = ((*lead, parts * width) for width in options["widths"])
+    first, *further_shapes = ((*lead, parts * width) for width in options["widths"])
 
-    def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
-        found = {grad for grad in grads if grad is not None}
-        if len(found) > 1:
+    def gradient_layouts(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        layouts = {grad for grad in grads if grad is not None}
+        if len(layouts) > 1:
             raise LayoutError(
-                f"unpack: the gradients arrive as {' and '.join(f'({each})' for each in found)}; reshard one"
+                f"unpack: the gradients arrive as {' and '.join(f'({each})' for each in layouts)}; reshard one"
             )
-        return (infer.gradient(layout, found.pop(), packed, [packed]),)
+        return (infer.gradient(layout, layouts.pop(), packed, [packed]),)
 
-    return Sharding(layout, first, gradients, more=tuple([(layout, each) for each in more_shapes]))
+    return Sharding(layout, first, gradient_layouts, further_outputs=tuple([(layout, each) for each in further_shapes]))
 
 
 def pack_forward(*tensors: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, Tensors]:
@@ -107,10 +107,10 @@ def unpack_backward(
     saved: Tensors, grads: tuple[Tensor | None, ...], needed: Sequence[bool], *, widths: tuple[int, ...]
 ) -> Tensors:
     """The gradient of the packed tensor: `pack_forward` of the tensors' gradients. None among them means zeros."""
-    given = next(i for i, grad in enumerate(grads) if grad is not None)
-    like = grads[given]
+    first = next(i for i, grad in enumerate(grads) if grad is not None)
+    like = grads[first]
     assert like is not None, "autograd calls backward with at least one gradient"
-    count = like.shape[-1] // widths[given]
+    count = like.shape[-1] // widths[first]
     full = [
         like.new_zeros(*like.shape[:-1], count * width) if grad is None else grad
         for grad, width in zip(grads, widths, strict=True)

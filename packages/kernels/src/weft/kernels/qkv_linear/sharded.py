@@ -75,42 +75,43 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     lead = ascii_lowercase[: dims - 1]
     products: list[Layout] = []
     outputs: list[tuple[Layout, tuple[int, ...]]] = []
-    for i, (weight, of_weight, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
-        assert weight is not None and of_weight is not None, "apply_many passes all weights"
+    for i, (weight, weight_shape, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
+        assert weight is not None and weight_shape is not None, "apply_many passes all weights"
         product = output = linear_output("qkv_linear", input, weight, dims, WEIGHTS[i])
         check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{lead}y", "y"), product)
-        shape = (*input_shape[:-1], of_weight[0])
+        shape = (*input_shape[:-1], weight_shape[0])
         if i in ROTATED and cos is not None and sin is not None and table is not None:
             output = turned_layout("qkv_linear", product, cos, sin, shape, table)
         products.append(product)
         outputs.append((output, shape))
 
-    def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
-        of_input: dict[Layout, str] = {}  # layout -> the output, for the message
-        of_weights: list[Layout | None] = [None] * 3
-        of_biases: list[Layout | None] = [None] * 3
+    def gradient_layouts(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        # Layout of the input's gradient -> the output it comes from, for the message.
+        input_layouts: dict[Layout, str] = {}
+        weight_layouts: list[Layout | None] = [None] * 3
+        bias_layouts: list[Layout | None] = [None] * 3
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             if grad is None:
                 continue
             assert weight is not None, "apply_many passes all weights"
             if i in ROTATED and cos is not None and sin is not None:
                 grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
-            through, of_weights[i] = linear_gradients("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
-            of_input.setdefault(through, f"{NAMES[i]} ({grad})")
-            of_biases[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
-        one, *more = of_input
-        if more:
+            input_layout, weight_layouts[i] = linear_gradients("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
+            input_layouts.setdefault(input_layout, f"{NAMES[i]} ({grad})")
+            bias_layouts[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
+        layout, *different = input_layouts
+        if different:
             raise LayoutError(
-                f"qkv_linear adds up the three gradients of its input, but the one from {of_input[one]} is ({one}), "
-                f"and the one from {of_input[more[0]]} is ({more[0]}); reshard one of the outputs' gradients, or call "
-                f"linear for each"
+                f"qkv_linear adds up the three gradients of its input, but the one from {input_layouts[layout]} is "
+                f"({layout}), and the one from {input_layouts[different[0]]} is ({different[0]}); reshard one of the "
+                f"outputs' gradients, or call linear for each"
             )
-        return one, *of_weights, *of_biases, None, None
+        return layout, *weight_layouts, *bias_layouts, None, None
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"add_bias": adds_bias(products[0], rank)}  # all three are Partial on the axes that shard K
 
-    return Sharding(*outputs[0], gradients, local, more=tuple(outputs[1:]))
+    return Sharding(*outputs[0], gradient_layouts, local_options, further_outputs=tuple(outputs[1:]))
 
 
 QKV_LINEAR = Op(

@@ -9,7 +9,16 @@ from weft.mesh import Layout, infer
 
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices, independent, of_several
+from ..dispatch.sharded import (
+    Shapes,
+    Sharding,
+    apply,
+    apply_many,
+    autocasts,
+    check_devices,
+    infer_gradient_layouts,
+    require_one_layout,
+)
 from ..dispatch.sharded.heads import check_heads
 from . import function
 
@@ -89,7 +98,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         check_heads("rms_norm", x, shape, head_dim)
     if weight is not None:
         infer.whole("rms_norm", "the weight", weight, 0)
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -100,8 +109,8 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     output = infer.whole("add_rms_norm", "x", x, len(shape) - 1)
     if weight is not None:
         infer.whole("add_rms_norm", "the weight", weight, 0)
-    gradients = of_several("add_rms_norm", independent(output, layouts), shared=2)
-    return Sharding(output, shape, gradients, more=((output, shape),))
+    gradients = require_one_layout("add_rms_norm", infer_gradient_layouts(output, layouts), num_shared=2)
+    return Sharding(output, shape, gradients, further_outputs=((output, shape),))
 
 
 RMS_NORM = Op(

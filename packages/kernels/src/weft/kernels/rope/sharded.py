@@ -12,7 +12,7 @@ from weft.mesh.extension import terms
 
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 from ..dispatch.sharded.heads import check_heads
 from . import function
 
@@ -116,7 +116,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     shape, table, _ = shapes
     assert x is not None and cos is not None and sin is not None and shape and table, "all are given"
     output = turned_layout("rope", x, cos, sin, shape, table)
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -127,7 +127,7 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
     )
     infer.whole("rms_norm_rope", "the weight", weight, 0)
     output = turned_layout("rms_norm_rope", x, cos, sin, shape, table)
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 def turned_layout(
@@ -154,7 +154,7 @@ def _table_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dic
     assert positions is not None and frequencies is not None and shape is not None and angles, "both are given"
     infer.whole("rope_tables", "the frequencies", frequencies, 0)
     output = infer.whole("rope_tables", "the positions", positions, ())
-    return Sharding(output, (*shape, *angles), independent(output, layouts))
+    return Sharding(output, (*shape, *angles), infer_gradient_layouts(output, layouts))
 
 
 ROPE = Op("rope", function.forward, function.backward, _rule, inference=function.inference)

@@ -9,7 +9,7 @@ from weft.mesh import Layout, infer
 
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
-from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, independent
+from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 from . import function
 
 FORMS = ("none", "tanh")
@@ -71,7 +71,7 @@ def _rule_of(name: str) -> Any:
         gate, up = layouts
         assert gate is not None and up is not None and shapes[0] is not None, "both are given"
         output = infer.elementwise(name, False, gate, up, operands=("gate", "up"))
-        return Sharding(output, shapes[0], independent(output, layouts))
+        return Sharding(output, shapes[0], infer_gradient_layouts(output, layouts))
 
     return rule
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from weft.kernels.extension import recorded, refusing, sliced, sliced_layout
+from weft.kernels.extension import apply_function, find_slice_layout, refuse_second_derivative, slice_gradient
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Shard
 from weft.reshard import layout_of
 from weft.reshard.extension import (
@@ -279,7 +279,7 @@ def _computed(call: _Call, x: DTensor) -> DTensor:
     previous, call.unit.last = call.unit.last(), weakref.ref(call)
     if previous is not None and not previous.is_over:
         previous.lone = call.lone = False
-    output: DTensor = recorded(_Wrap, x, call.run(*recorded(_Unwrap, call, *call.operands)))
+    output: DTensor = apply_function(_Wrap, x, call.run(*apply_function(_Unwrap, call, *call.operands)))
     return output
 
 
@@ -306,7 +306,7 @@ class _Unwrap(torch.autograd.Function):
             return None, *ctx.call.gradients(parts, [node for node, _ in ctx.next_functions])
         with torch.no_grad():
             gradients = ctx.call.gradients([None if part is None else part.detach() for part in parts], ())
-        return None, *refusing(gradients, *parts)
+        return None, *refuse_second_derivative(gradients, *parts)
 
 
 class _Wrap(torch.autograd.Function):
@@ -322,11 +322,11 @@ class _Wrap(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[None, Tensor | None]:
         with torch.no_grad():
             arrived = layout_of(grad)
-            cut = sliced_layout(arrived, ctx.layout, ctx.shape, grad.dtype)
+            cut = find_slice_layout(arrived, ctx.layout, ctx.shape, grad.dtype)
             if cut is None and arrived != ctx.layout:
                 raise LayoutError(
                     f"the gradient of rows laid out as ({ctx.layout}) came as ({arrived}); reshard the result computed "
                     f"from these rows before it is used"
                 )
-            part = sliced(grad, cut).to_local()
-        return None, refusing([part], grad)[0] if torch.is_grad_enabled() else part
+            part = slice_gradient(grad, cut).to_local()
+        return None, refuse_second_derivative([part], grad)[0] if torch.is_grad_enabled() else part

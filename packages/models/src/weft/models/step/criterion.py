@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.kernels.extension import has_data, of_target
+from weft.kernels.extension import has_data, weigh_targets
 from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
 from weft.reshard.extension import tensors_of, wrap
@@ -92,7 +92,7 @@ def _total(targets: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
     """The number of tokens not ignored, or the sum of their classes' weights: a plain scalar."""
     classes = to_global(weight) if isinstance(weight, DTensor) else weight
     dtype = torch.float32 if weight is None else torch.float64
-    return summed(of_target(classes, local_of(targets).flatten(), ignored, dtype).sum(), targets)
+    return summed(weigh_targets(classes, local_of(targets).flatten(), ignored, dtype).sum(), targets)
 
 
 def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Replicate, Shard
 from weft.mesh.extension import terms
 
-from ...dispatch.sharded import Shapes, Sharding, independent
+from ...dispatch.sharded import Shapes, Sharding, infer_gradient_layouts
 from ...dispatch.sharded.heads import check_heads
 from ...dispatch.token_order import runs_within
 from ...random.part import Part
@@ -49,7 +49,7 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
             found["part"] = Part.of(weights, (*rows, heads, tokens, slice(0, S)))
         return found
 
-    return Sharding(output, shape, independent(output, layouts), local)
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts), local)
 
 
 def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -67,7 +67,7 @@ def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sha
     _check_heads(layouts[:2], shapes[:2], head_dim)
     inputs = [layouts[0], *keys_sharded_as_query(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
     output = _inferred(indices, inputs, operands, "tc")
-    return Sharding(output, shape, independent(output, layouts))
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
 def keys_sharded_as_query(

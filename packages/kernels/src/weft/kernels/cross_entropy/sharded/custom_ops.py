@@ -1,6 +1,6 @@
 """cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes.
 
-cross_entropy's custom ops on DTensors: unwrap the operands and run the same ops on local tensors.
+On DTensors the custom ops unwrap the operands and run on the local tensors.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, library
 from torch.distributed.tensor import DTensor
 
-from ...dispatch.sharded.compiled import Placed, sum_over, to_local
+from ...dispatch.sharded.compiled import TracedOperands, sum_over, to_local
 from .. import function
 from ..function import mean_denominator
 from ..options import SCHEMA, Options, check
-from .gather import Along, Classes, attempted, stand_in
+from .gather import ShardClasses, VocabGather, placeholder_statistics, run_or_report
 from .layout_rule import CROSS_ENTROPY, local_denominator
 
-__all__ = [
-    "compiled",
-    "divided_by",
-    "place_of",
-]  # `compiled` is imported from here, where its ops are registered for DTensors
+__all__ = ["apply_custom_op", "compute_denominator", "place_of"]  # importing them registers the ops for DTensors
 
 # Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty. So is the denominator if
 # the caller gave one.
@@ -47,14 +43,14 @@ class Place(NamedTuple):
 
     @property
     def shards(self) -> int:
-        gather = Along.named(self.groups)
+        gather = VocabGather.from_names(self.groups)
         return 1 if gather is None else math.prod(group.size() for group in gather.groups)
 
 
 PLACE = "int vocab_start, int? vocab_size, str[]? groups, bool checked"  # the fields of `Place`
 
 
-def compiled(
+def apply_custom_op(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -68,8 +64,8 @@ def compiled(
     inplace_backward is ignored: the compiler decides on memory.
     """
     loss, lse, *constants, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
-    asked = (options.return_z_loss, options.return_token_accuracy)
-    return loss, lse, *(each.detach() for each, wanted in zip(constants, asked, strict=True) if wanted)
+    requested = (options.return_z_loss, options.return_token_accuracy)
+    return loss, lse, *(each.detach() for each, wanted in zip(constants, requested, strict=True) if wanted)
 
 
 @library.custom_op(
@@ -77,8 +73,8 @@ def compiled(
     mutates_args=(),
     schema=f"({TENSORS}, {PLACE}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Results:
-    place, options = with_lse(asked)
+def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> Results:
+    place, options = parse_with_lse(flat)
     (loss, lse, *constants), saved = function.forward(
         logits, target, weight, denominator,
         options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
@@ -91,37 +87,37 @@ def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: 
     remaining, empty = iter(constants), statistics.new_empty(0)
     z_loss = next(remaining) if options.return_z_loss else empty
     accuracy = next(remaining) if options.return_token_accuracy else empty.clone()
-    return loss, lse, z_loss, accuracy, own_denominator, statistics.contiguous()  # a slice if the gather is `Checked`
+    return loss, lse, z_loss, accuracy, own_denominator, statistics.contiguous()  # a slice after a `CheckedGather`
 
 
 def _gather(
     logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, place: Place, options: Options
 ) -> function.Gather | None:
-    along = Along.named(place.groups)
-    if along is None or place.vocab_size is None or not place.checked:
-        return along
+    gather = VocabGather.from_names(place.groups)
+    if gather is None or place.vocab_size is None or not place.checked:
+        return gather
     start, vocab_size, V = place.vocab_start, place.vocab_size, logits.shape[-1] if logits.ndim else 0
-    _, gather = attempted(
+    _, checked_gather = run_or_report(
         lambda: check(logits, target, weight, denominator, options, start, vocab_size),
-        along.groups[0],
-        Classes(start, V, vocab_size),
-        lambda: stand_in(target, logits, options.columns),
+        gather.groups[0],
+        ShardClasses(start, V, vocab_size),
+        lambda: placeholder_statistics(target, logits, options.columns),
     )
-    return gather
+    return checked_gather
 
 
 @forward.register_fake
-def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *asked: Any) -> Results:
-    place, options = with_lse(asked)
+def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> Results:
+    place, options = parse_with_lse(flat)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    counts = options.reduction == "mean" and denominator is None
+    has_own_denominator = options.reduction == "mean" and denominator is None
     reduced = target.shape if options.reduction == "none" else ()
     return (
         lse.new_empty(reduced),
         lse,
         lse.new_empty(reduced if options.return_z_loss else 0),
         lse.new_empty(reduced if options.return_token_accuracy else 0),
-        lse.new_empty(((2,) if options.weighs_apart(weight) else ()) if counts else 0),
+        lse.new_empty(((2,) if options.has_two_weights(weight) else ()) if has_own_denominator else 0),
         lse.new_empty(place.shards, target.numel(), options.columns),
     )
 
@@ -139,9 +135,9 @@ def backward(
     weight: Tensor | None,
     denominator: Tensor | None,
     statistics: Tensor,
-    *asked: Any,
+    *flat: Any,
 ) -> Tensor:
-    place, options = with_lse(asked)
+    place, options = parse_with_lse(flat)
     saved, needed = (logits, target, weight, denominator, statistics, None, None), (True, False, False, False)
     dlogits, *_ = function.backward(
         saved, (grad, grad_lse), needed,
@@ -152,12 +148,12 @@ def backward(
 
 
 @backward.register_fake
-def _(grad: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
+def _(grad: Tensor | None, grad_lse: Tensor | None, logits: Tensor, *arguments: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    logits, target, weight, denominator, *ctx.asked = inputs
+    logits, target, weight, denominator, *ctx.flat = inputs
     *_, own_denominator, statistics = output
     ctx.save_for_backward(
         logits, target, weight, own_denominator if own_denominator.numel() else denominator, statistics
@@ -165,79 +161,85 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *constant_grads: Any
+) -> tuple[Tensor | None, ...]:
     undefined = grad is None and grad_lse is None  # all upstream gradients are zero
-    dlogits = None if undefined else backward(grad, grad_lse, *ctx.saved_tensors, *ctx.asked)
-    return dlogits, *(None,) * (3 + len(ctx.asked))
+    dlogits = None if undefined else backward(grad, grad_lse, *ctx.saved_tensors, *ctx.flat)
+    return dlogits, *(None,) * (3 + len(ctx.flat))
 
 
 forward.register_autograd(_gradients, setup_context=_save)
 
 
-def with_lse(asked: Sequence[Any]) -> tuple[Place, Options]:
-    """`place_and_options` for cross-entropy's own ops: they always return the lse, for a fixed number of outputs."""
-    place, options = place_and_options(asked)
+def parse_with_lse(flat: Sequence[Any]) -> tuple[Place, Options]:
+    """`parse_place_and_options` for the ops of cross-entropy, which always return the lse to have a fixed number of
+    outputs.
+    """
+    place, options = parse_place_and_options(flat)
     return place, replace(options, return_lse=True)
 
 
-def place_and_options(asked: Sequence[Any]) -> tuple[Place, Options]:
-    """The place and the options from the last arguments of a custom op, in the order of PLACE and SCHEMA."""
+def parse_place_and_options(flat: Sequence[Any]) -> tuple[Place, Options]:
+    """The place and the options, from the last arguments `flat` of a custom op, in the order of PLACE and SCHEMA."""
     fields = len(Place._fields)
-    return Place(*asked[:fields]), Options.of_flat(*asked[fields:])
+    return Place(*flat[:fields]), Options.of_flat(*flat[fields:])
 
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Results:
-    logits, target, weight, denominator, *asked = args
-    _, options = with_lse(asked)
-    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
-    divisor = divided_by(denominator, placed.locals[1], placed.locals[2], logits.dtype, placed, options)
-    rest = (*place_of(placed), *options.flat())
-    loss, lse, z_loss, accuracy, counted, statistics = forward(*placed.locals[:3], divisor, *rest)
+    logits, target, weight, denominator, *flat = args
+    _, options = parse_with_lse(flat)
+    operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
+    divisor = compute_denominator(denominator, operands.locals[1], operands.locals[2], logits.dtype, operands, options)
+    flat = [*place_of(operands), *options.flat()]
+    loss, lse, z_loss, accuracy, own_denominator, statistics = forward(*operands.locals[:3], divisor, *flat)
     outputs = (loss, lse, *([z_loss] * options.return_z_loss), *([accuracy] * options.return_token_accuracy))
-    wrapped = iter(placed.wrapped(outputs))
+    wrapped = iter(operands.wrap_outputs(outputs))
     loss, lse = next(wrapped), next(wrapped)
     z_loss = next(wrapped) if options.return_z_loss else z_loss
     accuracy = next(wrapped) if options.return_token_accuracy else accuracy
-    return loss, lse, z_loss, accuracy, counted if denominator is not None or divisor is None else divisor, statistics
+    if denominator is None and divisor is not None:
+        own_denominator = divisor
+    return loss, lse, z_loss, accuracy, own_denominator, statistics
 
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Tensor:
-    grad, grad_lse, logits, target, weight, denominator, statistics, *asked = args
-    _, options = with_lse(asked)
-    placed = Placed.of(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
-    arrived, rest = map(to_local, (grad, grad_lse)), (*place_of(placed), *options.flat())
-    dlogits = backward(*arrived, *placed.locals, statistics, *rest)
-    return placed.as_operand(0, dlogits, placed.gradients(grad, grad_lse)[0])
+    grad, grad_lse, logits, target, weight, denominator, statistics, *flat = args
+    _, options = parse_with_lse(flat)
+    operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
+    local_grads, flat = map(to_local, (grad, grad_lse)), [*place_of(operands), *options.flat()]
+    dlogits = backward(*local_grads, *operands.locals, statistics, *flat)
+    return operands.wrap_gradient(0, dlogits, operands.gradient_layouts(grad, grad_lse)[0])
 
 
-def divided_by(
+def compute_denominator(
     denominator: Tensor | None,
     target: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
-    placed: Placed,
+    operands: TracedOperands,
     options: Options,
 ) -> Tensor | None:
-    """The denominator of "mean": the caller's, or the sum over all ranks. None if this rank has all tokens.
+    """The denominator of "mean": the caller's, or the sum over all ranks. None if the op needs no sum over ranks.
 
     target, weight: the local tensors.
     """
     if denominator is not None:
         return local_denominator(denominator) if isinstance(denominator, DTensor) else denominator
-    count = placed.options["count"]
-    if count is None:
+    all_reduce = operands.local_options["all_reduce"]
+    if all_reduce is None:
         return None
     assert target is not None, "the target is required"
     wide = torch.promote_types(dtype, torch.float32)
-    return mean_denominator(weight, target, options, wide, partial(sum_over, names=count.names))
+    return mean_denominator(weight, target, options, wide, partial(sum_over, names=all_reduce.names))
 
 
-def place_of(placed: Placed) -> Place:
+def place_of(operands: TracedOperands) -> Place:
     """The `Place` of this rank's shard, from the options of the op's rule."""
-    gather = placed.options["gather"]
+    gather = operands.local_options["gather"]
     return Place(
-        placed.options["vocab_start"],
-        placed.options["vocab_size"],
+        operands.local_options["vocab_start"],
+        operands.local_options["vocab_size"],
         None if gather is None else gather.names,
         checked=False,
     )

@@ -1,15 +1,12 @@
-"""Communication of cross-entropy on shards: gathers of statistics, sums over tokens, and checks among ranks.
+"""Communication of cross-entropy on shards: all-gathers of statistics, and all-reduces of sums over tokens.
 
-All-gathers of the shards' statistics, and all-reduces of sums over tokens, over process groups.
-
-In `vocab_parallel_cross_entropy` the all-gather also tells every rank which ranks have failed.
-
-The numbers gathered with the statistics in `vocab_parallel_cross_entropy`, and the checks of these numbers.
+The statistics' all-gather of `vocab_parallel_cross_entropy` also carries two rows about each rank: which classes the
+rank has, and whether it has failed. So every rank raises if any rank has failed, and none waits for it forever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,36 +17,41 @@ from weft.reshard.extension import Pending, Running, group_named, name_of, start
 
 from ...dispatch.backend import has_data
 
-LOW = 1 << 20  # gathered as number % LOW and number // LOW, since float32 has 24 bits
+# Class numbers are gathered as two digits of this base, number % BASE and number // BASE: the rows are float32, which
+# is exact for 24 bits only.
+BASE = 1 << 20
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
-    """A collective over several groups in turn."""
+class _GroupCollective:
+    """A collective over a product of mesh axes: run over each of the groups in turn."""
 
-    groups: tuple[dist.ProcessGroup, ...]  # a group for each mesh axis, minor first; or a single group over all
+    # A group for each mesh axis, the axis whose coordinate changes fastest from rank to rank first; or one group of
+    # all axes.
+    groups: tuple[dist.ProcessGroup, ...]
 
     @property
     def names(self) -> list[str]:
+        """The names of the groups, by which a custom op receives them."""
         return [name_of(group) for group in self.groups]
 
 
-class Along(_Over):
+class VocabGather(_GroupCollective):
     """A `Gather` over the axes that shard the vocabulary: one all-gather for each group."""
 
     @classmethod
-    def named(cls, names: Sequence[str] | None) -> Along | None:
-        """Make an instance for the groups with these names; None if there are none."""
+    def from_names(cls, names: Sequence[str] | None) -> VocabGather | None:
+        """Return the gather over the groups of these `names`, in a custom op; None if there are none."""
         return cls(tuple(map(group_named, names))) if names else None
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
-        return Pending(_gathered(self.groups, statistics)).wait
+        return Pending(_all_gather(self.groups, statistics)).wait
 
 
-class Summed(_Over):
-    """A `Count` over the axes that shard the tokens: one all-reduce for each group."""
+class TokenAllReduce(_GroupCollective):
+    """An `AllReduce` over the axes that shard the tokens: one all-reduce for each group, in place."""
 
     def __call__(self, part: Tensor) -> Tensor:
         for group in self.groups:
@@ -58,56 +60,63 @@ class Summed(_Over):
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A `Gather` over one group: the statistics, with each rank's classes and failure flag in two further rows.
+class CheckedGather:
+    """A `Gather` over one group that also checks the ranks, by two more rows of statistics from each rank.
 
-    Raises ValueError if another rank has failed or if the ranks' classes do not fit together. If `check_once` skips
-    that check, the gathered statistics are NaN instead.
+    Raises ValueError if another rank has failed, or if the ranks' classes do not fit together. Where `check_gathered`
+    skips this check on a GPU, the statistics become NaN instead, if the ranks do not fit.
     """
 
     group: dist.ProcessGroup
-    shard_classes: Classes  # this rank's
+    classes: ShardClasses  # this rank's
     failed: Exception | None = None  # this rank's error, raised after the gather, once all ranks know
 
     def __call__(self, statistics: Tensor) -> Callable[[], Tensor]:
-        return Pending(self._running(statistics)).wait
+        return Pending(self._gather_and_check(statistics)).wait
 
-    def _running(self, statistics: Tensor) -> Running:
-        rows = self.shard_classes.as_rows(statistics) if self.failed is None else failure_rows(statistics)
-        gathered = yield from _gathered((self.group,), torch.cat((statistics, rows)))  # [ranks, N + 2, C]
+    def _gather_and_check(self, statistics: Tensor) -> Running:
+        """A coroutine of `Pending`: yields the collective that it waits for."""
+        rows = self.classes.to_rows(statistics) if self.failed is None else failure_rows(statistics)
+        gathered = yield from _all_gather((self.group,), torch.cat((statistics, rows)))  # [ranks, N + 2, C]
         if self.failed is not None:
             raise self.failed
-        gathered, classes = gathered[:, :-2], gathered[:, -2:, :3]
-        ranks, vocab_size = dist.get_process_group_ranks(self.group), self.shard_classes.vocab_size
-        check_once(
-            (self.group, self.shard_classes),
-            classes,
-            lambda: check_shards(ranks, classes.tolist(), vocab_size),
+        gathered, rows = gathered[:, :-2], gathered[:, -2:, :3]
+        ranks, vocab_size = dist.get_process_group_ranks(self.group), self.classes.vocab_size
+        check_gathered(
+            (self.group, self.classes),
+            rows,
+            lambda: check_shards(ranks, rows.tolist(), vocab_size),
         )
-        if not on_gpu(classes):
+        if not on_gpu(rows):
             return gathered
-        return torch.where(shards_fit(classes, vocab_size), gathered, torch.nan)
+        return torch.where(shards_fit(rows, vocab_size), gathered, torch.nan)
 
 
-def attempted(
-    attempt: Callable[[], Result], group: dist.ProcessGroup, shard_classes: Classes, stand_in: Callable[[], Tensor]
-) -> tuple[Result, Checked]:
-    """Call `attempt` and return the result and the gather to use.
+def run_or_report(
+    attempt: Callable[[], Result],
+    group: dist.ProcessGroup,
+    classes: ShardClasses,
+    make_placeholder: Callable[[], Tensor],
+) -> tuple[Result, CheckedGather]:
+    """Call `attempt`, which may fail on this rank alone. Returns the result and the gather to use.
 
-    If `attempt` raises, this rank first joins a gather with `stand_in` and a failure flag: the other ranks wait for
-    it. Then the error is raised.
+    If `attempt` raises, this rank joins the gather in which the other ranks are, with `make_placeholder()` in place of
+    statistics and a failure flag. Then the error is raised.
     """
     try:
-        return attempt(), Checked(group, shard_classes)
+        return attempt(), CheckedGather(group, classes)
     except Exception as error:
-        Checked(group, shard_classes, error)(stand_in())()
-        raise
+        gather = CheckedGather(group, classes, error)
+        wait = gather(make_placeholder())
+        wait()  # raises the error
+        raise  # for type checkers
 
 
-def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
-    """Call `check` on gathered numbers: each time on a CPU, once for each key on a GPU, never without data.
+def check_gathered(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
+    """Call `check`, which reads gathered numbers: in every call on a CPU, but once for each key on a GPU.
 
-    On a GPU the host must wait for the device to check. Nothing is checked while a CUDA graph is captured.
+    On a GPU the host waits for the device to read them. Nothing is checked while a CUDA graph is captured, nor for a
+    tensor without data.
     """
     if gathered.is_meta or not has_data(gathered):
         return
@@ -117,8 +126,8 @@ def check_once(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> No
     world_cache()[key] = True
 
 
-def _gathered(groups: Sequence[dist.ProcessGroup], statistics: Tensor) -> Running:
-    """All-gather the statistics [N, C] of each rank to [ranks, N, C]: one all-gather for each group, minor first."""
+def _all_gather(groups: Sequence[dist.ProcessGroup], statistics: Tensor) -> Running:
+    """All-gather the statistics [N, C] of each rank to [ranks, N, C]: one all-gather for each group in turn."""
     part = statistics.unsqueeze(0)
     for group in groups:
         size = dist.get_world_size(group)
@@ -130,45 +139,48 @@ def _gathered(groups: Sequence[dist.ProcessGroup], statistics: Tensor) -> Runnin
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
-    """The classes of a rank's shard: start to start + size of vocab_size."""
+class ShardClasses:
+    """The classes of a rank's shard: from `start` to `start + size`, in a vocabulary of `vocab_size` classes."""
 
     start: int
     size: int
     vocab_size: int
 
-    def as_rows(self, like: Tensor) -> Tensor:
-        """Two rows to gather below the statistics `like`: the low parts of start and size, then the high parts."""
+    def to_rows(self, like: Tensor) -> Tensor:
+        """Two rows to gather below the statistics `like`: the low digits of start and size, then the high digits."""
         rows = like.new_zeros(2, like.shape[-1])
         for i, number in enumerate((self.start, self.size)):
-            rows[0, i], rows[1, i] = number % LOW, number // LOW
+            rows[0, i], rows[1, i] = number % BASE, number // BASE
         return rows
 
 
 def failure_rows(like: Tensor) -> Tensor:
-    """The rows gathered instead of `Classes.as_rows` by a rank that has failed."""
+    """The rows gathered instead of `ShardClasses.to_rows` by a rank that has failed: a flag behind the high digits."""
     rows = like.new_zeros(2, like.shape[-1])
     rows[1, 2] = 1
     return rows
 
 
-def shards_fit(classes: Tensor, vocab_size: int) -> Tensor:
-    """Whether no rank has failed and the sizes add up to vocab_size, as a bool tensor. classes: [ranks, 2, 3]."""
-    sizes = classes[:, 0, 1].sum() + LOW * classes[:, 1, 1].sum()
-    return (sizes == vocab_size) & (classes[:, 1, 2] == 0).all()
+def shards_fit(rows: Tensor, vocab_size: int) -> Tensor:
+    """Whether no rank has failed and the sizes add up to vocab_size, as a bool tensor. rows: [ranks, 2, 3].
+
+    Less than `check_shards` tests, but without the host.
+    """
+    sizes = rows[:, 0, 1].sum() + BASE * rows[:, 1, 1].sum()
+    return (sizes == vocab_size) & (rows[:, 1, 2] == 0).all()
 
 
-def check_shards(ranks: Sequence[int], classes: list[list[list[float]]], vocab_size: int) -> None:
+def check_shards(ranks: Sequence[int], rows: list[list[list[float]]], vocab_size: int) -> None:
     """Raise ValueError if a rank has failed, or if the shards do not hold each class of the vocabulary exactly once.
 
-    classes: [ranks, 2, 3], the gathered rows.
+    rows: [ranks, 2, 3], the gathered rows.
     """
-    failed = [rank for rank, (_, high) in zip(ranks, classes, strict=True) if high[2]]
+    failed = [rank for rank, (_, high) in zip(ranks, rows, strict=True) if high[2]]
     if failed:
         raise ValueError(f"cross-entropy cannot go on: see the error of rank {', '.join(map(str, failed))}")
     shards = []
-    for rank, (low, high) in zip(ranks, classes, strict=True):
-        start, size = (int(low[i]) + LOW * int(high[i]) for i in (0, 1))
+    for rank, (low, high) in zip(ranks, rows, strict=True):
+        start, size = (int(low[i]) + BASE * int(high[i]) for i in (0, 1))
         if size:
             shards.append((start, start + size, rank))
     shards.sort()
@@ -181,18 +193,12 @@ def check_shards(ranks: Sequence[int], classes: list[list[list[float]]], vocab_s
         )
 
 
-def values_on_ranks(ranks: Sequence[int], values: Iterable[float]) -> list[str]:
-    """Each distinct value with a rank that has it: "4 on rank 0". A single entry if all ranks agree."""
-    rank_of = {int(value): rank for rank, value in zip(ranks, values, strict=True)}
-    return [f"{value} on rank {rank}" for value, rank in rank_of.items()]
-
-
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether the host would have to wait for the device to read the tensor."""
+    """Whether the tensor is on a GPU. The host then waits for the device whenever it reads the tensor."""
     return tensor.is_cuda
 
 
-def stand_in(target: Tensor, logits: Tensor, columns: int) -> Tensor:
+def placeholder_statistics(target: Tensor, logits: Tensor, columns: int) -> Tensor:
     """Zeros instead of the statistics of a rank that has failed, with the other ranks' shape and dtype."""
     dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
     return torch.zeros(target.numel(), columns, dtype=dtype, device=logits.device)

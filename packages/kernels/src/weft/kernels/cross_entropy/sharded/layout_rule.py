@@ -13,10 +13,10 @@ from weft.reshard import layout_of
 from weft.reshard.extension import group_over
 
 from ...dispatch.op import Op
-from ...dispatch.sharded import Shapes, Sharding, independent
+from ...dispatch.sharded import Shapes, Sharding, infer_gradient_layouts
 from .. import function
 from ..options import Options
-from .gather import Along, Summed
+from .gather import TokenAllReduce, VocabGather
 
 
 def local_denominator(denominator: DTensor) -> Tensor:
@@ -28,10 +28,10 @@ def local_denominator(denominator: DTensor) -> Tensor:
     return denominator.to_local()
 
 
-def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, Any]) -> Sharding:
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, arguments: dict[str, Any]) -> Sharding:
     logits, target, weight, _ = layouts
     shape, _, _, denominator = shapes
-    options: Options = given["options"]
+    options: Options = arguments["options"]
     assert logits is not None and target is not None and shape, "both are given"
     vocab_dim = len(shape) - 1
     vocab_axes = logits.shard_order.get(vocab_dim, ())
@@ -47,7 +47,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
     if weight is not None:
         infer.whole("cross_entropy", "the weight", weight, 0)
     token_axes = [axis for axes in tokens.shard_order.values() for axis in axes]
-    to_count = token_axes if options.reduction == "mean" and denominator is None else []
+    summed_axes = token_axes if options.reduction == "mean" and denominator is None else []
     output = tokens
     if options.reduction != "none":
         output = Layout(
@@ -57,9 +57,12 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
                 for axis, placement in zip(tokens.mesh.axis_names, tokens.placements, strict=True)
             },
         )
-    loss_rule, lse_rule = independent(output, (logits, target)), independent(tokens, (logits, target))
+    loss_rule, lse_rule = (
+        infer_gradient_layouts(output, (logits, target)),
+        infer_gradient_layouts(tokens, (logits, target)),
+    )
 
-    def gradients(loss: Layout | None, lse: Layout | None = None, *constants: None) -> tuple[Layout | None, ...]:
+    def gradient_layouts(loss: Layout | None, lse: Layout | None = None, *constants: None) -> tuple[Layout | None, ...]:
         layouts_of_logits = [rule(grad)[0] for rule, grad in ((loss_rule, loss), (lse_rule, lse)) if grad is not None]
         if layouts_of_logits[0] != layouts_of_logits[-1]:
             raise LayoutError(
@@ -69,17 +72,17 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, given: dict[str, A
             )
         return layouts_of_logits[0], None, None, None
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {
             "vocab_start": logits.local_slices(shape, rank)[vocab_dim].start,
             "vocab_size": shape[vocab_dim],
-            "gather": Along((group_over(mesh, vocab_axes),)) if vocab_axes else None,
-            "count": Summed((group_over(mesh, to_count),)) if to_count else None,
+            "gather": VocabGather((group_over(mesh, vocab_axes),)) if vocab_axes else None,
+            "all_reduce": TokenAllReduce((group_over(mesh, summed_axes),)) if summed_axes else None,
         }
 
     loss_shape = shape[:-1] if options.reduction == "none" else ()
-    more = ((tokens, shape[:-1]),) * options.return_lse + ((output, loss_shape),) * options.constants
-    return Sharding(output, loss_shape, gradients, local, more)
+    further = ((tokens, shape[:-1]),) * options.return_lse + ((output, loss_shape),) * options.num_constants
+    return Sharding(output, loss_shape, gradient_layouts, local_options, further)
 
 
 CROSS_ENTROPY = Op(
@@ -88,7 +91,7 @@ CROSS_ENTROPY = Op(
     function.backward,
     _rule,
     lambda dtype, options: torch.promote_types(dtype, torch.float32),
-    varying=("once",),
-    constants=lambda options: options["options"].constants,
+    varying=("first_backward",),
+    num_constants=lambda options: options["options"].num_constants,
     overwrites=lambda options: options["options"].inplace_backward,
 )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...dispatch.backend import can_read, has_data, is_compiling
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
-from ..guess import Once
+from ..guess import FirstBackward
 from ..options import (
     AllOptions,
     AnyOutputs,
@@ -26,9 +26,8 @@ from ..options import (
     check_contiguous,
     check_target,
 )
-from . import gather as agreement
-from .custom_ops import Place, compiled
-from .gather import Classes, attempted
+from .custom_ops import Place, apply_custom_op
+from .gather import ShardClasses, placeholder_statistics, run_or_report
 from .layout_rule import CROSS_ENTROPY, local_denominator
 
 
@@ -122,25 +121,31 @@ def cross_entropy(
     check_not_leaf(logits, options)
     operands = (logits, target, weight, as_denominator(denominator, weight, logits))
     if is_compiling():
-        outputs = _requested(compiled(*operands, options=options, place=Place(groups=groups_of(*operands))), options)
+        outputs = _select_outputs(
+            apply_custom_op(*operands, options=options, place=Place(groups=groups_of(*operands))), options
+        )
     else:
-        outputs = apply_many(CROSS_ENTROPY, *operands, options=options, once=_once(logits, options))
+        outputs = apply_many(CROSS_ENTROPY, *operands, options=options, first_backward=_first_backward(logits, options))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _requested(compiled: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
-    """The requested outputs. The compiled op always returns the lse as well."""
-    loss, lse, *constants = compiled
+def _select_outputs(outputs: tuple[Tensor, ...], options: Options) -> tuple[Tensor, ...]:
+    """The requested outputs of `apply_custom_op`, which always returns the lse as well."""
+    loss, lse, *constants = outputs
     return (loss, lse, *constants) if options.return_lse else (loss, *constants)
 
 
-def _once(logits: Tensor, options: Options) -> Once | None:
-    """A `Once` if forward may compute the gradient, else None.
+def _first_backward(logits: Tensor, options: Options) -> FirstBackward | None:
+    """A `FirstBackward` if forward may compute the gradient, else None.
 
-    The gradient gets memory of its own, since others may read the logits before backward.
+    This gradient has its own memory: it cannot overwrite the logits, which another op may read before backward.
     """
     wanted = torch.is_grad_enabled() and logits.requires_grad and has_data(logits)
-    return Once() if wanted and not options.inplace_backward and options.gradient_in_forward(logits.dtype) else None
+    return (
+        FirstBackward()
+        if wanted and not options.inplace_backward and options.gradient_in_forward(logits.dtype)
+        else None
+    )
 
 
 @overload
@@ -215,7 +220,7 @@ def vocab_parallel_cross_entropy(
         _check_local(logits, target)
         parsed, scalar = Options(**options), as_denominator(denominator, weight, logits)
         place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
-        outputs = _requested(compiled(logits, target, weight, scalar, options=parsed, place=place), parsed)
+        outputs = _select_outputs(apply_custom_op(logits, target, weight, scalar, options=parsed, place=place), parsed)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[Options, Tensor | None]:
@@ -226,9 +231,11 @@ def vocab_parallel_cross_entropy(
         check(logits, target, weight, scalar, parsed, vocab_start, vocab_size)
         return parsed, scalar
 
-    classes = Classes(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
+    classes = ShardClasses(vocab_start, logits.shape[-1] if logits.ndim else 0, vocab_size)
     columns = 3 + 2 * bool(options.get("label_smoothing")) + bool(options.get("return_token_accuracy"))
-    (parsed, scalar), gather = attempted(attempt, group, classes, lambda: agreement.stand_in(target, logits, columns))
+    (parsed, scalar), gather = run_or_report(
+        attempt, group, classes, lambda: placeholder_statistics(target, logits, columns)
+    )
     outputs = apply_many(
         CROSS_ENTROPY, logits, target, weight, scalar,
         options=parsed, vocab_start=vocab_start, vocab_size=vocab_size, gather=gather,

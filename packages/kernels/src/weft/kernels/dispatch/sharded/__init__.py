@@ -2,7 +2,7 @@
 
 from .autocast import autocasts, cast_for
 from .functions import apply, apply_many
-from .rules import Shapes, Sharding, check_devices, independent, of_several
+from .rules import Shapes, Sharding, check_devices, infer_gradient_layouts, require_one_layout
 
 __all__ = [
     "Shapes",
@@ -12,6 +12,6 @@ __all__ = [
     "autocasts",
     "cast_for",
     "check_devices",
-    "independent",
-    "of_several",
+    "infer_gradient_layouts",
+    "require_one_layout",
 ]

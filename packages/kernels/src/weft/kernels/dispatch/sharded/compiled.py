@@ -15,7 +15,7 @@ from weft.reshard import layout_of
 from weft.reshard.extension import group_named, guard_shapes, this_rank, wait_for, wrap
 
 from ..op import Op
-from .calls import Call, wrap_gradient
+from .call_plan import CallPlan, wrap_as_operand
 
 try:
     VERSION = version("weft-kernels")
@@ -24,43 +24,51 @@ except PackageNotFoundError:  # run from source, not installed
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """The operands of a traced op, global and local, on this rank. Made by `Placed.of`."""
+class TracedOperands:
+    """The operands of a custom op while Dynamo traces, global and local, and the plan to wrap its results.
 
-    tensors: Sequence[Tensor | None]
-    call: Call
-    locals: tuple[Tensor | None, ...]
-    options: dict[str, Any]  # from the op's rule, for this rank
+    Made by `TracedOperands.unwrap`.
+    """
+
+    tensors: Sequence[Tensor | None]  # as the op received them
+    plan: CallPlan
+    locals: tuple[Tensor | None, ...]  # the local tensors of this rank
 
     @classmethod
-    def of(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> Placed:
-        """Unwrap the operands. Raises LayoutError if the rule cannot take their layouts or this rank is outside the
-        mesh.
+    def unwrap(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> TracedOperands:
+        """Unwrap the operands of `op`. options: of the call.
+
+        Raises LayoutError if the op's rule cannot take their layouts or this rank is outside the mesh.
         """
         guard_shapes()
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-        call = Call.of(op, tensors, mesh, options)
-        if call.options is None:
+        plan = CallPlan.find(op, tensors, mesh, options)
+        if not plan.is_in_mesh:
             raise LayoutError(
-                f"{op.name} is compiled on rank {this_rank()}, which is not in {call.sharding.output.mesh}; compile it "
+                f"{op.name} is compiled on rank {this_rank()}, which is not in {plan.sharding.output.mesh}; compile it "
                 f"on the ranks of the mesh alone"
             )
-        return cls(tensors, call, tuple(map(to_local, tensors)), call.options)
+        return cls(tensors, plan, tuple(map(to_local, tensors)))
 
-    def wrapped(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
+    @property
+    def local_options(self) -> dict[str, Any]:
+        """This rank's options, from the op's rule."""
+        return self.plan.local_options
+
+    def wrap_outputs(self, outputs: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """Wrap the local outputs of an op of several outputs."""
-        layouts = self.call.outputs
-        return tuple(wrap(part, layout, shape) for part, (layout, shape) in zip(outputs, layouts, strict=True))
+        layouts = self.plan.outputs
+        return tuple(wrap(local, layout, shape) for local, (layout, shape) in zip(outputs, layouts, strict=True))
 
-    def gradients(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
+    def gradient_layouts(self, *grads: DTensor | None) -> tuple[Layout | None, ...]:
         """The layouts of the operands' gradients, from the gradients of the outputs."""
-        return self.call.gradients(*(None if grad is None else layout_of(grad) for grad in grads))
+        return self.plan.operand_gradient_layouts(*(None if grad is None else layout_of(grad) for grad in grads))
 
-    def as_operand(self, i: int, gradient: Tensor, layout: Layout | None) -> Tensor:
-        """Wrap the local gradient of operand i as the operand is. Raises as `wrap_gradient`."""
+    def wrap_gradient(self, i: int, local: Tensor, layout: Layout | None) -> Tensor:
+        """Wrap the local gradient of operand i as the operand is. Raises as `wrap_as_operand`."""
         operand = self.tensors[i]
         assert operand is not None and layout is not None, "an operand that was left out has no gradient"
-        return wrap_gradient(self.call.op, gradient, layout, operand.shape, not isinstance(operand, DTensor))
+        return wrap_as_operand(self.plan.op, local, layout, operand.shape, not isinstance(operand, DTensor))
 
 
 def groups_of(*tensors: Tensor | None) -> list[str] | None:

@@ -1,8 +1,7 @@
-"""The autograd functions of ops.
+"""`apply` and `apply_many` run an `Op` on plain tensors and on DTensors, by the autograd functions in this file.
 
-`Plain`: plain tensors. `Sharded`: DTensors. `ToLocal`, `FromLocal`: DTensors, for ops differentiated by torch.
-
-`apply` and `apply_many`: run an `Op` on plain tensors and on DTensors.
+`PlainOp`: an op on plain tensors. `ShardedOp`: an op on DTensors. `ToLocal` and `FromLocal`: before and after the
+forward of an op which torch differentiates, on DTensors.
 
 Ops have no second derivatives: asking for a second derivative raises an error.
 """
@@ -20,35 +19,37 @@ from weft.reshard.extension import in_graph
 
 from ..autocast import autocast_dtype, autocast_off, is_autocasting
 from ..backend import is_compiling, refuse_jit_trace
-from ..delayed_weight_gradients import compute_or_wait
+from ..delayed_weight_gradients import compute_gradients
 from ..op import OPS, Op, Tensors
-from ..remade_activations import mark_recomputable, replace_recomputable, restore
-from .calls import Call, Flow, sliced
+from ..recomputed_activations import mark_recomputable, replace_recomputable, restore
+from .call_plan import CallPlan, GradientLayouts, slice_gradient
 from .rules import Sharding
 
 
-def anchor() -> Tensor:
-    """An empty tensor that an autograd function outputs last and saves.
+def make_node_link() -> Tensor:
+    """An empty tensor that links to its autograd function: the function returns it as last output, and saves it.
 
-    Saved, it leads to all operands of the function. See `first_order` for its use.
+    In backward, the saved tensor's `grad_fn` is the node of the function itself, from which autograd reaches all
+    operands. `first_order` needs such a link where an operand is not saved.
     """
     return torch.empty(0)
 
 
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Decorator for the backward of an autograd function whose last output is an `anchor`, or None.
+    """Decorator for the backward of an autograd function whose last output is the link of `make_node_link`, or None.
 
-    Differentiating the returned gradients raises RuntimeError. Autograd runs only nodes on a path to the requested
-    tensors, and the request must reach a node that raises. So `refusing` links the gradients to the upstream gradients
-    and to the saved tensors. If an operand that needs a gradient is not itself saved, the function saves an `anchor`.
-    A function that saves nothing has gradients independent of its operands.
+    The second derivative then raises RuntimeError, whichever tensors it is taken by. Autograd runs only the nodes that
+    lie between the differentiated gradients and these tensors, so one of the nodes must raise. Therefore
+    `refuse_second_derivative` puts such a node between the gradients and every tensor they depend on: the upstream
+    gradients and the operands. The operands are reached through the saved tensors, which are the operands themselves
+    or the link to the function's node. The gradients of a function that saves nothing do not depend on its operands.
 
-    torch's `once_differentiable` may let the request pass, as if the gradients were constants.
+    torch's `once_differentiable` does not always raise: it may treat the gradients as constants.
     """
 
-    def once(ctx: Any, *grads: Tensor | None) -> Tensors:
-        arrived, first = grads[:-1], None
-        for grad in arrived:  # any() with a generator would cost the host more
+    def run_backward(ctx: Any, *grads: Tensor | None) -> Tensors:
+        output_grads, first = grads[:-1], None  # without the link's
+        for grad in output_grads:  # any() with a generator would cost the host more
             if grad is not None:
                 first = grad
                 break
@@ -57,21 +58,24 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
         # Backward may be called inside an autocast region.
         if is_autocasting() and autocast_dtype(first) is not None and not is_compiling():
             with autocast_off(first):
-                return once(ctx, *grads)
+                return run_backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return backward(ctx, *arrived)
+            return backward(ctx, *output_grads)
         with torch.no_grad():
-            found = backward(ctx, *arrived)
-        return found if is_compiling() else refusing(found, *ctx.saved_tensors, *arrived)
+            gradients = backward(ctx, *output_grads)
+        return gradients if is_compiling() else refuse_second_derivative(gradients, *ctx.saved_tensors, *output_grads)
 
-    return once
+    return run_backward
 
 
-def refusing(found: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
-    """Link gradients to `sources`: differentiating a gradient by a source raises RuntimeError."""
+def refuse_second_derivative(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
+    """Return the gradients, linked to `sources`: differentiating a gradient by a source raises RuntimeError.
+
+    For a backward run with grad mode on (`create_graph=True`), which has computed the gradients without a graph.
+    """
     return tuple(
         _NoSecondDerivative.apply(each, *sources) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
-        for each in found
+        for each in gradients
     )
 
 
@@ -87,33 +91,33 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-class Plain(torch.autograd.Function):
-    """Runs an op on plain tensors. Returns the outputs and their `anchor`."""
+class PlainOp(torch.autograd.Function):
+    """Runs an op on plain tensors. Returns the outputs and the link of `make_node_link`, or None."""
 
     @staticmethod
     def forward(ctx: Any, op: Op, options: dict[str, Any], *tensors: Tensor | None) -> Any:
         output, saved = op.forward(*tensors, **options)
         if is_compiling():
-            many = isinstance(output, tuple)
-            output = tuple([_unwritten(each, tensors) for each in output]) if many else _unwritten(output, tensors)
-        ctx.op, ctx.options, ctx.many = op, options, isinstance(output, tuple)
+            is_tuple = isinstance(output, tuple)
+            output = tuple([_as_view(each, tensors) for each in output]) if is_tuple else _as_view(output, tensors)
+        ctx.op, ctx.options, ctx.is_tuple = op, options, isinstance(output, tuple)
         ctx.set_materialize_grads(False)
         if op.weights:
-            ctx.given = [tensor is not None for tensor in tensors]
-        leads = _leads(saved, tensors, ctx.needs_input_grad[2:])
-        anchor_ = _save(ctx, op, saved, options, output[-1] if ctx.many else output, leads)
-        if options.get("inplace") and output is tensors[0]:
+            ctx.is_tensor = [tensor is not None for tensor in tensors]
+        needs_link = not _saves_operands(saved, tensors, ctx.needs_input_grad[2:])
+        link = _save(ctx, op, saved, options, output[-1] if ctx.is_tuple else output, needs_link)
+        if options.get("inplace") and output is tensors[0]:  # see `Op`
             ctx.mark_dirty(output)
-        if not ctx.many:
-            return output, anchor_
-        ctx.mark_non_differentiable(*output[len(output) - op.constants(options) :])
-        return *output, anchor_
+        if not ctx.is_tuple:
+            return output, link
+        ctx.mark_non_differentiable(*output[len(output) - op.num_constants(options) :])
+        return *output, link
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
-        grad = grads if ctx.many else grads[0]
-        op, options, saved, needed = ctx.op, ctx.options, _restored(ctx), ctx.needs_input_grad[2:]
+        grad = grads if ctx.is_tuple else grads[0]
+        op, options, saved, needed = ctx.op, ctx.options, _restore_saved(ctx), ctx.needs_input_grad[2:]
         if op.epilogue_backward is not None:
             grad = op.epilogue_backward(saved, grad, needed, **options)
         if not op.weights:  # the op has no weights to delay
@@ -123,54 +127,57 @@ class Plain(torch.autograd.Function):
             gradients: Tensors = op.backward(saved, grad, needed, **options)
             return gradients
 
-        return None, None, *compute_or_wait(ctx, op.weights, needed, compute)
+        return None, None, *compute_gradients(ctx, op.weights, needed, compute)
 
 
-class Sharded(torch.autograd.Function):
-    """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and their `anchor`.
+class ShardedOp(torch.autograd.Function):
+    """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and the link of `make_node_link`.
 
-    Also for ops without a backward, on ranks outside the mesh.
+    On ranks outside the mesh also for ops which torch differentiates: their forward does not run there, so torch would
+    have no graph to differentiate.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, options: dict[str, Any], *tensors: Tensor | None) -> Any:
-        ctx.call, ctx.overwritten = call, tensors[0] if call.overwrites else None
-        if call.op.weights:
-            ctx.given = [tensor is not None for tensor in tensors]
-        outputs, saved, ctx.options = computed(call, options, tensors)
-        anchor_ = _save(ctx, call.op, saved, ctx.options, outputs[-1].to_local(), False)
+    def forward(ctx: Any, plan: CallPlan, options: dict[str, Any], *tensors: Tensor | None) -> Any:
+        ctx.plan, ctx.overwritten = plan, tensors[0] if plan.overwrites else None
+        if plan.op.weights:
+            ctx.is_tensor = [tensor is not None for tensor in tensors]
+        outputs, saved, ctx.options = compute_on_mesh(plan, options, tensors)
+        # The saved tensors are local: they do not lead to the DTensor operands.
+        link = _save(ctx, plan.op, saved, ctx.options, outputs[-1].to_local(), needs_link=True)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[len(outputs) - call.constants :])
-        return *outputs, anchor_
+        ctx.mark_non_differentiable(*outputs[len(outputs) - plan.num_constants :])
+        return *outputs, link
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
-        call: Call = ctx.call
+        plan: CallPlan = ctx.plan
         needed = ctx.needs_input_grad[2:]
-        flow = call.flow(grads)
-        locals_ = tuple(
-            None if grad is None else sliced(grad, cut).to_local() for grad, cut in zip(grads, flow.sliced, strict=True)
+        layouts = plan.gradient_layouts(grads)
+        local_grads = tuple(
+            None if grad is None else slice_gradient(grad, layout).to_local()
+            for grad, layout in zip(grads, layouts.slices, strict=True)
         )
-        if call.options is not None:
-            assert call.op.backward is not None, "ops without a backward go through ToLocal and FromLocal"
-            local = locals_[0] if call.sharding.more is None else locals_
-            backward, saved, options = call.op.backward, _restored(ctx), ctx.options
-            if call.op.epilogue_backward is not None:
-                local = call.op.epilogue_backward(saved, local, needed, **options)
+        if plan.is_in_mesh:
+            assert plan.op.backward is not None, "ops without a backward go through ToLocal and FromLocal"
+            grad = local_grads if plan.sharding.is_tuple else local_grads[0]
+            backward, saved, options = plan.op.backward, _restore_saved(ctx), ctx.options
+            if plan.op.epilogue_backward is not None:
+                grad = plan.op.epilogue_backward(saved, grad, needed, **options)
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
-                return call.as_operands(backward(saved, local, needed, **options), flow)
+                return plan.wrap_gradients(backward(saved, grad, needed, **options), layouts)
 
-            gradients = compute_or_wait(ctx, call.op.weights, needed, compute)
+            gradients = compute_gradients(ctx, plan.op.weights, needed, compute)
             if ctx.overwritten is not None:
                 # autograd looks at the DTensor's version, not at the local tensor's
                 torch.autograd.graph.increment_version(ctx.overwritten)
-        else:
-            like = next(local for local in locals_ if local is not None)
-            dtypes = zip(call.dtypes, needed, strict=True)
-            parts = tuple(like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes)
-            gradients = call.as_operands(parts, flow)
+        else:  # the gradients are empty
+            like = next(grad for grad in local_grads if grad is not None)
+            dtypes = zip(plan.dtypes, needed, strict=True)
+            empty = tuple(like.new_empty(0, dtype=dtype) if need else None for dtype, need in dtypes)
+            gradients = plan.wrap_gradients(empty, layouts)
         return None, None, *gradients
 
 
@@ -178,77 +185,81 @@ class ToLocal(torch.autograd.Function):
     """Unwraps the operands of an op differentiated by torch. The dual is `FromLocal`."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, flows: list[Flow], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """flows: empty at first. `FromLocal.backward` appends the gradients' flow; `ToLocal.backward` runs later and
-        reads it.
+    def forward(
+        ctx: Any, plan: CallPlan, mailbox: list[GradientLayouts], *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """mailbox: an empty list, the same as for `FromLocal`. The backward of `FromLocal` appends the layouts of the
+        operands' gradients; the backward of `ToLocal` runs later and reads them.
         """
-        ctx.call, ctx.flows = call, flows
+        ctx.plan, ctx.mailbox = plan, mailbox
         ctx.set_materialize_grads(False)
-        locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        parts = tuple(None if local is None else local.detach() for local in locals_)
-        needed = zip(parts, ctx.needs_input_grad[2:], strict=True)
-        ctx.mark_non_differentiable(*[part for part, need in needed if part is not None and not need])
-        return parts
+        undetached = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        locals_ = tuple(None if local is None else local.detach() for local in undetached)
+        needed = zip(locals_, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*[local for local, need in needed if local is not None and not need])
+        return locals_
 
     @staticmethod
-    def backward(ctx: Any, *parts: Tensor | None) -> Tensors:
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
         with torch.no_grad():
-            gradients = ctx.call.as_operands(parts, ctx.flows[-1])
-        return None, None, *(refusing(gradients, *parts) if torch.is_grad_enabled() else gradients)
+            gradients = ctx.plan.wrap_gradients(grads, ctx.mailbox[-1])
+        return None, None, *(refuse_second_derivative(gradients, *grads) if torch.is_grad_enabled() else gradients)
 
 
 class FromLocal(torch.autograd.Function):
     """Wraps the outputs of an op differentiated by torch. The dual is `ToLocal`."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, flows: list[Flow], *outputs: Tensor) -> tuple[DTensor, ...]:
-        ctx.call, ctx.flows = call, flows
+    def forward(ctx: Any, plan: CallPlan, mailbox: list[GradientLayouts], *outputs: Tensor) -> tuple[DTensor, ...]:
+        """mailbox: see `ToLocal`."""
+        ctx.plan, ctx.mailbox = plan, mailbox
         ctx.set_materialize_grads(False)
-        made = [call.output(i, output.detach()) for i, output in enumerate(outputs)]
-        ctx.mark_non_differentiable(*(each for each in made if not (each.is_floating_point() or each.is_complex())))
-        return tuple(made)
+        wrapped = [plan.wrap_output(i, output.detach()) for i, output in enumerate(outputs)]
+        ctx.mark_non_differentiable(*(each for each in wrapped if not (each.is_floating_point() or each.is_complex())))
+        return tuple(wrapped)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor | None) -> Tensors:
         if all(grad is None for grad in grads):
             return (None,) * (2 + len(grads))
         with torch.no_grad():
-            flow = ctx.call.flow(grads)
-            ctx.flows.append(flow)
-            parts = tuple(
-                None if grad is None else sliced(grad, cut).to_local()
-                for grad, cut in zip(grads, flow.sliced, strict=True)
+            layouts = ctx.plan.gradient_layouts(grads)
+            ctx.mailbox.append(layouts)
+            locals_ = tuple(
+                None if grad is None else slice_gradient(grad, layout).to_local()
+                for grad, layout in zip(grads, layouts.slices, strict=True)
             )
-        return None, None, *(refusing(parts, *grads) if torch.is_grad_enabled() else parts)
+        return None, None, *(refuse_second_derivative(locals_, *grads) if torch.is_grad_enabled() else locals_)
 
 
-def computed(
-    call: Call, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, recorded: bool = True
+def compute_on_mesh(
+    plan: CallPlan, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, saves: bool = True
 ) -> tuple[list[DTensor], Tensors, dict[str, Any]]:
-    """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options.
+    """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options of the call.
 
-    The returned options include this rank's own. recorded: whether a backward may follow.
+    options: as given by the caller. The returned options include this rank's, `CallPlan.local_options`.
+    saves: whether a backward may follow. If not, no tensors are saved.
     """
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    op, sharding = call.op, call.sharding
+    op, sharding = plan.op, plan.sharding
     saved: Tensors = ()
-    if call.options is None:
-        output = _nothing(op, locals_, sharding, options)
+    if not plan.is_in_mesh:
+        output = _empty_outputs(op, locals_, sharding, options)
     else:
-        options = {**options, **call.options} if call.options else options
-        if recorded and op.backward is not None:
+        options = {**options, **plan.local_options} if plan.local_options else options
+        if saves and op.backward is not None:
             output, saved = op.forward(*locals_, **options)
         else:
-            output = op.infer(*locals_, **options)
-    parts = (output,) if sharding.more is None else output
-    return [call.output(i, part) for i, part in enumerate(parts)], saved, options
+            output = op.compute_outputs(*locals_, **options)
+    outputs = output if sharding.is_tuple else (output,)
+    return [plan.wrap_output(i, local) for i, local in enumerate(outputs)], saved, options
 
 
-def _unwritten(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
-    """A view of the output, unless the output is an operand.
+def _as_view(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
+    """A view of the output; the output itself if it is an operand.
 
-    Needed under torch.compile: Dynamo in torch 2.11 gives zero gradients to the operands of a function that writes
-    its output in place, as kernels do, and returns it without a view.
+    Used under torch.compile. A kernel writes its output in place. If an autograd function returns this tensor itself,
+    Dynamo of torch 2.11 gives the operands zero gradients; if it returns a view, the gradients are right.
     """
     for operand in operands:
         if operand is output:
@@ -256,7 +267,7 @@ def _unwritten(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
     return output.view_as(output)
 
 
-def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
+def _saves_operands(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
     """Whether each operand that needs a gradient is one of the saved tensors (the same object)."""
     for tensor, need in zip(tensors, needed, strict=True):
         if need:
@@ -268,11 +279,12 @@ def _leads(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[
     return True
 
 
-def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, leads: bool) -> Tensor | None:
-    """Save `saved` for backward, with recomputable tensors replaced. Returns the `anchor`, or None if none is needed.
+def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Tensor, needs_link: bool) -> Tensor | None:
+    """Save `saved` for backward, with recomputable tensors replaced. Returns the link of `make_node_link`, or None.
 
-    output: this rank's part of the last output.
-    leads: from `_leads`. If True, and if no saved tensor is replaced, no anchor is needed.
+    output: this rank's local tensor of the last output.
+    needs_link: whether an operand that needs a gradient is not saved. The link is also needed if a saved tensor is
+        replaced.
     """
     if not saved or is_compiling():
         ctx.recipes = None
@@ -281,22 +293,22 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
     if op.recompute is not None and True in ctx.needs_input_grad:
         mark_recomputable(output, op, saved, options)
     tensors, ctx.recipes = replace_recomputable(saved)
-    anchor_ = None if leads and not ctx.recipes else anchor()
-    ctx.save_for_backward(*tensors, anchor_)
-    return anchor_
+    link = make_node_link() if needs_link or ctx.recipes else None
+    ctx.save_for_backward(*tensors, link)
+    return link
 
 
-def _restored(ctx: Any) -> Tensors:
-    """In backward: the tensors that `_save` received."""
+def _restore_saved(ctx: Any) -> Tensors:
+    """In backward: return the tensors that `_save` received."""
     tensors: Tensors = ctx.saved_tensors[:-1]
     return restore(tensors, ctx.recipes) if ctx.recipes else tensors
 
 
-def _nothing(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: dict[str, Any]) -> Any:
+def _empty_outputs(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: dict[str, Any]) -> Any:
     """The empty outputs of an op on a rank outside the mesh."""
     like = next(local for local in locals_ if local is not None and local.is_floating_point())
     empty = [like.new_empty(0, dtype=op.dtype(like.dtype, options)) for _ in sharding.outputs]
-    return empty[0] if sharding.more is None else tuple(empty)
+    return tuple(empty) if sharding.is_tuple else empty[0]
 
 
 def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -307,27 +319,27 @@ def apply(op: Op, *tensors: Tensor | None, **options: Any) -> Tensor:
     """
     refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
-        output: Tensor = op.infer(*tensors, **options)
+        output: Tensor = op.compute_outputs(*tensors, **options)
         return output
-    found: Tensor = _run(op, tensors, options)[0]
-    return found
+    differentiable: Tensor = _run(op, tensors, options)[0]
+    return differentiable
 
 
 def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     """`apply`, for an op of several outputs."""
     refuse_jit_trace(op.name)
     if not torch.is_grad_enabled() and _are_plain(tensors):
-        outputs: tuple[Tensor, ...] = op.infer(*tensors, **options)
+        outputs: tuple[Tensor, ...] = op.compute_outputs(*tensors, **options)
         return outputs
-    found: tuple[Tensor, ...] = _run(op, tensors, options)[:-1]
-    return found
+    differentiable: tuple[Tensor, ...] = _run(op, tensors, options)[:-1]
+    return differentiable
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether no operand is a DTensor.
 
-    Without gradients, an op on plain tensors is `Op.infer` alone: an autograd function would cost the host more than
-    many an op.
+    Without gradients, an op on plain tensors is `Op.compute_outputs` alone: an autograd function would cost the host
+    more time than many an op takes.
     """
     for tensor in tensors:  # noqa: SIM110  a generator costs the host more
         if isinstance(tensor, DTensor):
@@ -336,33 +348,33 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    """Return the op's outputs, then the `anchor` or None."""
+    """Return the op's outputs, then the link of `make_node_link` or None."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             if is_compiling():
-                return *_in_graph(op.name, tuple(options.items()), *tensors), None
-            return _on_mesh(op, tensor.device_mesh, tensors, options)
+                return *_run_in_graph(op.name, tuple(options.items()), *tensors), None
+            return _run_on_mesh(op, tensor.device_mesh, tensors, options)
     if op.backward is None:
         output = op.forward(*tensors, **options)
         return (*output, None) if isinstance(output, tuple) else (output, None)
-    return recorded(Plain, op, options, *tensors)
+    return apply_function(PlainOp, op, options, *tensors)
 
 
-def _on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    """`_run`, on DTensors."""
-    call = Call.of(op, tensors, mesh, options)
+def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    """`_run` for operands of which at least one is a DTensor. mesh: of any DTensor among them."""
+    plan = CallPlan.find(op, tensors, mesh, options)
     if not torch.is_grad_enabled():
-        return *computed(call, options, tensors, recorded=False)[0], None
-    if op.backward is not None or call.options is None:
-        return recorded(Sharded, call, options, *tensors)
-    flows: list[Flow] = []
-    parts = ToLocal.apply(call, flows, *tensors)  # type: ignore[no-untyped-call]
-    output = op.forward(*parts, **options, **call.options)
-    outputs = (output,) if call.sharding.more is None else output
-    return *FromLocal.apply(call, flows, *outputs), None  # type: ignore[no-untyped-call]
+        return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
+    if op.backward is not None or not plan.is_in_mesh:
+        return apply_function(ShardedOp, plan, options, *tensors)
+    mailbox: list[GradientLayouts] = []
+    locals_ = ToLocal.apply(plan, mailbox, *tensors)  # type: ignore[no-untyped-call]
+    output = op.forward(*locals_, **options, **plan.local_options)
+    outputs = output if plan.sharding.is_tuple else (output,)
+    return *FromLocal.apply(plan, mailbox, *outputs), None  # type: ignore[no-untyped-call]
 
 
-def recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Call an autograd function. Raises RuntimeError under a transform of torch.func: ops support none."""
     if is_compiling():
         return function.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -377,8 +389,8 @@ def recorded(function: type[torch.autograd.Function], *arguments: Any) -> Any:
         ) from None
 
 
-@in_graph
-def _in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The outputs of an op on DTensors, while Dynamo traces."""
+@in_graph  # while Dynamo traces, a call is a single node of the graph
+def _run_in_graph(name: str, options: tuple[tuple[str, Any], ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The outputs of an op on DTensors. The op is found by its name, because a node takes no other objects."""
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return tuple(_on_mesh(OPS[name], mesh, tensors, dict(options))[:-1])
+    return tuple(_run_on_mesh(OPS[name], mesh, tensors, dict(options))[:-1])

@@ -1,7 +1,4 @@
-"""`Sharding`, the answer of an op's layout rule, and helpers for rules to build one.
-
-Also `check_devices`.
-"""
+"""`Sharding`, the answer of an op's layout rule; functions to build one; and a check of the operands' devices."""
 
 from __future__ import annotations
 
@@ -24,79 +21,94 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A layout rule's answer for given operands: layouts of outputs and gradients, and each rank's further options."""
+    """A layout rule's answer for given operands: layouts of outputs and gradients, and options that differ by rank."""
 
+    # Layout and global shape of the output; of the first output if the op returns a tuple.
     output: Layout
-    shape: tuple[int, ...]  # of the global output
+    shape: tuple[int, ...]
     # (layout of each output's gradient) -> layout of each operand's gradient
-    gradients: Callable[..., tuple[Layout | None, ...]]
-    # (rank, mesh) -> this rank's further options for forward and backward. `Call` keeps the result.
-    local: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}
-    # Layout and shape of each further output; None if the op returns a tensor, not a tuple.
-    more: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
+    gradient_layouts: Callable[..., tuple[Layout | None, ...]]
+    # (rank, mesh) -> options of forward and backward that depend on the rank, for example the first class of the
+    # rank's shard. Called once: `CallPlan` keeps the result.
+    local_options: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}
+    # Layout and global shape of each output after the first. None if the op returns a tensor instead of a tuple; ()
+    # for a tuple of one tensor.
+    further_outputs: tuple[tuple[Layout, tuple[int, ...]], ...] | None = None
 
     @property
     def outputs(self) -> tuple[tuple[Layout, tuple[int, ...]], ...]:
-        """Layout and shape of each output."""
-        return (self.output, self.shape), *(self.more or ())
+        """Layout and global shape of each output."""
+        return (self.output, self.shape), *(self.further_outputs or ())
+
+    @property
+    def is_tuple(self) -> bool:
+        """Whether the op returns a tuple."""
+        return self.further_outputs is not None
 
 
 @lru_cache(maxsize=65536)
 def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, options: tuple[Any, ...]) -> Sharding:
-    """The cached answer of the op's rule.
+    """Return the answer of the op's rule, cached.
 
-    options: (name, value) pairs, without the `varying` options.
+    options: (name, value) pairs, without the `Op.varying` options.
     Raises LayoutError for operands on several meshes, and for layouts the rule cannot take.
     """
     terms.one_mesh([layout for layout in layouts if layout is not None], op.name)
-    answer: Sharding = op.rule(layouts, shapes, dict(options))
-    return answer
+    sharding: Sharding = op.rule(layouts, shapes, dict(options))
+    return sharding
 
 
-def independent(output: Layout, layouts: tuple[Layout | None, ...]) -> Callable[[Layout], tuple[Layout | None, ...]]:
-    """`Sharding.gradients` for an op which each rank computes on its own shards: `infer.gradient` of each operand."""
+def infer_gradient_layouts(
+    output: Layout, layouts: tuple[Layout | None, ...]
+) -> Callable[[Layout], tuple[Layout | None, ...]]:
+    """Return `Sharding.gradient_layouts` of an op that each rank computes from its own shards, without other ranks'.
+
+    output: the output's layout. layouts: of the operands. Each operand's gradient has the layout that
+    `weft.mesh.infer.gradient` returns; an operand left out has None.
+    """
     operands = tuple(layout for layout in layouts if layout is not None)
     return lambda grad: tuple(
         None if layout is None else infer.gradient(output, grad, layout, operands) for layout in layouts
     )
 
 
-def of_several(
-    name: str, gradients: Callable[[Layout], tuple[Layout | None, ...]], shared: int
+def require_one_layout(
+    name: str, gradient_layouts: Callable[[Layout], tuple[Layout | None, ...]], num_shared: int
 ) -> Callable[..., tuple[Layout | None, ...]]:
-    """`Sharding.gradients` for an op of several outputs, where all output gradients must have one layout.
+    """Return `Sharding.gradient_layouts` of an op of several outputs, whose gradients must all have one layout.
 
     name: of the op.
-    gradients: (the common layout) -> layout of each operand's gradient.
-    shared: the first `shared` operands get a gradient from every output, the others from the last output alone.
-    The result raises LayoutError if the layouts differ.
+    gradient_layouts: (the common layout) -> layout of each operand's gradient.
+    num_shared: how many operands, the first, contribute to every output. The operands after these contribute to the
+        last output alone, as a norm's weight does: they have no gradient if the last output has none.
+    The returned function raises LayoutError if the layouts differ.
     """
 
-    def found(*grads: Layout | None) -> tuple[Layout | None, ...]:
-        arrived = {grad for grad in grads if grad is not None}
-        if len(arrived) > 1:
+    def check_and_infer(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        distinct = {grad for grad in grads if grad is not None}
+        if len(distinct) > 1:
             raise LayoutError(
-                f"{name}: the outputs' gradients have layouts {' and '.join(f'({each})' for each in arrived)}; "
+                f"{name}: the outputs' gradients have layouts {' and '.join(f'({each})' for each in distinct)}; "
                 f"reshard one"
             )
-        layouts = gradients(arrived.pop())
-        return layouts if grads[-1] is not None else layouts[:shared] + (None,) * (len(layouts) - shared)
+        layouts = gradient_layouts(distinct.pop())
+        return layouts if grads[-1] is not None else layouts[:num_shared] + (None,) * (len(layouts) - num_shared)
 
-    return found
+    return check_and_infer
 
 
 def check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
     """Raise ValueError for operands on different devices. op: the op's name.
 
-    Allocates nothing: ops call it each time. Two operands are not compared if the mesh of either excludes this rank:
-    its part is empty, and torch puts empty parts on the CPU.
+    A DTensor whose mesh excludes this rank is not compared: torch puts its empty local part on the CPU. Allocates
+    nothing, because ops check in each call.
     """
     device = first.device
     for other in others:
-        if other is not None and other.device != device and not (_is_elsewhere(first) or _is_elsewhere(other)):
+        if other is not None and other.device != device and not (_is_outside(first) or _is_outside(other)):
             raise ValueError(f"{op}: the operands are on {device} and {other.device}; move them to one device")
 
 
-def _is_elsewhere(operand: Tensor) -> bool:
-    """Whether the operand is a DTensor whose mesh excludes this rank."""
+def _is_outside(operand: Tensor) -> bool:
+    """Whether this rank is outside the operand's mesh. False for a plain tensor."""
     return isinstance(operand, DTensor) and this_rank() not in process_mesh(operand.device_mesh)

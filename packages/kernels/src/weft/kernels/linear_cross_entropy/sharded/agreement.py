@@ -1,13 +1,11 @@
-"""Agreement of the ranks before linear cross-entropy gathers: sizes, operands and failures are compared.
+"""The checks of `vocab_parallel_linear_cross_entropy` before its gathers: of each rank's operands, and among ranks.
 
-The sizes to compare among the ranks of a group before the gathers of the parts, and the checks of the operands.
-
-Compares the ranks' sizes and failures, by one all-gather before the gathers of the parts.
+One all-gather compares the ranks' sizes and tells all ranks of a failure, before the gathers of the parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from weft.mesh.extension import chunk
 
 from ...cross_entropy.options import Options, check
-from ...cross_entropy.sharded.gather import Classes, attempted, check_once, values_on_ranks
+from ...cross_entropy.sharded.gather import ShardClasses, check_gathered, run_or_report
 from ..function import check_factors, chunked, computed
 from ..gradients import Wanted
 
@@ -32,9 +30,9 @@ class Sizes(NamedTuple):
     token_bytes: int = 0  # bytes of a token's statistics
 
 
-def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> Classes:
+def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> ShardClasses:
     """The classes of a rank's weight, for a weight not checked yet."""
-    return Classes(vocab_start, linear_weight.shape[0] if linear_weight.ndim else 0, vocab_size)
+    return ShardClasses(vocab_start, linear_weight.shape[0] if linear_weight.ndim else 0, vocab_size)
 
 
 def sizes_of(
@@ -55,7 +53,7 @@ def sizes_of(
 
 def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
     """Raise ValueError if the ranks' sizes differ. sizes: [ranks, 3]."""
-    tokens, chunks, token_bytes = (values_on_ranks(ranks, column) for column in zip(*sizes, strict=True))
+    tokens, chunks, token_bytes = (list_values(ranks, column) for column in zip(*sizes, strict=True))
     if len(tokens) > 1:
         raise ValueError(
             f"the ranks have different numbers of tokens: {', '.join(tokens)}; give every rank of the group the same "
@@ -71,6 +69,12 @@ def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
             f"the ranks take different numbers of tokens at a time: {', '.join(chunks)}; give every rank of the group "
             f"the same chunk_tokens, and weights whose gradients have the same dtype"
         )
+
+
+def list_values(ranks: Sequence[int], values: Iterable[float]) -> list[str]:
+    """Each distinct value with a rank that has it, as "4 on rank 0". A single entry if all ranks agree."""
+    rank_of = {int(value): rank for rank, value in zip(ranks, values, strict=True)}
+    return [f"{value} on rank {rank}" for value, rank in rank_of.items()]
 
 
 def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
@@ -98,7 +102,7 @@ def checked_sizes(
     denominator: Tensor | None,
     *,
     options: Options,
-    classes: Classes,
+    classes: ShardClasses,
     wanted: Wanted,
     chunk_tokens: int | None,
     compute_dtype: torch.dtype | None,
@@ -116,18 +120,18 @@ def checked_sizes(
 
 
 def compared(
-    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: Classes, device: torch.device
+    attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: ShardClasses, device: torch.device
 ) -> tuple[Result, Tensor]:
     """Call `attempt` and compare the ranks' sizes. Returns the result, and a scalar: 0, or NaN if the sizes differ.
 
     attempt: returns a result and this rank's sizes, or raises.
     Communication: one all-gather of 36 bytes per rank, also if a rank has failed.
-    Raises as `attempted` does, and ValueError if the sizes differ and `check_once` checks them.
+    Raises as `run_or_report` does, and ValueError if the sizes differ and `check_gathered` checks them.
     """
-    (result, sizes), gather = attempted(attempt, group, classes, lambda: _row(Sizes(), device))
+    (result, sizes), gather = run_or_report(attempt, group, classes, lambda: _row(Sizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
     ranks = dist.get_process_group_ranks(group)
-    check_once((group, classes, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
+    check_gathered((group, classes, sizes), gathered, lambda: check_sizes(ranks, gathered.tolist()))
     return result, torch.where((gathered == gathered[0]).all(), gathered.new_zeros(()), torch.nan)
 
 

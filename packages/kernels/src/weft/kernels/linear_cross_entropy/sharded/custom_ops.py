@@ -1,6 +1,6 @@
 """linear_cross_entropy as custom torch ops: one node in torch.compile's graph, with fake implementations for shapes.
 
-linear_cross_entropy's custom ops on DTensors: unwrap the operands and run the same ops on local tensors.
+On DTensors the custom ops unwrap the operands and run on the local tensors.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from weft.reshard import layout_of
 from weft.reshard.extension import wrap
 
 from ...cross_entropy.options import SCHEMA, Options
-from ...cross_entropy.sharded.custom_ops import PLACE, Place, divided_by, place_and_options, place_of
-from ...cross_entropy.sharded.gather import Along
-from ...dispatch.sharded.compiled import Placed, to_local
+from ...cross_entropy.sharded.custom_ops import PLACE, Place, compute_denominator, parse_place_and_options, place_of
+from ...cross_entropy.sharded.gather import VocabGather
+from ...dispatch.sharded.compiled import TracedOperands, to_local
 from .. import function
 from ..function import in_forward
 from ..gradients import Wanted
 from .agreement import checked_sizes, classes_of, compared
 from .layout_rule import LINEAR_CROSS_ENTROPY
 
-__all__ = ["compiled"]  # imported from here, where its ops are registered for DTensors
+__all__ = ["apply_custom_op"]  # importing it registers the ops for DTensors
 FACTORS = (0, 1, 3)  # input, linear_weight and linear_bias among the operands
 
 TENSORS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? denominator"
 
 
-def compiled(
+def apply_custom_op(
     *tensors: Tensor | None,
     options: Options,
     wanted: Wanted,
@@ -49,7 +49,7 @@ def compiled(
     flags = [each is not None for each in wanted]
     outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *place, *options.flat())
     first = 1 + options.return_lse
-    return *outputs[:first], *(each.detach() for each in outputs[first : options.outputs])
+    return *outputs[:first], *(each.detach() for each in outputs[first : options.num_outputs])
 
 
 @library.custom_op(
@@ -61,10 +61,10 @@ def compiled(
 def compare(*arguments: Any) -> Tensor:
     """`compared`, for the single group of the place."""
     *tensors, chunk_tokens, compute_dtype, sequence_parallel = arguments[:9]
-    place, options = place_and_options(arguments[9:])
-    along, vocab_size = Along.named(place.groups), place.vocab_size
-    assert along is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
-    (group,), classes = along.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
+    place, options = parse_place_and_options(arguments[9:])
+    gather, vocab_size = VocabGather.from_names(place.groups), place.vocab_size
+    assert gather is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
+    (group,), classes = gather.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
     # In a compiled graph the gradients have the inputs' dtypes, for which chunks are cut as without gradients.
     wanted = (None,) * 3
     _, disagreement = compared(
@@ -99,10 +99,10 @@ def forward(*arguments: Any) -> list[Tensor]:
     These are the gradients computed in forward, or else the denominator and the statistics.
     """
     *tensors, disagreement, flags, chunk_tokens, compute_dtype = arguments[:10]
-    place, options = place_and_options(arguments[10:])
+    place, options = parse_place_and_options(arguments[10:])
     factors = (tensors[0], tensors[1], tensors[3])
     wanted = _wanted(factors, flags)
-    (loss, *more), saved = function.forward(
+    (loss, *further), saved = function.forward(
         *tensors,
         options=options,
         wanted=wanted,
@@ -117,18 +117,18 @@ def forward(*arguments: Any) -> list[Tensor]:
         for_backward = [None if part is None else part.to(dtype) for part, dtype in zip(saved[1:], wanted, strict=True)]
     else:
         for_backward = [saved[5] if tensors[5] is None else None, saved[6]]
-    return [loss, *more, *(loss.new_empty(0) if each is None else each for each in for_backward)]
+    return [loss, *further, *(loss.new_empty(0) if each is None else each for each in for_backward)]
 
 
 @forward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     input, linear_weight, target, linear_bias, weight, denominator, _, flags, _, compute_dtype = arguments[:10]
-    place, options = place_and_options(arguments[10:])
+    place, options = parse_place_and_options(arguments[10:])
     dtype = compute_dtype or input.dtype
     lse = torch.empty(target.shape, dtype=torch.promote_types(dtype, torch.float32), device=input.device)
     empty = lse.new_empty(0)
     loss = torch.empty_like(lse) if options.reduction == "none" else lse.new_empty(())
-    outputs = [loss, *([lse] * options.return_lse), *(torch.empty_like(loss) for _ in range(options.constants))]
+    outputs = [loss, *([lse] * options.return_lse), *(torch.empty_like(loss) for _ in range(options.num_constants))]
     factors = (input, linear_weight, linear_bias)
     if in_forward(options, dtype, _wanted(factors, flags)):
         gradients = zip(factors, flags, strict=True)
@@ -138,7 +138,7 @@ def _(*arguments: Any) -> list[Tensor]:
         ]
     own_denominator = empty
     if options.reduction == "mean" and denominator is None:
-        own_denominator = lse.new_empty((2,) if options.weighs_apart(weight) else ())
+        own_denominator = lse.new_empty((2,) if options.has_two_weights(weight) else ())
     return [*outputs, own_denominator, lse.new_empty(place.shards, target.numel(), options.columns)]
 
 
@@ -154,13 +154,13 @@ def backward(
     needed: list[bool],
     chunk_tokens: int | None,
     compute_dtype: torch.dtype | None,
-    *asked: Any,
+    *flat: Any,
 ) -> list[Tensor]:
     """The needed ones among the gradients of input, linear_weight and linear_bias."""
-    place, options = place_and_options(asked)
-    of_each = (needed[0], needed[1], False, needed[2], False, False)
+    place, options = parse_place_and_options(flat)
+    needed_of_tensors = (needed[0], needed[1], False, needed[2], False, False)
     gradients = function.backward(
-        tensors, grads, of_each,
+        tensors, grads, needed_of_tensors,
         options=options, wanted=_wanted(_factors(tensors), needed), compute_dtype=compute_dtype,
         chunk_tokens=chunk_tokens, **_shard(place),
     )  # fmt: skip
@@ -168,7 +168,7 @@ def backward(
 
 
 @backward.register_fake
-def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[bool], *asked: Any) -> list[Tensor]:
+def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[bool], *flat: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, need in zip(_factors(tensors), needed, strict=True) if need and x is not None]
 
 
@@ -179,11 +179,11 @@ def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, _, flags, ctx.chunk_tokens, ctx.compute_dtype = inputs[:10]
-    ctx.asked = inputs[10:]
-    _, options = place_and_options(ctx.asked)
+    ctx.flat = inputs[10:]
+    _, options = parse_place_and_options(ctx.flat)
     dtype = ctx.compute_dtype or tensors[0].dtype
-    ctx.outputs = options.outputs
-    for_backward = output[ctx.outputs :]
+    ctx.num_outputs = options.num_outputs
+    for_backward = output[ctx.num_outputs :]
     if in_forward(options, dtype, _wanted((tensors[0], tensors[1], tensors[3]), flags)):
         ctx.save_for_backward(tensors[0].new_empty(0, dtype=dtype), *for_backward)
     else:
@@ -194,22 +194,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    arrived = grads[: ctx.outputs]
-    if all(grad is None for grad in arrived):  # all upstream gradients are zero
-        return (None,) * (10 + len(ctx.asked))
+    output_grads = grads[: ctx.num_outputs]
+    if all(grad is None for grad in output_grads):  # all upstream gradients are zero
+        return (None,) * (10 + len(ctx.flat))
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     gradients = iter(
-        backward(arrived, list(ctx.saved_tensors), needed, ctx.chunk_tokens, ctx.compute_dtype, *ctx.asked)
+        backward(output_grads, list(ctx.saved_tensors), needed, ctx.chunk_tokens, ctx.compute_dtype, *ctx.flat)
     )
     dinput, dweight, dbias = (next(gradients) if need else None for need in needed)
-    return dinput, dweight, None, dbias, *(None,) * (6 + len(ctx.asked))
+    return dinput, dweight, None, dbias, *(None,) * (6 + len(ctx.flat))
 
 
 forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _shard(place: Place) -> dict[str, Any]:
-    gather = Along.named(place.groups)
+    gather = VocabGather.from_names(place.groups)
     return {
         "vocab_start": place.vocab_start,
         "vocab_size": place.vocab_size,
@@ -225,21 +225,23 @@ def _wanted(factors: Sequence[Tensor | None], flags: Sequence[bool]) -> Wanted:
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
     *tensors, denominator, disagreement, flags, chunk_tokens, compute_dtype = args[:10]
-    _, options = place_and_options(args[10:])
-    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options, compute_dtype=compute_dtype)
-    input, _, target, _, weight, _ = placed.locals
+    _, options = parse_place_and_options(args[10:])
+    operands = TracedOperands.unwrap(
+        LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options, compute_dtype=compute_dtype
+    )
+    input, _, target, _, weight, _ = operands.locals
     assert input is not None, "the input is required"
     dtype = compute_dtype or input.dtype
-    divisor = divided_by(denominator, target, weight, dtype, placed, options)
-    rest = (disagreement, flags, chunk_tokens, compute_dtype, *place_of(placed), *options.flat())
-    results = forward(*placed.locals[:5], divisor, *rest)
-    count = options.outputs
-    outputs, for_backward = placed.wrapped(results[:count]), results[count:]
+    divisor = compute_denominator(denominator, target, weight, dtype, operands, options)
+    flat = (*place_of(operands), *options.flat())
+    results = forward(*operands.locals[:5], divisor, disagreement, flags, chunk_tokens, compute_dtype, *flat)
+    outputs = operands.wrap_outputs(results[: options.num_outputs])
+    for_backward = results[options.num_outputs :]
     if in_forward(options, dtype, tuple(dtype if flag else None for flag in flags)):
         # the layout of a scalar's gradient: replicated
-        layouts = placed.call.sharding.gradients(Layout(placed.call.sharding.output.mesh))
+        layouts = operands.plan.sharding.gradient_layouts(Layout(operands.plan.sharding.output.mesh))
         for_backward = [
-            placed.as_operand(i, part, layouts[i]) if want else part
+            operands.wrap_gradient(i, part, layouts[i]) if want else part
             for i, part, want in zip(FACTORS, for_backward, flags, strict=True)
         ]
     elif denominator is None and divisor is not None:
@@ -248,9 +250,9 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
 
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
-    grads, tensors, needed, chunk_tokens, compute_dtype, *asked = args
-    _, options = place_and_options(asked)
-    arrived = [to_local(grad) for grad in grads]
+    grads, tensors, needed, chunk_tokens, compute_dtype, *flat = args
+    _, options = parse_place_and_options(flat)
+    local_grads = [to_local(grad) for grad in grads]
     if len(tensors) == 4:  # the gradients computed in forward, and an empty tensor
         for layout in (layout_of(grad) for grad in grads if isinstance(grad, DTensor)):
             if layout != (replicated := Layout(layout.mesh)):
@@ -258,18 +260,18 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
                     f"the gradient of the loss has layout ({layout}); reshard it to ({replicated})", (replicated,)
                 )
         saved = [to_local(each) for each in tensors]
-        gradients = backward(arrived, saved, needed, chunk_tokens, compute_dtype, *Place(), *options.flat())
-        returned = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
+        gradients = backward(local_grads, saved, needed, chunk_tokens, compute_dtype, *Place(), *options.flat())
+        wanted_tensors = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
         return [
             wrap(part, layout_of(like), like.shape) if isinstance(like, DTensor) else part
-            for part, like in zip(gradients, returned, strict=True)
+            for part, like in zip(gradients, wanted_tensors, strict=True)
         ]
-    *operands, denominator, statistics = tensors
-    placed = Placed.of(LINEAR_CROSS_ENTROPY, (*operands, denominator), options=options, compute_dtype=compute_dtype)
-    rest = (chunk_tokens, compute_dtype, *place_of(placed), *options.flat())
-    gradients = backward(arrived, [*placed.locals, statistics], needed, *rest)
-    layouts, wanted = placed.gradients(*grads), [i for i, need in zip(FACTORS, needed, strict=True) if need]
-    return [placed.as_operand(i, part, layouts[i]) for i, part in zip(wanted, gradients, strict=True)]
+    *saved_operands, statistics = tensors
+    operands = TracedOperands.unwrap(LINEAR_CROSS_ENTROPY, saved_operands, options=options, compute_dtype=compute_dtype)
+    flat = [*place_of(operands), *options.flat()]
+    gradients = backward(local_grads, [*operands.locals, statistics], needed, chunk_tokens, compute_dtype, *flat)
+    layouts, wanted = operands.gradient_layouts(*grads), [i for i, need in zip(FACTORS, needed, strict=True) if need]
+    return [operands.wrap_gradient(i, part, layouts[i]) for i, part in zip(wanted, gradients, strict=True)]
 
 
 library.register_torch_dispatch(forward, DTensor, _forward)

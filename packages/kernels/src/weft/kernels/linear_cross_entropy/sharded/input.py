@@ -15,7 +15,7 @@ from weft.reshard.extension import Pending, group_named, reduce_scatter, start_a
 
 from ...dispatch.backend import is_compiling
 from ...dispatch.op import Tensors
-from ...dispatch.sharded.functions import refusing
+from ...dispatch.sharded.functions import refuse_second_derivative
 
 
 class Shared(torch.autograd.Function):
@@ -53,7 +53,7 @@ class Gathered(torch.autograd.Function):
             return _traced_reduce_scatter(grad, ctx.rows, ctx.group), None, None, None
         with torch.no_grad():
             part = _reduce_scatter(grad, ctx.rows, ctx.group)
-        gradients = refusing((part,), grad) if torch.is_grad_enabled() else (part,)
+        gradients = refuse_second_derivative((part,), grad) if torch.is_grad_enabled() else (part,)
         return *gradients, None, None, None
 
 

@@ -39,17 +39,17 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, arguments: dict[st
     logits = (product.output, target, weight, None)
     loss: Sharding = CROSS_ENTROPY.rule(logits, (product.shape, target_shape, None, denominator), arguments)
 
-    def gradients(*grads: Layout | None) -> tuple[Layout | None, ...]:
-        dlogits, *_ = loss.gradients(*grads)
+    def gradient_layouts(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        dlogits, *_ = loss.gradient_layouts(*grads)
         assert dlogits is not None, "one of the outputs has a gradient"
-        dinput, dweight, dbias = product.gradients(dlogits)
+        dinput, dweight, dbias = product.gradient_layouts(dlogits)
         return dinput, dweight, None, dbias, None, None
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         axes = product.output.shard_order.get(len(product.shape) - 1, ())
-        return {**loss.local(rank, mesh), "shards": product.output.mesh.axis_size(*axes)}
+        return {**loss.local_options(rank, mesh), "shards": product.output.mesh.axis_size(*axes)}
 
-    return Sharding(loss.output, loss.shape, gradients, local, loss.more)
+    return Sharding(loss.output, loss.shape, gradient_layouts, local_options, loss.further_outputs)
 
 
 def _backward(
@@ -71,5 +71,5 @@ LINEAR_CROSS_ENTROPY = Op(
     _backward,
     _rule,
     lambda dtype, options: torch.promote_types(options["compute_dtype"] or dtype, torch.float32),
-    constants=CROSS_ENTROPY.constants,
+    num_constants=CROSS_ENTROPY.num_constants,
 )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ...cross_entropy.options import AllOptions, AnyOutputs, LossAlone, LossAndLse, Options, Reduction, check_target
 from ...cross_entropy.sharded import gather
 from ...cross_entropy.sharded.custom_ops import Place
-from ...cross_entropy.sharded.gather import Along
+from ...cross_entropy.sharded.gather import VocabGather
 from ...cross_entropy.sharded.loss import as_denominator
 from ...dispatch.backend import is_compiling
 from ...dispatch.sharded import apply_many, autocasts
@@ -20,7 +20,7 @@ from ...dispatch.sharded.compiled import groups_of
 from ..function import check_factors, computed
 from ..gradients import Wanted
 from .agreement import Sizes, checked_sizes, classes_of, compared
-from .custom_ops import compare, compiled
+from .custom_ops import apply_custom_op, compare
 from .input import Gathered, Shared
 from .layout_rule import LINEAR_CROSS_ENTROPY
 
@@ -129,7 +129,7 @@ def linear_cross_entropy(
         "compute_dtype": compute_dtype,
     }
     if is_compiling():
-        outputs = compiled(*operands, **arguments, place=Place(groups=groups_of(*operands)), disagreement=None)
+        outputs = apply_custom_op(*operands, **arguments, place=Place(groups=groups_of(*operands)), disagreement=None)
     else:
         outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **arguments)
     return outputs if len(outputs) > 1 else outputs[0]
@@ -216,7 +216,7 @@ def vocab_parallel_linear_cross_entropy(
     name = group.group_name
     place = Place(vocab_start, vocab_size, [name])
 
-    def given() -> tuple[Options, Tensor | None]:
+    def parse_options() -> tuple[Options, Tensor | None]:
         if any(isinstance(tensor, DTensor) for tensor in (input, linear_weight, target)):
             raise ValueError(
                 "vocab_parallel_linear_cross_entropy takes local tensors; give DTensors to linear_cross_entropy"
@@ -224,19 +224,21 @@ def vocab_parallel_linear_cross_entropy(
         return Options(**options), as_denominator(denominator, weight, computed(input, compute_dtype))
 
     if is_compiling():
-        parsed, scalar = given()
-        rest = (linear_weight, target, linear_bias, weight, scalar)
+        parsed, scalar = parse_options()
+        remaining = (linear_weight, target, linear_bias, weight, scalar)
         with torch.no_grad():
-            disagreement = compare(input, *rest, chunk_tokens, compute_dtype, sequence_parallel, *place, *parsed.flat())
+            disagreement = compare(
+                input, *remaining, chunk_tokens, compute_dtype, sequence_parallel, *place, *parsed.flat()
+            )
         whole = _whole(input, target, name, sequence_parallel, disagreement)
-        outputs = compiled(
-            whole, *rest, options=parsed, wanted=_wanted(input, linear_weight, linear_bias), chunk_tokens=chunk_tokens,
-            compute_dtype=compute_dtype, place=place, disagreement=disagreement,
+        outputs = apply_custom_op(
+            whole, *remaining, options=parsed, wanted=_wanted(input, linear_weight, linear_bias),
+            chunk_tokens=chunk_tokens, compute_dtype=compute_dtype, place=place, disagreement=disagreement,
         )  # fmt: skip
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
-        parsed, scalar = given()
+        parsed, scalar = parse_options()
         sizes = checked_sizes(
             input, linear_weight, target, linear_bias, weight, scalar, options=parsed, classes=classes, wanted=wanted,
             chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
@@ -247,14 +249,14 @@ def vocab_parallel_linear_cross_entropy(
     classes, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
     (parsed, scalar), disagreement = compared(attempt, group, classes, input.device)
     whole = _whole(input, target, name, sequence_parallel, disagreement)
-    loss, *more = apply_many(
+    loss, *further = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
         options=parsed, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
-        vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=Along((group,)),
+        vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=VocabGather((group,)),
     )  # fmt: skip
     if gather.on_gpu(input):  # on a CPU the host has checked the sizes
         loss = loss + disagreement
-    return (loss, *more) if more else loss
+    return (loss, *further) if further else loss
 
 
 def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, disagreement: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from weft.kernels.extension import Later, waiting_weights, weights_may_wait
+from weft.kernels.extension import DelayedGradients, allow_delayed_weight_gradients, delay_weight_gradients
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.extension import (
@@ -275,11 +275,12 @@ class _Run:
         self._kinds = [each.kind for each in microbatches]
         self._computing = computing
         self._last = pipeline.schedule.num_stages - 1
-        self._recording: Within = weights_may_wait if pipeline.schedule.splits_backward else nullcontext
+        self._recording: Within = allow_delayed_weight_gradients if pipeline.schedule.splits_backward else nullcontext
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._num_received: dict[tuple[str, int], int] = {}  # by direction and stage
         self._held: dict[tuple[int, int], _Held] = {}  # by stage and microbatch
-        self._later: dict[tuple[int, int], Later] = {}  # by stage and microbatch: gradients of weights to compute in W
+        # By stage and microbatch: gradients of weights to compute in W.
+        self._later: dict[tuple[int, int], DelayedGradients] = {}
         self.most_held = 0
         self.ran: list[Action] = []
         self.outputs: list[Any] = []
@@ -322,8 +323,10 @@ class _Run:
         else:
             received, outputs, first_gradients = self._held[key]
             gradients = self._receive("B", action) if first_gradients is None else first_gradients
-            waiting: AbstractContextManager[Later] = waiting_weights() if action.kind == "I" else nullcontext([])
-            with waiting as later:
+            delay: AbstractContextManager[DelayedGradients] = (
+                delay_weight_gradients() if action.kind == "I" else nullcontext([])
+            )
+            with delay as later:
                 run_backward(outputs, gradients)
             self._send_back(action, [x.grad for x in received])
             if action.kind == "I":

@@ -1,4 +1,4 @@
-"""Deferred weight gradients: the same bits, no product twice, and no work before they are asked for."""
+"""Delayed weight gradients: the same bits, no product twice, and no work before they are asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft.kernels import grouped_matmul, linear, rms_norm, swiglu_linear
-from weft.kernels.dispatch.delayed_weight_gradients import waiting_weights, weights_may_wait
+from weft.kernels.dispatch.delayed_weight_gradients import allow_delayed_weight_gradients, delay_weight_gradients
 
 
 class Ran(TorchDispatchMode):
@@ -55,9 +55,9 @@ def test_what_waits_is_the_same_and_is_computed_once(inputs_too: bool) -> None:
     hooked: list[bool] = []
     apart[1].register_post_accumulate_grad_hook(lambda parameter: hooked.append(parameter.grad is not None))
     with Ran() as halves:
-        with weights_may_wait():
+        with allow_delayed_weight_gradients():
             made = output(x, *apart)
-        with waiting_weights() as later:
+        with delay_weight_gradients() as later:
             made.backward(given)
         assert [each.grad is None for each in apart] == [True, True, True, False]  # a norm's is no product
         assert hooked == [False]  # torch calls it also where a function gave no gradient
@@ -77,9 +77,9 @@ def test_outside_nothing_waits_and_what_is_no_parameter_never_does() -> None:
     linear(x, weight).sum().backward()
     assert weight.grad is not None
     weight.grad = None
-    with weights_may_wait():
+    with allow_delayed_weight_gradients():
         made = linear(x, weight * 2)
-    with waiting_weights() as later:
+    with delay_weight_gradients() as later:
         made.sum().backward()
     assert later == []
     assert weight.grad is not None
@@ -106,7 +106,7 @@ def test_an_activations_derivative_is_computed_once(form: str) -> None:
         wanted = torch.autograd.grad(made, operands, given)
     made = op(*operands)
     with Ran() as halves:
-        with waiting_weights() as later:
+        with delay_weight_gradients() as later:
             made.backward(given)
         for add in later:
             add()

@@ -1,8 +1,8 @@
 """Recomputing a norm's or a gate's output in backward, instead of saving it for the ops after.
 
 A linear layer saves its input for backward. If the input is the output of a norm or a gate, the layer saves the
-tensors from which the norm or gate computes the output, for example swiglu's gate and up. The norm or gate has saved
-these already: no more memory is needed. Backward recomputes the output once for all readers.
+tensors from which the norm or gate computes the output, for example swiglu's gate and up. This needs no more memory,
+because the norm or gate has saved the same tensors. Backward recomputes the output once for all ops that need it.
 
 Not done under torch.compile, where the compiler decides what to recompute, nor on a CPU in 32 bits or more.
 """
@@ -18,44 +18,45 @@ from torch import Tensor
 from . import backend
 from .op import Op, Tensors
 
-SOURCE = "_weft_source"  # the attribute of an untyped storage under which its `Source` is kept
+ATTRIBUTE = "_weft_recomputable"  # of an untyped storage: the `RecomputableOutput` whose elements the storage has
 
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """How to recompute an op's last output in backward.
+    """The function that recomputes one op output in backward, and the result while other ops still need it.
 
-    `mark_recomputable` makes one for each call of an op with `Op.recompute`. Holds `value` until `readers` calls of
-    `make` have passed. Keeps no other tensor alive.
+    `mark_recomputable` makes one for each call of an op with `Op.recompute`. Keeps no tensor alive but `output`.
     """
 
     op: Op
     options: dict[str, Any]
-    readers: int = 0  # ops that would have saved the output
-    reads_left: int = 0  # calls of `make` until `value` is dropped; 0 if there is no value
-    value: Tensor | None = None  # the recomputed output
+    readers: int = 0  # ops that save this recipe in place of the output, and will need the output in backward
+    reads_left: int = 0  # readers that have not received `output` yet
+    output: Tensor | None = None  # the recomputed output, from the first reader's backward to the last reader's
 
-    def make(self, saved: Tensors) -> Tensor:
-        """Return the recomputed output to one of its readers.
+    def recompute(self, saved: Tensors) -> Tensor:
+        """Return the output to one of its readers. The first reader computes the output, the last one drops it.
 
         saved: the tensors saved by the op, from position `Op.recompute_from` on.
         """
         assert self.op.recompute is not None, "mark_recomputable is called for ops with `recompute` alone"
-        value = self.op.recompute(saved, **self.options) if self.value is None else self.value
-        self.reads_left = (self.reads_left or self.readers) - 1
-        self.value = value if self.reads_left else None
-        made: Tensor = value
-        return made
+        output = self.output
+        if output is None:
+            output, self.reads_left = self.op.recompute(saved, **self.options), self.readers
+        self.reads_left -= 1
+        self.output = output if self.reads_left else None
+        return output
 
 
-class Source(NamedTuple):
-    """How to recompute the op output stored in a storage, on which the source is kept.
+class RecomputableOutput(NamedTuple):
+    """An op output that can be recomputed: its recipe, the tensors to recompute from, and whether they are unchanged.
 
-    Stale once the output or a saved tensor is written in place.
+    Attached to the output's storage by `mark_recomputable`. Invalid once the output or a saved tensor is written in
+    place.
     """
 
     recipe: Recipe
-    saved: Tensors
+    saved: Tensors  # the argument of `Recipe.recompute`
     versions: tuple[int, ...]  # `_versions` when the output was marked
     geometry: tuple[Any, ...]  # the output's `_geometry`
 
@@ -74,31 +75,33 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
     if not backend.is_short_of_memory(output):
         return
     saved = saved[op.recompute_from :]
-    source = Source(Recipe(op, options), saved, _versions(output, saved), _geometry(output))
-    setattr(output.untyped_storage(), SOURCE, source)
+    marked = RecomputableOutput(Recipe(op, options), saved, _versions(output, saved), _geometry(output))
+    setattr(output.untyped_storage(), ATTRIBUTE, marked)
 
 
 def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recipes]:
-    """Replace each recomputable tensor in `saved` by its `Source.saved`. Called when an op saves for backward.
+    """Replace each recomputable tensor in `saved` by the tensors to recompute it from.
+
+    Called when an op saves for backward.
 
     Returns the tensors for `save_for_backward`, and the recipes for `restore`: an empty list if nothing was replaced.
     """
     for tensor in saved:  # most ops save no recomputable tensor, and should not pay for a list
-        if tensor is not None and hasattr(tensor.untyped_storage(), SOURCE):
+        if tensor is not None and hasattr(tensor.untyped_storage(), ATTRIBUTE):
             break
     else:
         return saved, []
     tensors: list[Tensor | None] = []
     recipes: Recipes = []
     for tensor in saved:
-        source = None if tensor is None else _source(tensor)
-        if source is None:
+        output = None if tensor is None else _recomputable(tensor)
+        if output is None:
             tensors.append(tensor)
             recipes.append(None)
         else:
-            source.recipe.readers += 1
-            tensors += source.saved
-            recipes.append((source.recipe, len(source.saved)))
+            output.recipe.readers += 1
+            tensors += output.saved
+            recipes.append((output.recipe, len(output.saved)))
     return (tensors, recipes) if any(recipes) else (saved, [])
 
 
@@ -114,32 +117,32 @@ def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
             saved.append(next(remaining))
         else:
             recipe, count = entry
-            saved.append(recipe.make(tuple(next(remaining) for _ in range(count))))
+            saved.append(recipe.recompute(tuple(next(remaining) for _ in range(count))))
     return tuple(saved)
 
 
-def _source(tensor: Tensor) -> Source | None:
-    """The tensor's `Source`; None if the tensor must be saved itself.
+def _recomputable(tensor: Tensor) -> RecomputableOutput | None:
+    """The recomputable output that `tensor` is; None if the tensor must be saved itself.
 
     None for a view of a marked output; where the output or a saved tensor was written in place after marking; and
     where the memory of a saved tensor was freed.
     """
-    source: Source | None = getattr(tensor.untyped_storage(), SOURCE, None)
-    if source is None or source.geometry != _geometry(tensor) or source.versions != _versions(tensor, source.saved):
+    output: RecomputableOutput | None = getattr(tensor.untyped_storage(), ATTRIBUTE, None)
+    if output is None or output.geometry != _geometry(tensor) or output.versions != _versions(tensor, output.saved):
         return None
-    return source if all(map(_has_memory, source.saved)) else None
+    return output if all(map(_has_memory, output.saved)) else None
 
 
 def _versions(output: Tensor, saved: Tensors) -> tuple[int, ...]:
-    """Counts of writes in place: to the output, and to each tensor that it would be recomputed from."""
+    """Counts of writes in place: to the output, and to each tensor that the output would be recomputed from."""
     return output._version, *[each._version for each in saved if each is not None]
 
 
 def _has_memory(tensor: Tensor | None) -> bool:
-    """False for a parameter gathered for another module and freed since.
+    """False for a parameter whose gathered memory was freed after the module with the norm or gate.
 
-    The op that saves now runs its backward before the other module gathers the parameter again, and could not
-    recompute.
+    The parameter's memory is gathered again for that module's backward. The op that saves now is in a later module,
+    whose backward runs before: at this time the output could not be recomputed.
     """
     return tensor is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
