@@ -56,7 +56,7 @@ def of_rows(given: Groups, configuration: Configuration | None = None) -> dict[s
     a, b = given.a, given.b
     out = torch.empty(len(a), b.shape[-1], dtype=given.out, device=a.device)
 
-    def by_kernel() -> Tensor:
+    def uses_kernel() -> Tensor:
         from weft.kernels.grouped_matmul import launch
 
         launch.forward(a, b, given.offsets, None, None, None, None, out, None, configuration=configuration)
@@ -67,7 +67,7 @@ def of_rows(given: Groups, configuration: Configuration | None = None) -> dict[s
             out[rows] = reference.product(a[rows], each, out_dtype=given.out)[0]
         return out
 
-    return {KERNEL: by_kernel, TORCH: one_by_one}
+    return {KERNEL: uses_kernel, TORCH: one_by_one}
 
 
 def of_weights(given: Groups, configuration: Configuration | None = None) -> dict[str, Way]:
@@ -75,7 +75,7 @@ def of_weights(given: Groups, configuration: Configuration | None = None) -> dic
     a, grad = given.a, given.grad
     out = torch.empty(given.b.shape, dtype=given.out, device=a.device)
 
-    def by_kernel() -> Tensor:
+    def uses_kernel() -> Tensor:
         from weft.kernels.grouped_matmul import launch
 
         launch.weights(a, grad, given.offsets, out, configuration=configuration)
@@ -86,7 +86,7 @@ def of_weights(given: Groups, configuration: Configuration | None = None) -> dic
             torch.mm(a[rows].mT, grad[rows], out=each)
         return out.flatten(0, 1)
 
-    return {KERNEL: by_kernel, TORCH: one_by_one}
+    return {KERNEL: uses_kernel, TORCH: one_by_one}
 
 
 def truth_of_rows(given: Groups) -> Truth:

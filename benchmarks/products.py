@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weft.kernels import matmul, swiglu_linear
-from weft.kernels.matmul import reference, scaled
+from weft.kernels.matmul import reference, scaled_mm
 from weft.kernels.matmul.configurations import MEASURED, Configuration, Kind
 
 from benchmarks.failures import Failures
@@ -107,7 +107,7 @@ class Factors:
 
     @classmethod
     def of(cls, M: int, N: int, K: int, device: str, format: Format = BF16, transposed: str = "b") -> Factors:
-        """Draws operands. transposed: the transposed factors, as in `Class`."""
+        """Draws operands. transposed: the transposed factors, as in `ProductClass`."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -141,7 +141,7 @@ class Factors:
         return replace(self, scales=(one, other))
 
 
-def by_kernel(
+def uses_kernel(
     given: Factors, bias: Tensor | None, activation: str | None, configuration: Configuration | None
 ) -> Tensor:
     """The product by the Triton kernel, even where another way was measured to be faster.
@@ -162,7 +162,7 @@ def plain(given: Factors, configuration: Configuration | None = None) -> dict[st
     tuned = torch.compile(torch.mm, mode="max-autotune-no-cudagraphs", dynamic=False)
     return {
         "Weft": lambda: matmul(a, b),
-        KERNEL: lambda: by_kernel(given, None, None, configuration),
+        KERNEL: lambda: uses_kernel(given, None, None, configuration),
         TORCH: lambda: torch.mm(a, b),
         AGAIN: lambda: torch.mm(a, b),
         AUTOTUNED: lambda: tuned(a, b),
@@ -177,7 +177,7 @@ def with_gelu(given: Factors, configuration: Configuration | None = None) -> dic
     a, b, bias, (of_a, of_b) = given.a, given.b, given.bias, given.scales
     ways: dict[str, Way] = {
         "Weft": lambda: matmul(a, b, bias=bias, activation="gelu", a_scale=of_a, b_scale=of_b),
-        KERNEL: lambda: by_kernel(given, bias, "gelu", configuration),
+        KERNEL: lambda: uses_kernel(given, bias, "gelu", configuration),
     }
     if of_a is not None:
         assert of_b is not None, "both factors have scales, or neither has"
@@ -196,7 +196,7 @@ def with_gelu(given: Factors, configuration: Configuration | None = None) -> dic
 
 
 def gated_by_kernel(given: Factors, configuration: Configuration | None) -> Tensor:
-    """silu(a @ b) * (a @ up) by the Triton kernel; see `by_kernel`."""
+    """silu(a @ b) * (a @ up) by the Triton kernel; see `uses_kernel`."""
     from weft.kernels.matmul import launch
 
     out = given.bias.new_empty(len(given.a), given.b.shape[1])
@@ -225,7 +225,7 @@ def _gelu(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
 
 
 def _scaled_gelu(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(scaled.product(a, b, a_scale, b_scale, bias.dtype) + bias)
+    return F.gelu(scaled_mm.product(a, b, a_scale, b_scale, bias.dtype) + bias)
 
 
 def _swiglu(a: Tensor, b: Tensor, up: Tensor) -> Tensor:

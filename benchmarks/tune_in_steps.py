@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import all_gather_matmul, linear, matmul_reduce_scatter
 from weft.kernels.matmul.configurations import write
-from weft.kernels.matmul.sharded.choice import TABLE, Form, Product, Timed, chip_of, read
+from weft.kernels.matmul.sharded.choice import TABLE, Form, Product, Timing, chip_of, read
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard
 
@@ -39,7 +39,7 @@ STEPS, PAIR = "in steps", "a collective and a product"
 
 def timed(
     form: Form, M: int, N: int, K: int, device: str, dtype: torch.dtype, clock: Clock, where: str, rounds: int = 10
-) -> Timed:
+) -> Timing:
     """Times a product of x [1, M, K] and a weight [N, K] in both ways. Every rank must call this.
 
     Raises AssertionError if the results of the two ways differ.
@@ -81,7 +81,7 @@ def timed(
     slowest = torch.tensor([found[STEPS].median, found[PAIR].median], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     of = Product.of(form, chip_of(slowest.device), dtype, dist.get_world_size(), M, N, K)
-    return Timed(of=of, seconds=float(slowest[0]), pair_seconds=float(slowest[1]), where=where)
+    return Timing(of=of, seconds=float(slowest[0]), pair_seconds=float(slowest[1]), where=where)
 
 
 def tune(table: Path = TABLE) -> None:

@@ -30,10 +30,10 @@ from weft.kernels.matmul.configurations import (
     MIDDLE,
     SINGLE,
     TABLE,
-    Class,
     Configuration,
-    Measured,
-    fitted,
+    Measurement,
+    ProductClass,
+    adapt_to_kind,
     read,
     write,
 )
@@ -66,7 +66,7 @@ SINGLES = (SINGLE, replace(SINGLE, tile_m=32))
 class Case:
     """A class of products, and a product of this class to measure."""
 
-    of: Class
+    of: ProductClass
     format: Format
     truth: Callable[[], Truth]  # some rows of every tile
     ways: Callable[[Configuration | None], Mapping[str, Way]]  # KERNEL with the configuration, and TORCH
@@ -129,7 +129,7 @@ def cases(
                 yield partial(of_weights, groups, (M, N, K), format, device)
 
 
-def candidates(of: Class, format: Format) -> list[Configuration]:
+def candidates(of: ProductClass, format: Format) -> list[Configuration]:
     """The configurations to try: CANDIDATES with as many bytes along the inner dim as in 16 bits, fitted to the kernel.
 
     8-bit products use two sums, for which the widest tiles have too few registers.
@@ -143,10 +143,12 @@ def candidates(of: Class, format: Format) -> list[Configuration]:
             if each.tile_n <= widest
         )
         among += (SINGLE,) if format.tf32 else ()
-    return list(dict.fromkeys(fitted(of.kind, each) for each in among))
+    return list(dict.fromkeys(adapt_to_kind(of.kind, each) for each in among))
 
 
-def fastest(case: Case, among: Iterable[Configuration], clock: Clock, where: str, rounds: int = 10) -> Measured | None:
+def fastest(
+    case: Case, among: Iterable[Configuration], clock: Clock, where: str, rounds: int = 10
+) -> Measurement | None:
     """The fastest candidate; None if no candidate runs.
 
     Candidates which the chip cannot run, and candidates which spill registers, are left out. Raises Inaccurate for a
@@ -168,7 +170,7 @@ def fastest(case: Case, among: Iterable[Configuration], clock: Clock, where: str
         timed = in_turn(ways, clock, rounds=rounds, replayed=())
     best = min(named, key=lambda name: timed[name].median)
     seconds, torch_seconds = timed[best].median, timed[TORCH].median
-    return Measured(of=case.of, configuration=named[best], seconds=seconds, torch_seconds=torch_seconds, where=where)
+    return Measurement(of=case.of, configuration=named[best], seconds=seconds, torch_seconds=torch_seconds, where=where)
 
 
 def _made(way: Way) -> Tensor | None:
@@ -220,7 +222,7 @@ def measure(
 
     Returns the number of cases left when the time was over.
     """
-    rows, seen = read(table), set[Class]()
+    rows, seen = read(table), set[ProductClass]()
     for number, make in enumerate(makers):
         if end is not None and time.monotonic() >= end:
             return len(makers) - number

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.matmul.configurations import Class
+from weft.kernels.matmul.configurations import ProductClass
 
 from benchmarks import products, tune_matmul
 from benchmarks.products import FORMATS, TORCH, compared
@@ -40,7 +40,7 @@ def test_tuning_needs_a_gpu(tmp_path: Path) -> None:
 def test_candidates_fit_an_h100(name: str) -> None:
     """In shared memory, with 1 KiB for barriers and descriptors."""
     format = FORMATS[name]
-    for each in tune_matmul.candidates(Class.of("sm_90", name, "plain", "b", 64, 64, 64), format):
+    for each in tune_matmul.candidates(ProductClass.of("sm_90", name, "plain", "b", 64, 64, 64), format):
         held = each.stages * (each.tile_m + each.tile_n) * each.tile_k * format.dtype.itemsize
         assert held <= 226 * 1024, each
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from weft.kernels.matmul.configurations import write
-from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, Product, Timed, read
+from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, Product, Timing, read
 
 from benchmarks import tune_in_steps
 from benchmarks.timing import Host
@@ -17,7 +17,7 @@ from tests.support.pool import Pool
 SMALL: list[tuple[Form, int, int]] = [("all_gather_matmul", 12, 8), ("matmul_reduce_scatter", 12, 8)]
 
 
-def found(form: Form) -> Timed:
+def found(form: Form) -> Timing:
     return tune_in_steps.timed(form, 6, 12, 8, "cpu", torch.float32, Host(), "here", rounds=2)
 
 
@@ -34,7 +34,7 @@ def measured(table: Path) -> list[str]:
     """The products that were timed."""
     timed, names = tune_in_steps.timed, []
 
-    def noted(form: Form, *rest: Any) -> Timed:
+    def noted(form: Form, *rest: Any) -> Timing:
         names.append(form)
         return timed(form, *rest, rounds=2)
 

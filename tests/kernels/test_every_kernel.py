@@ -83,8 +83,8 @@ def test_a_kernel_is_launched(name: str, interpreted: None, monkeypatch: pytest.
     counted = Launches(getattr(module, kernel))
     monkeypatch.setattr(module, kernel, counted)
     if case == "product-in-splits":
-        choose = launch.chosen_for
-        monkeypatch.setattr(launch, "chosen_for", lambda *asked: replace(choose(*asked), splits=2, tile_k=32))
+        choose = launch.choose_configuration
+        monkeypatch.setattr(launch, "choose_configuration", lambda *asked: replace(choose(*asked), splits=2, tile_k=32))
     results: list[list[Tensor]] = [found(run, ids, [each.to(torch.bfloat16) for each in tensors])]
     assert counted.count > 0
     monkeypatch.setattr(backend, "INTERPRETED", False)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import cross_entropy
 from weft.kernels.matmul.sharded import choice
-from weft.kernels.matmul.sharded.choice import Form, Product, Timed
+from weft.kernels.matmul.sharded.choice import Form, Product, Timing
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, initialize, lora, parallelize
 from weft.models.llama.model import Llama
@@ -34,16 +34,16 @@ HEAD = (48, 32)
 KINDS = ("reduce-scatter", "all-gather")
 
 
-def table(dp: int, ranks: int, seconds: float) -> dict[Product, Timed]:
+def table(dp: int, ranks: int, seconds: float) -> dict[Product, Timing]:
     """A measurement of each product that may overlap. seconds: its time in steps; without overlap it takes 1."""
     products: list[tuple[Form, tuple[int, int]]] = [("matmul_reduce_scatter", sizes) for sizes in ROWS]
     products.append(("all_gather_matmul", HEAD))
     found = [Product.of(form, "cpu", torch.float64, ranks, B * T // dp, *sizes) for form, sizes in products]
-    return {of: Timed(of=of, seconds=seconds, pair_seconds=1.0, where="here") for of in found}
+    return {of: Timing(of=of, seconds=seconds, pair_seconds=1.0, where="here") for of in found}
 
 
 def step(
-    mesh: ProcessMesh, rows: dict[Product, Timed], adapt: tuple[str, ...] = (), compiled: bool = False, **changes: Any
+    mesh: ProcessMesh, rows: dict[Product, Timing], adapt: tuple[str, ...] = (), compiled: bool = False, **changes: Any
 ) -> tuple[dict[str, Tensor], Counter[str], Counter[str]]:
     """The loss and the gradients, and the collectives issued in forward and in backward. changes: to the plan."""
     with patch.dict(choice.MEASURED, rows, clear=True):

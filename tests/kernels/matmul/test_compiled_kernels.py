@@ -141,7 +141,7 @@ def spilling_candidates(name: str) -> list[str]:
     from weft.kernels.grouped_matmul import variants as groups
     from weft.kernels.launching.aot import compile_variant
     from weft.kernels.matmul import variants
-    from weft.kernels.matmul.configurations import Class
+    from weft.kernels.matmul.configurations import ProductClass
 
     from benchmarks.tune_matmul import candidates
 
@@ -149,7 +149,7 @@ def spilling_candidates(name: str) -> list[str]:
     scales, precision = ("scales",) * (name == "fp8"), "tf32" if name == "tf32" else "ieee"
     out, found = "bf16" if name == "fp8" else of, []
     for kind in ("fused", "grouped") if name == "fp8" else ("fused", "gated", "grouped"):
-        for each in candidates(Class.of(FIRST, name, kind, "b", 64, 64, 64), FORMATS[name]):
+        for each in candidates(ProductClass.of(FIRST, name, kind, "b", 64, 64, 64), FORMATS[name]):
             if kind == "grouped":
                 given = groups.SCALES if scales else {}
                 variant = groups._variant("rows_by_group/a", of_groups.rows_by_group, each, out, None, of, **given)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import matmul
 from weft.kernels.dispatch.backend import multiplies
-from weft.kernels.matmul import function, scaled
+from weft.kernels.matmul import function, scaled_mm
 
 from .cases import assert_as_good_as_eager, expected, normal
 from .test_tiles import SMALL
@@ -127,13 +127,13 @@ def test_triton_is_asked_for_what_it_compiles_alone(chip: str) -> None:
 
 @pytest.mark.parametrize(("chip", "by_kernel"), [("sm_80", False), ("sm_90", True)])
 def test_factors_that_a_chip_has_not_take_the_torch_path(
-    chip: str, by_kernel: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    chip: str, uses_kernel: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (function, scaled):
+    for module in (function, scaled_mm):
         monkeypatch.setattr(module, "chip_of", lambda device: (chip, 108))
     monkeypatch.setattr(function, "MEASURED", {})
     with FakeTensorMode():
         a, b = (torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2))
-        assert function.by_kernel(a, b, "fused") == function.compiles(a, b) == by_kernel
+        assert function.uses_kernel(a, b, "fused") == function.compiles(a, b) == uses_kernel
         assert function.compiles(a.to(torch.float8_e5m2), b.to(torch.float8_e5m2))
         assert matmul(a, b).dtype == torch.bfloat16

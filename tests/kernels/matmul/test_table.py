@@ -15,12 +15,12 @@ from weft.kernels import grouped_matmul, linear
 from weft.kernels.matmul import configurations, function
 from weft.kernels.matmul.configurations import (
     MIDDLE,
-    Class,
     Configuration,
     Kind,
-    Measured,
-    by_measurement,
-    kernel_runs,
+    Measurement,
+    ProductClass,
+    find_measured,
+    is_kernel_faster,
     read,
     write,
 )
@@ -29,32 +29,32 @@ from .cases import assert_as_good_as_eager, normal
 from .test_grouped import eager, ends
 from .test_tiles import SMALL
 
-OF = Class.of("sm_90", "bfloat16", "plain", "b", 8192, 4096, 4000)
-ROW = Measured(of=OF, configuration=MIDDLE, seconds=1.0, torch_seconds=2.0, where="a test")
+OF = ProductClass.of("sm_90", "bfloat16", "plain", "b", 8192, 4096, 4000)
+ROW = Measurement(of=OF, configuration=MIDDLE, seconds=1.0, torch_seconds=2.0, where="a test")
 SLOWER = replace(ROW, of=OF._replace(m=1024), torch_seconds=0.5)
 
 
 def test_a_class_has_sizes_up_to_powers_of_two() -> None:
-    assert Class("sm_90", "bfloat16", "plain", "b", 8192, 4096, 4096, 1) == OF
-    assert Class.of("sm_90", "bfloat16", "grouped", "", 1000, 1, 0, 6)[-4:] == (1024, 1, 1, 8)
+    assert ProductClass("sm_90", "bfloat16", "plain", "b", 8192, 4096, 4096, 1) == OF
+    assert ProductClass.of("sm_90", "bfloat16", "grouped", "", 1000, 1, 0, 6)[-4:] == (1024, 1, 1, 8)
 
 
 def test_the_faster_of_two_is_taken(tmp_path: Path) -> None:
     write({each.of: each for each in (ROW, SLOWER)}, tmp_path / "table.json")
     table = read(tmp_path / "table.json")
     assert table == {ROW.of: ROW, SLOWER.of: SLOWER}
-    assert kernel_runs(OF, table) and not kernel_runs(SLOWER.of, table)
-    assert by_measurement(OF, table) == by_measurement(SLOWER.of, table) == MIDDLE
+    assert is_kernel_faster(OF, table) and not is_kernel_faster(SLOWER.of, table)
+    assert find_measured(OF, table) == find_measured(SLOWER.of, table) == MIDDLE
     fused = SLOWER.of._replace(kind="fused")
-    assert not kernel_runs(fused, {fused: replace(SLOWER, of=fused)})
+    assert not is_kernel_faster(fused, {fused: replace(SLOWER, of=fused)})
 
 
 @pytest.mark.parametrize(
     "other", [{"k": 512}, {"transposed": ""}, {"transposed": "a"}, {"dtype": "float16"}, {"groups": 8}], ids=str
 )
 def test_a_row_is_of_its_class_alone(other: dict[str, Any]) -> None:
-    assert by_measurement(OF._replace(**other), {OF: ROW}) is None
-    assert not kernel_runs(OF._replace(**other), {OF: ROW})
+    assert find_measured(OF._replace(**other), {OF: ROW}) is None
+    assert not is_kernel_faster(OF._replace(**other), {OF: ROW})
 
 
 def test_a_row_is_read_by_people(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_row_is_read_by_people(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", False), ("fused", True), ("gated", False)])
 def test_what_was_not_measured_is_the_kernels_where_a_pass_is_saved(kind: Kind, runs: bool) -> None:
-    assert kernel_runs(OF._replace(kind=kind), {}) == runs
+    assert is_kernel_faster(OF._replace(kind=kind), {}) == runs
 
 
 def test_the_table_is_one_measurement_a_line() -> None:
@@ -83,15 +83,15 @@ def test_the_three_products_of_a_layer_are_of_three_classes(interpreted: None, m
 
     asked = []
 
-    def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
+    def uses_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
         asked.append(class_of(a, b, kind))
         return False
 
-    monkeypatch.setattr(function, "by_kernel", by_kernel)
+    monkeypatch.setattr(function, "uses_kernel", uses_kernel)
     monkeypatch.setitem(configurations.MEASURED, OF, ROW)
     x, weight = (normal(16, 16, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
     linear(x, weight).backward(torch.ones(16, 16))
-    assert asked == [Class("interpreted", "float32", "plain", each, 16, 16, 16) for each in ("b", "", "a")]
+    assert asked == [ProductClass("interpreted", "float32", "plain", each, 16, 16, 16) for each in ("b", "", "a")]
 
 
 class Spied:
@@ -108,8 +108,8 @@ class Spied:
         return launch
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, of: Class, configuration: Configuration) -> None:
-    row = Measured(of=of, configuration=configuration, seconds=1.0, torch_seconds=0.5, where="a test")
+def measured(monkeypatch: pytest.MonkeyPatch, of: ProductClass, configuration: Configuration) -> None:
+    row = Measurement(of=of, configuration=configuration, seconds=1.0, torch_seconds=0.5, where="a test")
     monkeypatch.setitem(configurations.MEASURED, of, row)
 
 
@@ -119,10 +119,10 @@ def test_products_of_groups_find_rows_of_their_own(interpreted: None, monkeypatc
 
     sizes, K, M = [20, 0, 28, 16], 16, 32  # 16 rows a group
     forward, rows, weights = (replace(SMALL, tile_m=size) for size in (32, 64, 128))
-    measured(monkeypatch, Class.of("interpreted", "float32", "grouped", "", 16, M, K, 4), forward)
-    measured(monkeypatch, Class.of("interpreted", "float32", "grouped", "b", 16, K, M, 4), rows)
-    measured(monkeypatch, Class.of("interpreted", "float32", "grouped_weights", "a", K, M, 16, 4), weights)
-    measured(monkeypatch, Class.of("interpreted", "float32", "fused", "", 16, M, K), replace(SMALL, tile_m=256))
+    measured(monkeypatch, ProductClass.of("interpreted", "float32", "grouped", "", 16, M, K, 4), forward)
+    measured(monkeypatch, ProductClass.of("interpreted", "float32", "grouped", "b", 16, K, M, 4), rows)
+    measured(monkeypatch, ProductClass.of("interpreted", "float32", "grouped_weights", "a", K, M, 16, 4), weights)
+    measured(monkeypatch, ProductClass.of("interpreted", "float32", "fused", "", 16, M, K), replace(SMALL, tile_m=256))
     launches: list[dict[str, Any]] = []
     for name in ("rows_by_group", "weights_by_group"):
         monkeypatch.setattr(kernel, name, Spied(getattr(kernel, name), launches))
@@ -140,7 +140,9 @@ def test_groups_that_were_not_measured_are_cut_by_the_rule(interpreted: None, mo
 
     launches: list[dict[str, Any]] = []
     monkeypatch.setattr(kernel, "rows_by_group", Spied(kernel.rows_by_group, launches))
-    measured(monkeypatch, Class.of("interpreted", "float32", "grouped", "", 16, 32, 16, 2), replace(SMALL, tile_m=32))
+    measured(
+        monkeypatch, ProductClass.of("interpreted", "float32", "grouped", "", 16, 32, 16, 2), replace(SMALL, tile_m=32)
+    )
     a, b = normal(64, 16, dtype=torch.float32), normal(4, 16, 32, dtype=torch.float32)
     grouped_matmul(a, b, ends([16] * 4))  # of four groups
     assert launches[0]["TILE_N"] == configurations.INTERPRETED.tile_m

@@ -19,7 +19,7 @@ from weft.kernels.matmul.configurations import (
     ON_AMD,
     SINGLE,
     Configuration,
-    by_rule,
+    choose_by_rule,
 )
 
 from .cases import assert_as_good_as_eager, expected, normal
@@ -124,20 +124,20 @@ def test_grouped_tiles_share_panels_in_the_l2(interpreted: None) -> None:
 
 def test_a_chip_gets_what_it_can_run() -> None:
     bf16 = 2
-    assert by_rule("sm_90", bf16, True, 8192, 8192, 4096, 132) is LARGE
-    assert by_rule("sm_90", bf16, True, 1024, 2048, 512, 132) is MIDDLE
-    assert by_rule("sm_90", bf16, False, 8192, 8191, 4096, 132) is NOT_ALIGNED
-    assert by_rule("sm_80", bf16, True, 8192, 8192, 4096, 108) is BY_POINTERS
-    assert by_rule("gfx942", bf16, True, 8192, 8192, 4096, 304) is ON_AMD
-    assert by_rule("sm_90", 4, True, 8192, 8192, 4096, 132) is SINGLE
-    assert by_rule("sm_90", 1, True, 8192, 8192, 4096, 132) is EIGHT_BITS
-    assert by_rule("sm_90", bf16, True, 16, 4096, 512, 132) is FLAT
+    assert choose_by_rule("sm_90", bf16, True, 8192, 8192, 4096, 132) is LARGE
+    assert choose_by_rule("sm_90", bf16, True, 1024, 2048, 512, 132) is MIDDLE
+    assert choose_by_rule("sm_90", bf16, False, 8192, 8191, 4096, 132) is NOT_ALIGNED
+    assert choose_by_rule("sm_80", bf16, True, 8192, 8192, 4096, 108) is BY_POINTERS
+    assert choose_by_rule("gfx942", bf16, True, 8192, 8192, 4096, 304) is ON_AMD
+    assert choose_by_rule("sm_90", 4, True, 8192, 8192, 4096, 132) is SINGLE
+    assert choose_by_rule("sm_90", 1, True, 8192, 8192, 4096, 132) is EIGHT_BITS
+    assert choose_by_rule("sm_90", bf16, True, 16, 4096, 512, 132) is FLAT
 
 
 def test_k_is_split_where_tiles_are_too_few() -> None:
-    chosen = by_rule("sm_90", 2, True, 128, 512, 16384, 132)
+    chosen = choose_by_rule("sm_90", 2, True, 128, 512, 16384, 132)
     assert chosen.splits == configurations.MOST_SPLITS
-    assert by_rule("sm_90", 2, True, 128, 512, 1024, 132).splits == 1  # short sums
+    assert choose_by_rule("sm_90", 2, True, 128, 512, 1024, 132).splits == 1  # short sums
 
 
 def test_warps_are_specialized_with_four_of_them_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.kernels import grouped_matmul
 from weft.kernels.matmul import configurations
-from weft.kernels.matmul.configurations import Class, read
+from weft.kernels.matmul.configurations import ProductClass, read
 
 from benchmarks import tune_matmul
 from benchmarks.products import AUTOTUNED, FORMATS, KERNEL, KINDS, TORCH, Inaccurate, check, compared
@@ -81,7 +81,7 @@ def test_what_was_tuned_of_groups_is_what_their_product_finds(tmp_path: Path, mo
         [lambda: tune_matmul.of_groups("", 2, (32, 32, 16), format, "cpu")], format, table, Host(), "a test", rounds=2
     )
     ((of, row),) = read(table).items()
-    assert of == Class.of("interpreted", "bfloat16", "grouped", "", 16, 32, 16, 2)
+    assert of == ProductClass.of("interpreted", "bfloat16", "grouped", "", 16, 32, 16, 2)
     monkeypatch.setitem(configurations.MEASURED, of, row)
     launches: list[dict[str, Any]] = []
     monkeypatch.setattr(kernel, "rows_by_group", Spied(kernel.rows_by_group, launches))
@@ -126,7 +126,7 @@ def test_tuning_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
 
     def tuned(where: str = "a test", end: float | None = None, again: bool = False) -> tuple[int, int]:
         """The numbers of classes left and of classes timed."""
-        timed: list[Class] = []
+        timed: list[ProductClass] = []
         fastest = tune_matmul.fastest
 
         def noted(case: tune_matmul.Case, *rest: Any) -> Any:

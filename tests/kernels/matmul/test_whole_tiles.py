@@ -22,8 +22,8 @@ from weft.kernels.matmul.configurations import (
     ON_AMD,
     SINGLE,
     Configuration,
-    grouped,
-    halved,
+    adapt_to_groups,
+    halve_tiles,
 )
 
 from .cases import assert_as_good_as_eager, expected, normal
@@ -129,7 +129,7 @@ def test_a_product_times_the_slope(name: str, transposed: str, device: str) -> N
 def test_two_products_and_their_gate(name: str, device: str) -> None:
     from weft.kernels.matmul import launch
 
-    chosen = halved(CONFIGURATIONS[name])
+    chosen = halve_tiles(CONFIGURATIONS[name])
     x, gate = factors(chosen, "b", device)
     up = normal(*gate.mT.shape, dtype=torch.bfloat16, seed=5).to(device).mT
     out, z, z_up = (torch.empty(len(x), gate.shape[1], dtype=torch.bfloat16, device=device) for _ in range(3))
@@ -173,7 +173,7 @@ def test_groups_of_rows(name: str, device: str) -> None:
     """Forward and the matrices' gradient: groups of a tile and a part, of none, and of several tiles."""
     from weft.kernels.grouped_matmul import launch
 
-    chosen = grouped(CONFIGURATIONS[name])
+    chosen = adapt_to_groups(CONFIGURATIONS[name])
     lengths = [chosen.tile_m + 5, 0, 3 * chosen.tile_m, 1]
     M, K = chosen.tile_n * 2 + 8, chosen.tile_k * 3 + 8
     a = normal(sum(lengths), K, dtype=torch.bfloat16).to(device)

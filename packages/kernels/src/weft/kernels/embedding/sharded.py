@@ -40,11 +40,11 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
         and tokens.dtype in TOKEN_DTYPES
     ):
         return function.look_up(tokens, weight, padding_idx)
-    return _looked_up(tokens, weight, padding_idx)
+    return _look_up(tokens, weight, padding_idx)
 
 
 @autocasts("embedding")
-def _looked_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+def _look_up(tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     """`embedding` by the op `EMBEDDING`. padding_idx: not negative."""
     _check_table(weight)
     if tokens.dtype not in TOKEN_DTYPES:
@@ -78,16 +78,16 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     tokens_shape, weight_shape = shapes
     assert tokens is not None and weight is not None and tokens_shape is not None and weight_shape, "both are given"
     output = infer.embedding(tokens, weight, len(tokens_shape))
-    lead = ascii_lowercase[: len(tokens_shape)]
+    leading = ascii_lowercase[: len(tokens_shape)]
     one_hot = tokens.replace(**dict.fromkeys(weight.shard_order.get(0, ()), Shard(len(tokens_shape))))
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
-        return None, infer.einsum(f"{lead}y,{lead}z->yz", one_hot, grad)
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
+        return None, infer.einsum(f"{leading}y,{leading}z->yz", one_hot, grad)
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"vocab_start": weight.local_slices(weight_shape, rank)[0].start, "vocab_size": weight_shape[0]}
 
-    return Sharding(output, (*tokens_shape, weight_shape[1]), gradients, local)
+    return Sharding(output, (*tokens_shape, weight_shape[1]), gradient_layouts, local_options)
 
 
 EMBEDDING = Op("embedding", function.forward, function.backward, _rule)

@@ -20,10 +20,10 @@ from ..launching.launched import launched
 from ..matmul import reference as matmul
 from ..matmul.checks import (
     check_activation_name,
-    check_apart,
     check_bias_dtype,
     check_dtypes,
     check_no_gradient,
+    check_no_overlap,
     check_out_dtype,
     check_residual,
     check_scale,
@@ -58,11 +58,11 @@ def forward(
     keep: whether to save z for backward. Saved for backward: a, b, offsets and, with an activation, the
         pre-activation z; for relu without a residual, the output instead of z.
     """
-    added = (bias, residual) if adds else (None, None)
+    addends = (bias, residual) if adds else (None, None)
     out = torch.zeros((a.shape[0], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
     saves_output = activation == "relu" and residual is None
     z = torch.empty_like(out) if keep and activation is not None and not saves_output else None
-    _rows_by_group(a, b, offsets, *added, a_scale, b_scale, out, z, activation, alpha, beta, first)
+    _rows_by_group(a, b, offsets, *addends, a_scale, b_scale, out, z, activation, alpha, beta, first)
     # Backward needs only the residual's shape and dtype: save one element, expanded.
     residual_shape = None if residual is None else residual.new_empty(()).expand(residual.shape)
     return out, (a, b, offsets, out if saves_output else z, residual_shape)
@@ -74,14 +74,14 @@ def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **op
     assert a is not None and offsets is not None, "forward saves the operands"
     dresidual = None
     if needed[4] and residual is not None:
-        dresidual = _zeroed_behind_groups(grad, offsets).mul_(options.get("beta", 1.0))
+        dresidual = _zero_behind_groups(grad, offsets).mul_(options.get("beta", 1.0))
         dresidual = dresidual.sum_to_size(residual.shape).to(residual.dtype)
-    dz = grad if z is None else matmul.derivative(grad, z, options.get("activation"))
+    dz = grad if z is None else matmul.multiply_by_derivative(grad, z, options.get("activation"))
     return dz if a.dtype.itemsize == 1 else dz.to(a.dtype), dresidual
 
 
-def _zeroed_behind_groups(grad: Tensor, offsets: Tensor) -> Tensor:
-    """grad with zeros in the rows behind the last group, computed without waiting for the offsets on the host."""
+def _zero_behind_groups(grad: Tensor, offsets: Tensor) -> Tensor:
+    """Return grad with zeros in the rows behind the last group. The host does not wait for the offsets."""
     if len(offsets) == 0:
         return torch.zeros_like(grad)
     behind = torch.arange(len(grad), device=grad.device) >= offsets[-1]
@@ -125,8 +125,11 @@ def backward(
 
 
 def accumulate(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
-    """into[g] += a[:, rows] @ b[rows] for each group g; a [K, N], b [N, M], into [G, K, M]. Raises as `check_apart`."""
-    check_apart("grouped_matmul", into)
+    """into[g] += a[:, rows] @ b[rows] for each group g. a: [K, N]. b: [N, M]. into: [G, K, M].
+
+    Raises as `check_no_overlap`.
+    """
+    check_no_overlap("grouped_matmul", into)
     _weights_by_group(a.mT, b, offsets, into, 1.0, first, True)
     return into, ()
 
@@ -187,17 +190,18 @@ def plain_rows_by_group(
         if is_plain_product:
             torch.mm(a[rows], b[g], out=out[rows])
             continue
-        out[rows], of_rows = matmul.product(
+        out[rows], group_z = matmul.product(
             a[rows], b[g], None if bias is None else bias[g], None if residual is None else residual[rows],
             _scale_at(a_scale, rows), _scale_at(b_scale, g),
             activation=activation, alpha=alpha, beta=beta, out_dtype=out.dtype, keep_z=z is not None,
         )  # fmt: skip
-        if z is not None and of_rows is not None:
-            z[rows] = of_rows
+        if z is not None and group_z is not None:
+            z[rows] = group_z
 
 
-def _scale_at(scale: Tensor | None, place: slice | int) -> Tensor | None:
-    return scale if scale is None or scale.ndim == 0 else scale[place]
+def _scale_at(scale: Tensor | None, index: slice | int) -> Tensor | None:
+    """The scale of some rows, or of one group. A single number serves all."""
+    return scale if scale is None or scale.ndim == 0 else scale[index]
 
 
 def plain_weights_by_group(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch.backend import chip_of, device_of
 from ..matmul.configurations import Configuration
-from ..matmul.launch import MOST_IN_GRID, chosen_for, class_of, has_descriptor, parts_of, precision, scratch
+from ..matmul.launch import MOST_IN_GRID, choose_configuration, class_of, has_descriptor, parts_of, precision, scratch
 from . import kernel
 
 
@@ -33,7 +33,7 @@ def forward(
         return
     aligned = a.stride(-1) == 1 and has_descriptor(a) and has_descriptor(b)
     of = class_of(a, b[0], "grouped", count)
-    chosen = configuration or chosen_for(of, a, aligned, (N // count, M, K))
+    chosen = configuration or choose_configuration(of, a, aligned, (N // count, M, K))
     # An upper bound: each group may end in a partial tile.
     tiles = (-(-N // chosen.tile_m) + count) * -(-M // chosen.tile_n)
     by_descriptors = chosen.descriptors and aligned
@@ -77,7 +77,7 @@ def weights(
         return
     aligned = all(each.stride(-1) == 1 and has_descriptor(each) for each in (a, grad))
     of = class_of(a.mT, grad, "grouped_weights", count)
-    chosen = configuration or chosen_for(of, a, aligned, (K, M, len(a) // count))
+    chosen = configuration or choose_configuration(of, a, aligned, (K, M, len(a) // count))
     tiles = -(-K // chosen.tile_m) * -(-M // chosen.tile_n)
     by_descriptors = chosen.descriptors and aligned
     with device_of(a):

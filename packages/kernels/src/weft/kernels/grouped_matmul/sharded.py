@@ -112,7 +112,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     activation = options["activation"]
     check_activation("grouped_matmul", activation, epilogue_layout)
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         if activation is not None:
             grad = infer.gradient(epilogue_layout, grad, epilogue_layout, (epilogue_layout,))
         return (
@@ -127,10 +127,10 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             None,
         )
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds_bias(epilogue_layout, rank)}
 
-    return Sharding(output, shape, gradients, local)
+    return Sharding(output, shape, gradient_layouts, local_options)
 
 
 def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
@@ -164,10 +164,10 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
         into,
     )
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"first": into.local_slices(shape, rank)[0].start}
 
-    return Sharding(into, shape, lambda grad: (None,) * 4, local)
+    return Sharding(into, shape, lambda grad: (None,) * 4, local_options)
 
 
 def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
@@ -175,7 +175,7 @@ def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
     return wanted or dtype
 
 
-def _inferred(*tensors: Tensor | None, **options: Any) -> Tensor:
+def _inference(*tensors: Tensor | None, **options: Any) -> Tensor:
     return function.forward(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # the factors are given
 
 
@@ -185,7 +185,7 @@ GROUPED_MATMUL = Op(
     function.backward,
     _rule,
     _dtype,
-    inference=_inferred,
+    inference=_inference,
     weights=(1, 3),
     epilogue_backward=function.epilogue_backward,
 )

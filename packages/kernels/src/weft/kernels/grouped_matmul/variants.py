@@ -16,9 +16,9 @@ from ..matmul.configurations import (
     ON_AMD,
     SINGLE,
     Configuration,
-    grouped,
+    adapt_to_groups,
 )
-from ..matmul.variants import BYTES, EIGHT, eight_on
+from ..matmul.variants import BYTES, EIGHT, float8_of
 from . import kernel
 
 ALIGNED = "i32:16"
@@ -61,7 +61,7 @@ def _variant(
                 "GROUP_K": chosen.group_m,
             }
         constexprs |= tiles
-        multiplied = f"*{eight_on(target) if factors == EIGHT else factors}:16"
+        multiplied = f"*{float8_of(target) if factors == EIGHT else factors}:16"
         kinds = _KINDS | dict.fromkeys(("a_ptr", "b_ptr", "grad_ptr"), multiplied) | {"out_ptr": f"*{out}:16"} | given
         kinds |= {"stride_bk": ALIGNED if by_rows else "1", "stride_bm": "1" if by_rows else ALIGNED}
         return Variant(
@@ -76,7 +76,7 @@ def _variant(
 
     older = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
     elsewhere = {target: launched(other, target) for target, other in older.items() if chosen.descriptors}
-    return replace(launched(grouped(chosen)), elsewhere=elsewhere)
+    return replace(launched(adapt_to_groups(chosen)), elsewhere=elsewhere)
 
 
 VARIANTS = (

@@ -111,8 +111,8 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     assert x is not None and residual is not None and shape is not None, "both are given"
     infer.elementwise("add_layer_norm", False, x, residual, operands=("x", "the residual"))
     output = _whole("add_layer_norm", x, shape, weight, bias)
-    gradients = require_one_layout("add_layer_norm", infer_gradient_layouts(output, layouts), num_shared=2)
-    return Sharding(output, shape, gradients, further_outputs=((output, shape),))
+    gradient_layouts = require_one_layout("add_layer_norm", infer_gradient_layouts(output, layouts), num_shared=2)
+    return Sharding(output, shape, gradient_layouts, further_outputs=((output, shape),))
 
 
 LAYER_NORM = Op("layer_norm", function.forward, function.backward, _rule, recompute=function.recompute)

@@ -52,9 +52,9 @@ def check_matmul(
     check_out_dtype("matmul", out_dtype)
     check_bias_dtype("matmul", bias, a, out_dtype)
     check_no_gradient("matmul", a, b, a_scale, b_scale)
-    one = len(b_shape) == 2
-    check_scale("matmul", "a_scale", a_scale, a, ((), out[:-1]) if one else ((),), "row of a")
-    check_scale("matmul", "b_scale", b_scale, b, ((), out[-1:]) if one else ((),), "column of b")
+    is_one_product = len(b_shape) == 2
+    check_scale("matmul", "a_scale", a_scale, a, ((), out[:-1]) if is_one_product else ((),), "row of a")
+    check_scale("matmul", "b_scale", b_scale, b, ((), out[-1:]) if is_one_product else ((),), "column of b")
 
 
 def check_residual(op: str, residual: Tensor | None, out: tuple[int, ...]) -> None:
@@ -93,7 +93,7 @@ def check_bias_dtype(op: str, bias: Tensor | None, factor: Tensor, out_dtype: to
 
 def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
     """Raises ValueError unless both factors have one floating dtype, or both have 8 bits (two dtypes allowed)."""
-    if not _one_wide_dtype(a, b) and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
+    if not _have_one_wide_dtype(a, b) and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
         raise _cannot_be_multiplied(op, a, b)
 
 
@@ -103,7 +103,7 @@ def check_wide(op: str, a: Tensor, *factors: Tensor) -> None:
     For ops without scale arguments, so 8-bit factors are refused.
     """
     for b in factors:
-        if _one_wide_dtype(a, b):
+        if _have_one_wide_dtype(a, b):
             continue
         if a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS:
             raise ValueError(
@@ -113,7 +113,7 @@ def check_wide(op: str, a: Tensor, *factors: Tensor) -> None:
         raise _cannot_be_multiplied(op, a, b)
 
 
-def _one_wide_dtype(a: Tensor, b: Tensor) -> bool:
+def _have_one_wide_dtype(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.dtype in WIDE
 
 
@@ -178,15 +178,15 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *options: object) -> 
         raise ValueError("matmul: accumulate_into records no gradient; call it under torch.no_grad()")
 
 
-def check_apart(op: str, into: Tensor) -> None:
+def check_no_overlap(op: str, into: Tensor) -> None:
     """Raises ValueError where elements of `into` share memory, as in an expanded tensor: their sums would mix."""
     if any(step == 0 and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
         raise _strides_error(op, into, "several elements share their memory")
 
 
 def rows_in_place(op: str, into: Tensor) -> Tensor:
-    """A view [N, M] of into [..., M]. Raises ValueError where no view has this shape, and as `check_apart`."""
-    check_apart(op, into)
+    """A view [N, M] of into [..., M]. Raises ValueError where no view has this shape, and as `check_no_overlap`."""
+    check_no_overlap(op, into)
     if into.ndim == 2:
         return into
     try:

@@ -56,7 +56,7 @@ Kind = Literal["plain", "fused", "one_scale", "gated", "grouped", "grouped_weigh
 ONE_PASS: tuple[Kind, ...] = ("fused", "one_scale")  # kinds for which the kernel saves a pass over the output
 
 
-class Class(NamedTuple):
+class ProductClass(NamedTuple):
     """A class of products that share a configuration: a key of the table of measurements.
 
     The kinds:
@@ -79,7 +79,9 @@ class Class(NamedTuple):
     groups: int = 1  # the number of groups, rounded up to a power of two
 
     @classmethod
-    def of(cls, chip: str, dtype: str, kind: Kind, transposed: str, M: int, N: int, K: int, groups: int = 1) -> Class:
+    def of(
+        cls, chip: str, dtype: str, kind: Kind, transposed: str, M: int, N: int, K: int, groups: int = 1
+    ) -> ProductClass:
         m, n, k, groups = (1 << max(0, size - 1).bit_length() for size in (M, N, K, groups))
         return cls(chip, dtype, kind, transposed, m, n, k, groups)
 
@@ -100,16 +102,16 @@ def kind_of(
     return "fused" if follows else "plain"
 
 
-def transposed(a: Tensor, b: Tensor) -> str:
-    """Which of the factors have contiguous columns; see `Class.transposed`."""
+def find_transposed(a: Tensor, b: Tensor) -> str:
+    """Which of the factors have contiguous columns; see `ProductClass.transposed`."""
     return "".join(name for name, factor in zip("ab", (a, b), strict=True) if factor.stride(-1) != 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurement:
     """One row of the table of measurements: what a tuning run measured for a class of products."""
 
-    of: Class
+    of: ProductClass
     configuration: Configuration  # the fastest
     seconds: float  # with this configuration
     torch_seconds: float  # of torch's GEMM with the same epilogue
@@ -125,18 +127,18 @@ class Measured:
         }
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Measured:
-        given = dict(row) | {"of": Class(**row["of"]), "configuration": Configuration(**row["configuration"])}
-        return cls(**given)
+    def from_json(cls, row: Mapping[str, Any]) -> Measurement:
+        fields = dict(row) | {"of": ProductClass(**row["of"]), "configuration": Configuration(**row["configuration"])}
+        return cls(**fields)
 
 
-def read(file: Path) -> dict[Class, Measured]:
+def read(file: Path) -> dict[ProductClass, Measurement]:
     """The table of measurements in a JSON file."""
-    return {row.of: row for row in map(Measured.from_json, json.loads(file.read_text()))}
+    return {row.of: row for row in map(Measurement.from_json, json.loads(file.read_text()))}
 
 
 class Row(Protocol):
-    """A row of a table that `write` can save: `Measured`, or `Timed` of sharded/choice.py."""
+    """A row of a table that `write` can save: `Measurement`, or `Timing` of sharded/choice.py."""
 
     def as_json(self) -> dict[str, Any]: ...
 
@@ -150,13 +152,13 @@ def write(rows: Mapping[Any, Row], file: Path) -> None:
 MEASURED = read(TABLE)
 
 
-def by_measurement(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> Configuration | None:
+def find_measured(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> Configuration | None:
     """The fastest configuration measured for the class; None where the class was not measured."""
     row = measured.get(of)
     return None if row is None else row.configuration
 
 
-def kernel_runs(of: Class, measured: Mapping[Class, Measured] = MEASURED) -> bool:
+def is_kernel_faster(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> bool:
     """Whether the kernel computes products of this class, instead of torch's GEMM and the epilogue in torch.
 
     The faster by measurement. For a class which was not measured, only kinds in ONE_PASS take the kernel, as their
@@ -184,8 +186,8 @@ WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
 
 
 @lru_cache(maxsize=65536)
-def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, processors: int) -> Configuration:
-    """The configuration for a product without measurement. aligned: TMA can be used. processors: multiprocessors."""
+def choose_by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, processors: int) -> Configuration:
+    """The configuration for a product not measured. aligned: TMA can be used. processors: number of multiprocessors."""
     if chip == "interpreted":
         return INTERPRETED
     if itemsize == 4:
@@ -204,35 +206,35 @@ def by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, pro
         chosen = LARGE if _tiles(LARGE, M, N) >= processors else MIDDLE
     idle = processors // max(1, WAVES * _tiles(chosen, M, N))
     splits = min(idle, MOST_SPLITS, K // SPLIT_K)
-    return _replaced(chosen, splits=splits) if splits > 1 else chosen
+    return _replace(chosen, splits=splits) if splits > 1 else chosen
 
 
-def halved(configuration: Configuration) -> Configuration:
-    """The configuration for a gated product: tiles with half the columns.
+def halve_tiles(configuration: Configuration) -> Configuration:
+    """Return the configuration for a gated product: tiles with half the columns.
 
     The two sums then take as many registers as one; the gate takes a few more.
     """
     if configuration.tile_n <= 16:
         return configuration
-    whole = _replaced(configuration, splits=1)
-    warps = 8 if whole == MIDDLE else whole.warps
-    return _replaced(whole, tile_n=whole.tile_n // 2, parts=max(1, whole.parts // 2), warps=warps)
+    unsplit = _replace(configuration, splits=1)
+    warps = 8 if unsplit == MIDDLE else unsplit.warps
+    return _replace(unsplit, tile_n=unsplit.tile_n // 2, parts=max(1, unsplit.parts // 2), warps=warps)
 
 
-def grouped(configuration: Configuration) -> Configuration:
-    """The configuration for grouped products: K is not split, and the search for the group takes registers."""
-    whole = _replaced(configuration, splits=1, specialized=False)
-    as_middle = (whole.tile_m, whole.tile_n, whole.warps) == (MIDDLE.tile_m, MIDDLE.tile_n, MIDDLE.warps)
-    return _replaced(whole, warps=8) if as_middle else whole
+def adapt_to_groups(configuration: Configuration) -> Configuration:
+    """Return the configuration for grouped products: K is not split, and the search for the group takes registers."""
+    unsplit = _replace(configuration, splits=1, specialized=False)
+    has_middle_tiles = (unsplit.tile_m, unsplit.tile_n, unsplit.warps) == (MIDDLE.tile_m, MIDDLE.tile_n, MIDDLE.warps)
+    return _replace(unsplit, warps=8) if has_middle_tiles else unsplit
 
 
-def fitted(kind: Kind, configuration: Configuration) -> Configuration:
-    """A configuration for a single product, adapted to a kernel of this kind."""
+def adapt_to_kind(kind: Kind, configuration: Configuration) -> Configuration:
+    """Return a single product's configuration, adapted to a kernel of this kind."""
     match kind:
         case "gated":
-            return halved(configuration)
+            return halve_tiles(configuration)
         case "grouped" | "grouped_weights":
-            return grouped(configuration)
+            return adapt_to_groups(configuration)
     return configuration
 
 
@@ -240,5 +242,5 @@ def _tiles(configuration: Configuration, M: int, N: int) -> int:
     return -(-M // configuration.tile_m) * -(-N // configuration.tile_n)
 
 
-def _replaced(configuration: Configuration, **changes: int) -> Configuration:
+def _replace(configuration: Configuration, **changes: int) -> Configuration:
     return Configuration(**(asdict(configuration) | changes))

@@ -1,8 +1,8 @@
 """Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster.
 
-`linear`, `matmul` and their backwards run on every device, through `product`, `multiply`, `sloped`, `accumulate` and
-`activated`. These launch Triton kernels where `use_triton` holds and, for products, `by_kernel`, which reads the table
-of measurements. Otherwise they call plain torch: `reference.py`, which defines the result.
+`linear`, `matmul` and their backwards run on every device. They call `product`, `multiply`, `multiply_by_slope`,
+`accumulate` and `activate`, which launch Triton kernels where `use_triton` holds and, for products, `uses_kernel`. The
+latter reads the table of measurements. Otherwise plain torch runs: `reference.py`, which defines the result.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..launching.launched import launched
 from ..swiglu import function as gates
 from . import reference
 from .checks import rows_in_place
-from .configurations import MEASURED, ONE_PASS, Kind, kernel_runs, kind_of
-from .reference import as_rows, derivative, shaped
+from .configurations import MEASURED, ONE_PASS, Kind, is_kernel_faster, kind_of
+from .reference import flatten_to_rows, multiply_by_derivative, restore_leading_dims
 
 # activation -> its name in swiglu.function, whose kernel computes it
 GATES = {
@@ -43,19 +43,23 @@ def linear(
 ) -> tuple[Tensor, Tensors]:
     """act(input_act(input) @ weight.T + bias) by one GEMM: input [..., K], weight [M, K], bias [M] -> [..., M].
 
-    add_bias: False leaves the bias out of this rank's output, where the ranks' outputs are summed and another rank
-        adds the bias. The bias' gradient does not change: the sum is linear in the bias, whichever rank added it.
+    add_bias: whether this rank adds the bias. False where the ranks' outputs are summed and another rank adds the bias
+        to its output. The bias' gradient is the same on every rank, since the sum is linear in the bias.
     keep: whether to save z for backward. Saved for backward: input, weight and, with an activation, the pre-activation
         z = input @ weight.T + bias; for relu, the output instead of z.
     """
     bias = bias if add_bias else None
-    hidden = input if input_activation is None else activated(input, input_activation)
+    hidden = input if input_activation is None else activate(input, input_activation)
     if activation is None and not MEASURED:
         return torch.nn.functional.linear(hidden, weight, bias), (input, weight)
     keep_z = keep and activation not in (None, "relu")
-    out, z = product(as_rows(hidden), weight.mT, bias, activation=activation, keep_z=keep_z)
-    out = shaped(out, input)
-    return out, (input, weight) if activation is None else (input, weight, out if z is None else shaped(z, input))
+    out, z = product(flatten_to_rows(hidden), weight.mT, bias, activation=activation, keep_z=keep_z)
+    out = restore_leading_dims(out, input)
+    return out, (input, weight) if activation is None else (
+        input,
+        weight,
+        out if z is None else restore_leading_dims(z, input),
+    )
 
 
 def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -74,7 +78,7 @@ def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
 def linear_epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensor:
     """dz = grad * act'(z), the gradient of the pre-activation."""
     _, _, *z = saved
-    return derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad
+    return multiply_by_derivative(grad, z[0], options.get("activation")) if z and z[0] is not None else grad
 
 
 def linear_backward(
@@ -93,15 +97,18 @@ def linear_backward(
     """
     input, weight = saved[:2]
     assert input is not None and weight is not None, "forward saves both"
-    rows = as_rows(dz)  # [N, M]
+    rows = flatten_to_rows(dz)  # [N, M]
     dinput = dweight = None
     if needed[0]:
-        dinput = shaped(
-            multiply(rows, weight) if input_activation is None else sloped(rows, weight, input, input_activation), input
+        dinput = restore_leading_dims(
+            multiply(rows, weight)
+            if input_activation is None
+            else multiply_by_slope(rows, weight, input, input_activation),
+            input,
         )
     if needed[1]:
-        hidden = input if input_activation is None else activated(input, input_activation)
-        dweight = multiply(rows.mT, as_rows(hidden))  # [M, K]
+        hidden = input if input_activation is None else activate(input, input_activation)
+        dweight = multiply(rows.mT, flatten_to_rows(hidden))  # [M, K]
     dbias = rows.sum(0) if len(needed) > 2 and needed[2] else None
     return (dinput, dweight, dbias)[: len(needed)]
 
@@ -131,9 +138,9 @@ def matmul(
     keep: whether to save the pre-activation z. For relu without a residual the output is saved instead; without an
         activation, None.
     """
-    beside = bias is not None or residual is not None or a_scale is not None or b_scale is not None
+    has_operands = bias is not None or residual is not None or a_scale is not None or b_scale is not None
     if (
-        not (beside or activation or MEASURED)
+        not (has_operands or activation or MEASURED)
         and alpha == 1
         and (out_dtype or a.dtype) == a.dtype
         and a.dtype.itemsize > 1
@@ -141,13 +148,13 @@ def matmul(
         return a @ b, (a, b, None, None)  # the shortest path: with few rows the host's time counts
     left, right = _flat(a, b)
     shape = (*a.shape[:-1], b.shape[-1])
-    added = residual if add_residual else None
-    if added is not None:
-        added = added.expand(shape).reshape(*left.shape[:-1], shape[-1])
-    of_rows = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.flatten()
-    saves_output = activation == "relu" and added is None
+    addend = residual if add_residual else None
+    if addend is not None:
+        addend = addend.expand(shape).reshape(*left.shape[:-1], shape[-1])
+    row_scales = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.flatten()
+    saves_output = activation == "relu" and addend is None
     out, z = product(
-        left, right, bias if add_bias else None, added, of_rows, b_scale,
+        left, right, bias if add_bias else None, addend, row_scales, b_scale,
         activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype,
         keep_z=keep and activation is not None and not saves_output,
     )  # fmt: skip
@@ -158,12 +165,12 @@ def matmul(
     return out, (a, b, z, residual_shape)
 
 
-def native_matmul(a: Tensor, b: Tensor, *more: Tensor | None) -> Tensor | None:
+def native_matmul(a: Tensor, b: Tensor, *operands: Tensor | None) -> Tensor | None:
     """a @ b by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
 
-    more: the further operands of `matmul`; the result is None unless all of them are None.
+    operands: those of `matmul` after a and b; the result is None unless all of them are None.
     """
-    for each in more:
+    for each in operands:
         if each is not None:
             return None
     fits = is_torchs(a, b) and a.dim() > 1 and b.dim() in (2, a.dim()) and a.shape[-1] == b.shape[-2]
@@ -192,13 +199,13 @@ def matmul_backward(
     dresidual = None
     if needed[3] and residual is not None:
         dresidual = (grad if beta == 1 else grad * beta).sum_to_size(residual.shape).to(residual.dtype)
-    dz = grad if z is None else derivative(grad, z, activation)
-    dbias = as_rows(dz).sum(0) if needed[2] else None
+    dz = grad if z is None else multiply_by_derivative(grad, z, activation)
+    dbias = flatten_to_rows(dz).sum(0) if needed[2] else None
     da = db = None
     if needed[0] or needed[1]:
         dz = (dz if alpha == 1 else dz * alpha).to(a.dtype)
         left, right = _flat(a, b)
-        rows = as_rows(dz) if b.ndim == 2 else dz.flatten(0, -3)
+        rows = flatten_to_rows(dz) if b.ndim == 2 else dz.flatten(0, -3)
         da = multiply(rows, right.mT).view(a.shape) if needed[0] else None
         db = multiply(left.mT, rows).view(b.shape) if needed[1] else None
     return (da, db, dbias, dresidual, None, None)[: len(needed)]
@@ -206,7 +213,7 @@ def matmul_backward(
 
 def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both factors with their leading dims flattened into one; for a b of two dims, a as rows [N, K]."""
-    return (as_rows(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
+    return (flatten_to_rows(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
 
 
 def product(
@@ -223,8 +230,8 @@ def product(
     out_dtype: torch.dtype | None = None,
     keep_z: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of `reference.product`, by the kernel or by torch's GEMM: see `by_kernel`."""
-    if use_triton(a) and by_kernel(a, b, kind_of(a, activation, alpha, residual, a_scale, b_scale)):
+    """The product of `reference.product`, by the kernel or by torch's GEMM: see `uses_kernel`."""
+    if use_triton(a) and uses_kernel(a, b, kind_of(a, activation, alpha, residual, a_scale, b_scale)):
         out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
         z = torch.empty_like(out) if keep_z else None
         _launch(a, b, bias, residual, a_scale, b_scale, out, z, activation, None, alpha, beta, False)
@@ -250,21 +257,21 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if not MEASURED else product(a, b)[0]
 
 
-def activated(x: Tensor, activation: str) -> Tensor:
-    """The activation of x, in one pass."""
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return the activation of x, computed in one pass."""
     gate_name = GATES.get(activation)
     return (
-        reference.activated(x, activation)
+        reference.activate(x, activation)
         if gate_name is None or not use_triton(x)
         else gates.kernel_forward(x, None, gate_name)
     )
 
 
-def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
-    """(a @ b) * act'(z), where z has a row for each row of a; in one pass where the kernel runs."""
-    z = as_rows(z)
-    if not use_triton(a) or not by_kernel(a, b, "fused"):
-        return derivative(multiply(a, b), z, activation)
+def multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
+    """Return (a @ b) * act'(z), where z has a row for each row of a; in one pass where the kernel runs."""
+    z = flatten_to_rows(z)
+    if not use_triton(a) or not uses_kernel(a, b, "fused"):
+        return multiply_by_derivative(multiply(a, b), z, activation)
     out = torch.empty((len(a), b.shape[-1]), dtype=a.dtype, device=a.device)
     _launch(a, b, None, z, None, None, out, None, None, activation, 1.0, 1.0, False)
     return out
@@ -272,7 +279,7 @@ def sloped(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
 
 def accumulate_into(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
     """Adds a @ b to into in place, in the dtype of into. a: [..., K]. b: [K, N]. Raises as `rows_in_place`."""
-    accumulate(as_rows(a), b, rows_in_place("matmul", into))
+    accumulate(flatten_to_rows(a), b, rows_in_place("matmul", into))
     return into, ()
 
 
@@ -281,15 +288,15 @@ def accumulate(a: Tensor, b: Tensor, into: Tensor) -> Tensor:
 
     The strides of into are not checked: under a trace of backward they are unknown.
     """
-    if use_triton(a) and by_kernel(a, b, "plain"):
+    if use_triton(a) and uses_kernel(a, b, "plain"):
         _launch(a, b, None, None, None, None, into, None, None, None, 1.0, 1.0, True)
     else:
         reference.accumulate(a, b, into)
     return into
 
 
-def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
-    """Whether the Triton kernel computes a @ b, on a tensor for which `use_triton` holds: see `kernel_runs`.
+def uses_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
+    """Whether the Triton kernel computes a @ b, on a tensor for which `use_triton` holds: see `is_kernel_faster`.
 
     a: [..., M, K]; where b has no leading dims, those of a count as rows. The interpreter, without measurements, takes
     every kind but "plain".
@@ -304,7 +311,7 @@ def by_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
         return True
     from .launch import class_of
 
-    return kernel_runs(class_of(a, b, kind))
+    return is_kernel_faster(class_of(a, b, kind))
 
 
 def compiles(a: Tensor, b: Tensor) -> bool:

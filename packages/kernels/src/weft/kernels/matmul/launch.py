@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ..dispatch.backend import chip_of, device_of
 from . import kernel
-from .configurations import Class, Configuration, Kind, by_measurement, by_rule, fitted, kind_of, transposed
+from .configurations import (
+    Configuration,
+    Kind,
+    ProductClass,
+    adapt_to_kind,
+    choose_by_rule,
+    find_measured,
+    find_transposed,
+    kind_of,
+)
 
 COMBINED = 32, 64  # rows and columns of a tile of the kernel `combine`
 MOST_IN_GRID = 65_535  # CUDA's limit for programs along a grid's second and third dims
@@ -42,10 +51,10 @@ def product(
     More batches than MOST_IN_GRID are launched in parts.
     """
     if a.ndim == 3 and len(a) > MOST_IN_GRID:
-        added = None if residual is None else residual.expand(out.shape)
+        addend = None if residual is None else residual.expand(out.shape)
         for part in parts_of(len(a)):
             product(
-                a[part], b[part], bias, None if added is None else added[part], a_scale, b_scale,
+                a[part], b[part], bias, None if addend is None else addend[part], a_scale, b_scale,
                 out[part], None if z is None else z[part], activation, slope, alpha, beta, accumulate, configuration,
             )  # fmt: skip
         return
@@ -56,36 +65,36 @@ def product(
         return
     aligned = has_descriptor(a) and has_descriptor(b)
     kind = kind_of(a, activation, alpha, residual, a_scale, b_scale, z)
-    chosen = configuration or chosen_for(class_of(a, b, kind), a, aligned, (M, N, K))
+    chosen = configuration or choose_configuration(class_of(a, b, kind), a, aligned, (M, N, K))
     splits = max(1, min(chosen.splits, -(-K // chosen.tile_k)))
     split_size = -(-K // splits)
     split_size = K if splits == 1 else -(-split_size // chosen.tile_k) * chosen.tile_k
-    by_descriptors = chosen.descriptors and aligned
+    uses_descriptors = chosen.descriptors and aligned
     partial = torch.empty((splits, batches, M, N), dtype=torch.float32, device=a.device) if splits > 1 else None
-    wide = out if residual is None else residual.expand(out.shape)
+    expanded = out if residual is None else residual.expand(out.shape)
     vectors = (
-        bias, None if residual is None else wide, _scale(a_scale), _scale(b_scale)
+        bias, None if residual is None else expanded, _scale(a_scale), _scale(b_scale)
     )  # fmt: skip
-    of_vectors = (
-        0 if bias is None else bias.stride(0), _batch(wide), *wide.stride()[-2:], _step(a_scale), _step(b_scale)
+    vector_strides = (
+        0 if bias is None else bias.stride(0), _batch(expanded), *expanded.stride()[-2:], _step(a_scale), _step(b_scale)
     )  # fmt: skip
     scalars = (None if alpha == 1 else alpha, None if beta == 1 else beta)
     tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
-    first, ends = (out, (*vectors, out, z)) if partial is None else (partial[0], (None,) * 4 + (partial, None))
+    first, outputs = (out, (*vectors, out, z)) if partial is None else (partial[0], (None,) * 4 + (partial, None))
     with device_of(a):
-        if by_descriptors and a.is_cuda:
+        if uses_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
         kernel.product[grid(tiles, chip_of(a.device)[1], batches, splits)](
-            a, b, None, *ends, None,
+            a, b, None, *outputs, None,
             M, N, K, split_size,
             _batch(a), *a.stride()[-2:], _batch(b), *b.stride()[-2:],
-            *of_vectors, _batch(first), 0 if partial is None else partial.stride(0), *first.stride()[-2:],
+            *vector_strides, _batch(first), 0 if partial is None else partial.stride(0), *first.stride()[-2:],
             *(scalars if partial is None else (None, None)),
-            DESCRIPTORS=by_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1,
+            DESCRIPTORS=uses_descriptors, A_BY_ROWS=a.stride(-1) == 1, B_BY_ROWS=b.stride(-1) == 1,
             PRECISION=precision(a),
             ACTIVATION=activation if partial is None else None, SLOPE=slope if partial is None else None,
             ACCUMULATE=accumulate and partial is None,
-            SPECIALIZED=chosen.specialized and by_descriptors,
+            SPECIALIZED=chosen.specialized and uses_descriptors,
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m,
             PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
@@ -96,7 +105,7 @@ def product(
             kernel.combine[(-(-M // rows), -(-N // cols), batches)](
                 partial, *vectors, out, z,
                 M, N, splits,
-                *partial.stride()[:3], *of_vectors, _batch(out), *out.stride()[-2:],
+                *partial.stride()[:3], *vector_strides, _batch(out), *out.stride()[-2:],
                 *scalars,
                 ACTIVATION=activation, SLOPE=slope, ACCUMULATE=accumulate, ROWS=rows, COLS=cols,
             )  # fmt: skip
@@ -119,18 +128,18 @@ def gated(
     if out.numel() == 0:
         return
     aligned = all(map(has_descriptor, (x, gate, up)))
-    chosen = configuration or chosen_for(class_of(x, gate, "gated"), x, aligned, (M, N, K))
-    by_descriptors = chosen.descriptors and aligned
+    chosen = configuration or choose_configuration(class_of(x, gate, "gated"), x, aligned, (M, N, K))
+    uses_descriptors = chosen.descriptors and aligned
     tiles = -(-M // chosen.tile_m) * -(-N // chosen.tile_n)
     with device_of(x):
-        if by_descriptors and x.is_cuda:
+        if uses_descriptors and x.is_cuda:
             triton.set_allocator(scratch)
         kernel.product[grid(tiles, chip_of(x.device)[1])](
             x, gate, up, None, None, None, None, out, z, z_up,
             M, N, K, K,
             0, *x.stride(), 0, *gate.stride(), 0, 0, 0, 0, 0, 0, 0, 0, *out.stride(),
             None, None,
-            DESCRIPTORS=by_descriptors, A_BY_ROWS=x.stride(-1) == 1, B_BY_ROWS=gate.stride(-1) == 1,
+            DESCRIPTORS=uses_descriptors, A_BY_ROWS=x.stride(-1) == 1, B_BY_ROWS=gate.stride(-1) == 1,
             PRECISION=precision(x), ACTIVATION=None, SLOPE=None, ACCUMULATE=False, SPECIALIZED=False,
             TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_M=chosen.group_m,
             PARTS=chosen.parts,
@@ -152,7 +161,7 @@ def parts_of(batches: int) -> list[slice]:
     return [slice(start, min(batches, start + MOST_IN_GRID)) for start in range(0, batches, MOST_IN_GRID)]
 
 
-def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> Class:
+def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> ProductClass:
     """The class of the product of a [..., M, K] and b [..., K, N].
 
     Where b has no leading dims, those of a count as rows. groups: the groups share M, or K for "grouped_weights",
@@ -163,19 +172,21 @@ def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> Class:
         M //= groups
     if kind == "grouped_weights":
         K //= groups
-    return Class.of(chip_of(a.device)[0], dtype_of(a, b), kind, transposed(a, b), M, N, K, groups)
+    return ProductClass.of(chip_of(a.device)[0], dtype_of(a, b), kind, find_transposed(a, b), M, N, K, groups)
 
 
 def dtype_of(a: Tensor, b: Tensor) -> str:
-    """`Class.dtype` of a product: the factors' dtype, or both dtypes where 8-bit factors differ."""
+    """`ProductClass.dtype` of a product: the factors' dtype, or both dtypes where 8-bit factors differ."""
     names = (str(each.dtype).removeprefix("torch.") for each in (a, b))
     return "tf32" if precision(a) == "tf32" else "-".join(dict.fromkeys(names))
 
 
-def chosen_for(of: Class, a: Tensor, aligned: bool, sizes: tuple[int, int, int]) -> Configuration:
-    """The class' measured configuration where memory is aligned; elsewhere the one of `by_rule`. sizes: M, N and K."""
-    measured = by_measurement(of) if aligned else None
-    return measured or fitted(of.kind, by_rule(of.chip, a.itemsize, aligned, *sizes, chip_of(a.device)[1]))
+def choose_configuration(of: ProductClass, a: Tensor, aligned: bool, sizes: tuple[int, int, int]) -> Configuration:
+    """The class' measured configuration where memory is aligned; else that of `choose_by_rule`. sizes: M, N and K."""
+    measured = find_measured(of) if aligned else None
+    return measured or adapt_to_kind(
+        of.kind, choose_by_rule(of.chip, a.itemsize, aligned, *sizes, chip_of(a.device)[1])
+    )
 
 
 def has_descriptor(x: Tensor) -> bool:
@@ -188,11 +199,12 @@ def has_descriptor(x: Tensor) -> bool:
         if rows != 1:
             return False
         rows = cols
-    wide = min(x.shape[-2:]) > 0 and rows > 0 and max(x.shape[-2:]) < 2**31
-    return wide and (rows * x.itemsize) % 16 == 0 and (_batch(x) * x.itemsize) % 16 == 0 and x.data_ptr() % 16 == 0
+    fits = min(x.shape[-2:]) > 0 and rows > 0 and max(x.shape[-2:]) < 2**31
+    return fits and (rows * x.itemsize) % 16 == 0 and (_batch(x) * x.itemsize) % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def _batch(x: Tensor) -> int:
+    """The stride of the batch dim; 0 without one."""
     return x.stride(0) if x.ndim == 3 else 0
 
 
@@ -201,6 +213,7 @@ def _scale(scale: Tensor | None) -> Tensor | None:
 
 
 def _step(scale: Tensor | None) -> int:
+    """The stride of a scale for each row or column; 0 for a single number."""
     return 0 if scale is None or scale.numel() == 1 else scale.reshape(-1).stride(0)
 
 

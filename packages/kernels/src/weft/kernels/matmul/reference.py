@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch.backend import on_cpu
-from . import scaled
+from . import scaled_mm
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 
@@ -37,15 +37,15 @@ def product(
     if bias is not None and alpha == 1 and a_scale is None and b_scale is None and a.dtype == dtype and b.ndim == 2:
         z = F.linear(a, b.mT, bias)
     else:
-        if a.dtype.itemsize == 1 and scaled.takes(a, b, a_scale, b_scale, dtype):
-            z = scaled.product(a, b, a_scale, b_scale, dtype)
+        if a.dtype.itemsize == 1 and scaled_mm.can_multiply(a, b, a_scale, b_scale, dtype):
+            z = scaled_mm.product(a, b, a_scale, b_scale, dtype)
         elif a.dtype.itemsize == 1:  # products of 8 bits are exact in float32
-            z = _scaled(a, a_scale, -1) @ _scaled(b, b_scale, -2)
+            z = _dequantize(a, a_scale, -1) @ _dequantize(b, b_scale, -2)
         else:
-            z = wide_product(_times(a, a_scale, -1), _times(b, b_scale, -2), dtype)
+            z = wide_product(_multiply_by_scale(a, a_scale, -1), _multiply_by_scale(b, b_scale, -2), dtype)
         z = z if alpha == 1 else z * alpha
         z = (z if bias is None else z + bias).to(dtype)
-    out = z if activation is None else activated(z, activation)
+    out = z if activation is None else activate(z, activation)
     if residual is not None:
         out = torch.add(out, residual.to(dtype), alpha=beta)
     return out, z if keep_z else None
@@ -71,7 +71,7 @@ def accumulate(a: Tensor, b: Tensor, into: Tensor) -> None:
         torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
 
 
-def activated(z: Tensor, activation: str) -> Tensor:
+def activate(z: Tensor, activation: str) -> Tensor:
     """The activation of z; `activation` is one of ACTIVATIONS. relu2 is relu squared (So et al. 2021)."""
     match activation:
         case "gelu":
@@ -86,8 +86,8 @@ def activated(z: Tensor, activation: str) -> Tensor:
     return F.relu(z).square_()
 
 
-def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
-    """grad * act'(z): by aten's backward of the activation, in one pass where aten has one.
+def multiply_by_derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
+    """Return grad * act'(z): by aten's backward of the activation, in one pass where aten has one.
 
     For relu, z may be the output instead, as both are above 0 in the same places.
     """
@@ -95,37 +95,37 @@ def derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
         return grad
     if activation == "relu2":
         return F.relu(z).mul_(grad).mul_(2)
-    found: Tensor
+    gradient: Tensor
     match activation:
         case "gelu":
-            found = torch.ops.aten.gelu_backward(grad, z)
+            gradient = torch.ops.aten.gelu_backward(grad, z)
         case "gelu_tanh":
-            found = torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
+            gradient = torch.ops.aten.gelu_backward(grad, z, approximate="tanh")
         case "silu":
-            found = torch.ops.aten.silu_backward(grad, z)
+            gradient = torch.ops.aten.silu_backward(grad, z)
         case _:
             assert activation == "relu", "check_activation_name was called"
-            found = torch.ops.aten.threshold_backward(grad, z, 0)
-    return found
+            gradient = torch.ops.aten.threshold_backward(grad, z, 0)
+    return gradient
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """[..., M] -> [N, M]."""
+def flatten_to_rows(x: Tensor) -> Tensor:
+    """Flatten the leading dims: [..., M] -> [N, M]."""
     if x.ndim == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1, which is ambiguous for an empty x
 
 
-def shaped(rows: Tensor, like: Tensor) -> Tensor:
-    """[N, M] -> [..., M], with the leading dims of `like`."""
+def restore_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
+    """The reverse of `flatten_to_rows`: [N, M] -> [..., M], with the leading dims of `like`."""
     return rows if like.ndim == 2 else rows.view(*like.shape[:-1], rows.shape[-1])
 
 
-def _scaled(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
-    return _times(x.to(torch.float32), scale, dim)
+def _dequantize(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+    return _multiply_by_scale(x.to(torch.float32), scale, dim)
 
 
-def _times(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+def _multiply_by_scale(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
     if scale is None:
         return x
     return x * (scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(dim)).to(x.dtype)

@@ -17,7 +17,7 @@ from .configurations import (
     ON_AMD,
     SINGLE,
     Configuration,
-    halved,
+    halve_tiles,
 )
 from .launch import COMBINED
 
@@ -27,7 +27,7 @@ EIGHT = "fp8e4nv"
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, EIGHT: 1}
 
 
-def eight_on(target: str) -> str:
+def float8_of(target: str) -> str:
     """Triton's name for the 8-bit float a chip multiplies. target: the beginning of the chip's name."""
     return {"sm_80": "fp8e5", "gfx": "fp8e4b8"}.get(target, EIGHT)
 
@@ -37,14 +37,14 @@ def _arguments(
 ) -> dict[str, str]:
     size = ALIGNED if aligned else "i32"
 
-    def given(name: str, kind: str) -> str:
+    def if_used(name: str, kind: str) -> str:
         return kind if name in features else "None"
 
     return {
-        "a_ptr": f"*{of}:16", "b_ptr": f"*{of}:16", "up_ptr": given("gated", f"*{of}:16"),
-        "bias_ptr": given("bias", f"*{to}:16"), "residual_ptr": given("residual", f"*{to}:16"),
-        "a_scale_ptr": given("scales", "*fp32:16"), "b_scale_ptr": given("scales", "*fp32:16"),
-        "out_ptr": f"*{to}:16", "z_ptr": given("z", f"*{to}:16"),
+        "a_ptr": f"*{of}:16", "b_ptr": f"*{of}:16", "up_ptr": if_used("gated", f"*{of}:16"),
+        "bias_ptr": if_used("bias", f"*{to}:16"), "residual_ptr": if_used("residual", f"*{to}:16"),
+        "a_scale_ptr": if_used("scales", "*fp32:16"), "b_scale_ptr": if_used("scales", "*fp32:16"),
+        "out_ptr": f"*{to}:16", "z_ptr": if_used("z", f"*{to}:16"),
         "z_up_ptr": f"*{to}:16" if {"gated", "z"} <= set(features) else "None",
         "M": "i32", "N": size, "K": size, "K_SPLIT": size,
         "stride_ab": ALIGNED, "stride_am": "1" if a_transposed else size, "stride_ak": size if a_transposed else "1",
@@ -76,11 +76,11 @@ def _product(
     """
     at, bt = "a" in transposed, "b" in transposed
 
-    def launched(configuration: Configuration, target: str = "") -> Variant:
+    def for_configuration(configuration: Configuration, target: str = "") -> Variant:
         return Variant(
             f"matmul.product/{name}",
             kernel.product,
-            _arguments(eight_on(target) if of == EIGHT else of, to, features, aligned, at, bt),
+            _arguments(float8_of(target) if of == EIGHT else of, to, features, aligned, at, bt),
             {
                 "DESCRIPTORS": int(configuration.descriptors), "A_BY_ROWS": int(not at), "B_BY_ROWS": int(not bt),
                 "PRECISION": precision, "ACTIVATION": None if "slope" in features else activation,
@@ -94,12 +94,14 @@ def _product(
             configuration.flop_per_byte(BYTES[of], 2 if "gated" in features else 1),
         )  # fmt: skip
 
-    on_other_chips = {target: launched(other, target) for target, other in (elsewhere or {}).items()}
-    return replace(launched(chosen), elsewhere=on_other_chips)
+    on_other_chips = {
+        target: for_configuration(configuration, target) for target, configuration in (elsewhere or {}).items()
+    }
+    return replace(for_configuration(chosen), elsewhere=on_other_chips)
 
 
 OLDER = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
-GATED = {of: halved(each) for of, each in OLDER.items()}
+GATED = {of: halve_tiles(each) for of, each in OLDER.items()}
 EPILOGUE = ("bias", "residual", "z")
 COMBINE = Variant(
     "matmul.combine/bf16-bias-gelu",
@@ -127,17 +129,17 @@ VARIANTS = (
     _product("fp32", SINGLE, of="fp32", to="fp32"),
     _product("tf32", SINGLE, of="fp32", to="fp32", precision="tf32"),
     _product("fp8-scales", EIGHT_BITS, "scales", of=EIGHT, elsewhere=OLDER),
-    _product("bf16-swiglu", halved(LARGE), "gated", "z", elsewhere=GATED),
+    _product("bf16-swiglu", halve_tiles(LARGE), "gated", "z", elsewhere=GATED),
     COMBINE,
 )
 
 
-def _combine(name: str, constexprs: dict[str, int | str | None], **given: str) -> Variant:
+def _combine(name: str, constexprs: dict[str, int | str | None], **types: str) -> Variant:
     """COMBINE with other constexprs and argument types."""
     return replace(
         COMBINE,
         name=f"matmul.combine/{name}",
-        arguments=dict(COMBINE.arguments) | given,
+        arguments=dict(COMBINE.arguments) | types,
         constexprs=dict(COMBINE.constexprs) | constexprs,
     )
 
@@ -180,10 +182,10 @@ EXTRA_VARIANTS = (
     _product("fp32-both-transposed", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", transposed="ab"),
     _product("tf32-gelu", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", precision="tf32"),
     _product("fp8-scales-gelu", EIGHT_BITS, "scales", *EPILOGUE, of=EIGHT, activation="gelu", elsewhere=OLDER),
-    _product("bf16-swiglu-middle", halved(MIDDLE), "gated", "z", elsewhere=GATED),
-    _product("bf16-swiglu-flat", halved(FLAT), "gated", "z", elsewhere=GATED),
-    _product("bf16-swiglu-not-aligned", halved(NOT_ALIGNED), "gated", "z", aligned=False),
-    _product("fp32-swiglu", halved(SINGLE), "gated", "z", of="fp32", to="fp32"),
+    _product("bf16-swiglu-middle", halve_tiles(MIDDLE), "gated", "z", elsewhere=GATED),
+    _product("bf16-swiglu-flat", halve_tiles(FLAT), "gated", "z", elsewhere=GATED),
+    _product("bf16-swiglu-not-aligned", halve_tiles(NOT_ALIGNED), "gated", "z", aligned=False),
+    _product("fp32-swiglu", halve_tiles(SINGLE), "gated", "z", of="fp32", to="fp32"),
     _combine("bf16-bias-residual-gelu", {}, residual_ptr="*bf16:16", z_ptr="*bf16:16"),
     _combine("bf16-slope-of-gelu", {"ACTIVATION": None, "SLOPE": "gelu"}, bias_ptr="None", residual_ptr="*bf16:16"),
     _combine("bf16-scales", {"ACTIVATION": None}, a_scale_ptr="*fp32:16", b_scale_ptr="*fp32:16"),

@@ -28,8 +28,8 @@ def pack(*tensors: Tensor, parts: int) -> Tensor:
     Communication: none.
     Raises ValueError for mismatched shapes, LayoutError for other layouts.
     """
-    lead = tensors[0].shape[:-1]
-    if any(x.shape[:-1] != lead or x.shape[-1] % parts for x in tensors):
+    leading = tensors[0].shape[:-1]
+    if any(x.shape[:-1] != leading or x.shape[-1] % parts for x in tensors):
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise ValueError(f"pack takes tensors of one shape but for the last dim, a multiple of {parts}, got {shapes}")
     return apply(PACK, *tensors, widths=tuple([int(x.shape[-1]) // parts for x in tensors]))
@@ -66,14 +66,14 @@ def _pack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
 def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     (packed,), (shape,) = layouts, shapes
     assert packed is not None and shape is not None, "apply_many passes the packed tensor"
-    *lead, parts, _ = shape
+    *leading, parts, _ = shape
     ways = packed.parts(len(shape) - 2)
     if packed.parts(len(shape) - 1) > 1 or parts % ways:
         raise LayoutError(
             f"unpack takes {parts} whole parts cut evenly, got {shape} as ({packed}); pack the tensors for this layout"
         )
     layout = infer.elementwise("unpack", True, packed)
-    first, *further_shapes = ((*lead, parts * width) for width in options["widths"])
+    first, *further_shapes = ((*leading, parts * width) for width in options["widths"])
 
     def gradient_layouts(*grads: Layout | None) -> tuple[Layout | None, ...]:
         layouts = {grad for grad in grads if grad is not None}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dispatch.op import Tensors
 from ..matmul.function import accumulate, linear, multiply
-from ..matmul.reference import as_rows, shaped
+from ..matmul.reference import flatten_to_rows, restore_leading_dims
 from ..rope import function as rope
 
 
@@ -56,9 +56,9 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
     """
     input, *weights = saved[:4]
     assert input is not None, "forward saves the input"
-    given = [None if grad is None else as_rows(grad) for grad in grads]  # [N, M]
+    given = [None if grad is None else flatten_to_rows(grad) for grad in grads]  # [N, M]
     dinput: Tensor | None = None
-    rows = as_rows(input)
+    rows = flatten_to_rows(input)
     dweights: list[Tensor | None] = [None] * 3
     dbiases: list[Tensor | None] = [None] * 3
     for i, (grad, weight) in enumerate(zip(given, weights, strict=True)):
@@ -71,4 +71,4 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
             dweights[i] = multiply(grad.mT, rows)
         if needed[4 + i]:
             dbiases[i] = grad.sum(0)
-    return None if dinput is None else shaped(dinput, input), *dweights, *dbiases, None, None
+    return None if dinput is None else restore_leading_dims(dinput, input), *dweights, *dbiases, None, None

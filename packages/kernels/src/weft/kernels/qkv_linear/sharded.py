@@ -72,13 +72,13 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     input_shape, table = shapes[0], shapes[7]
     assert input is not None and input_shape, "apply_many passes the input"
     dims = len(input_shape)
-    lead = ascii_lowercase[: dims - 1]
+    leading = ascii_lowercase[: dims - 1]
     products: list[Layout] = []
     outputs: list[tuple[Layout, tuple[int, ...]]] = []
     for i, (weight, weight_shape, bias) in enumerate(zip(weights, shapes[1:4], biases, strict=True)):
         assert weight is not None and weight_shape is not None, "apply_many passes all weights"
         product = output = linear_output("qkv_linear", input, weight, dims, WEIGHTS[i])
-        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{lead}y", "y"), product)
+        check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{leading}y", "y"), product)
         shape = (*input_shape[:-1], weight_shape[0])
         if i in ROTATED and cos is not None and sin is not None and table is not None:
             output = turned_layout("qkv_linear", product, cos, sin, shape, table)
@@ -98,7 +98,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
                 grad = infer.gradient(outputs[i][0], grad, products[i], (products[i], cos, sin))
             input_layout, weight_layouts[i] = linear_gradients("qkv_linear", grad, input, weight, dims, WEIGHTS[i])
             input_layouts.setdefault(input_layout, f"{NAMES[i]} ({grad})")
-            bias_layouts[i] = None if biases[i] is None else infer.einsum(f"{lead}y->y", grad)
+            bias_layouts[i] = None if biases[i] is None else infer.einsum(f"{leading}y->y", grad)
         layout, *different = input_layouts
         if different:
             raise LayoutError(

@@ -109,8 +109,8 @@ def _add_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[
     output = infer.whole("add_rms_norm", "x", x, len(shape) - 1)
     if weight is not None:
         infer.whole("add_rms_norm", "the weight", weight, 0)
-    gradients = require_one_layout("add_rms_norm", infer_gradient_layouts(output, layouts), num_shared=2)
-    return Sharding(output, shape, gradients, further_outputs=((output, shape),))
+    gradient_layouts = require_one_layout("add_rms_norm", infer_gradient_layouts(output, layouts), num_shared=2)
+    return Sharding(output, shape, gradient_layouts, further_outputs=((output, shape),))
 
 
 RMS_NORM = Op(

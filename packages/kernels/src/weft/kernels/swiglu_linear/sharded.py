@@ -63,15 +63,15 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             (*wanted, wanted[1]),
         )
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         grad = infer.gradient(output, grad, output, (output,))
         of_input, of_weight = linear_gradients("swiglu_linear", grad, input, gate_weight, dims, "gate_weight")
         return of_input, of_weight, of_weight
 
-    return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradients)
+    return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradient_layouts)
 
 
-def _inferred(*tensors: Tensor) -> Tensor:
+def _inference(*tensors: Tensor) -> Tensor:
     return function.forward(*tensors, keep=False)[0]
 
 
@@ -80,7 +80,7 @@ SWIGLU_LINEAR = Op(
     function.forward,
     function.backward,
     _rule,
-    inference=_inferred,
+    inference=_inference,
     weights=(1, 2),
     epilogue_backward=function.epilogue_backward,
     recompute=swiglu.recompute,

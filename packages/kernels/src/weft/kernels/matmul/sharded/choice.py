@@ -39,7 +39,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class Timing:
     """One row of the table: the measured times of forward and backward for a class of products."""
 
     of: Product
@@ -51,13 +51,13 @@ class Timed:
         return asdict(self) | {"of": self.of._asdict()}
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Timed:
+    def from_json(cls, row: Mapping[str, Any]) -> Timing:
         return cls(**{**row, "of": Product(**row["of"])})
 
 
-def read(file: Path) -> dict[Product, Timed]:
+def read(file: Path) -> dict[Product, Timing]:
     """The table in a JSON file."""
-    return {row.of: row for row in map(Timed.from_json, json.loads(file.read_text()))}
+    return {row.of: row for row in map(Timing.from_json, json.loads(file.read_text()))}
 
 
 MEASURED = read(TABLE)

@@ -11,18 +11,18 @@ GRADIENT = "the output's gradient"  # an operand's name in messages
 
 def linear_output(op: str, input: Layout, weight: Layout, dims: int, weight_name: str = "weight") -> Layout:
     """The output's layout of input @ weight.T. dims: the input's number of dims. op, weight_name: for messages."""
-    lead = ascii_lowercase[: dims - 1]
-    return infer.einsum(f"{lead}z,yz->{lead}y", input, weight, name=op, operands=("input", weight_name))
+    leading = ascii_lowercase[: dims - 1]
+    return infer.einsum(f"{leading}z,yz->{leading}y", input, weight, name=op, operands=("input", weight_name))
 
 
 def linear_gradients(
     op: str, grad: Layout, input: Layout, weight: Layout, dims: int, weight_name: str = "weight"
 ) -> tuple[Layout, Layout]:
     """The layouts of the gradients of input and weight of `linear_output`, from the layout of the output's gradient."""
-    lead, name = ascii_lowercase[: dims - 1], f"{op}, backward"
+    leading, name = ascii_lowercase[: dims - 1], f"{op}, backward"
     return (
-        infer.einsum(f"{lead}y,yz->{lead}z", grad, weight, name=name, operands=(GRADIENT, weight_name)),
-        infer.einsum(f"{lead}y,{lead}z->yz", grad, input, name=name, operands=(GRADIENT, "input")),
+        infer.einsum(f"{leading}y,yz->{leading}z", grad, weight, name=name, operands=(GRADIENT, weight_name)),
+        infer.einsum(f"{leading}y,{leading}z->yz", grad, input, name=name, operands=(GRADIENT, "input")),
     )
 
 
@@ -58,17 +58,17 @@ def check_operand(op: str, name: str, layout: Layout | None, wanted: Layout, out
 
 
 def check_residual_layout(
-    op: str, residual: Layout, shape: tuple[int, ...], complete: Layout, of_output: tuple[int, ...], output: Layout
+    op: str, residual: Layout, shape: tuple[int, ...], complete: Layout, output_shape: tuple[int, ...], output: Layout
 ) -> None:
     """Raises LayoutError unless the residual has the layout `complete`: the output's, with Replicate for Partial.
 
-    A residual of a smaller shape, which broadcasts to shape of_output, is sharded alike on its own dims.
+    A residual of a smaller shape, which broadcasts to shape output_shape, is sharded alike on its own dims.
     """
-    if shape == of_output:
+    if shape == output_shape:
         check_operand(op, "residual", residual, complete, output)
     else:
-        of = ("the output", "the residual")
-        infer.elementwise(op, True, complete, residual, shapes=(of_output, shape), operands=of)
+        names = ("the output", "the residual")
+        infer.elementwise(op, True, complete, residual, shapes=(output_shape, shape), operands=names)
 
 
 def check_activation(op: str, activation: str | None, output: Layout) -> None:

@@ -54,12 +54,12 @@ def linear(
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, for
     another activation, and for factors of 8 bits, which need `matmul` with scales.
     """
-    alone = activation is None and input_activation is None
-    found = function.native_linear(input, weight, bias) if alone else None
-    if found is not None:
-        return found
+    has_activation = activation is not None or input_activation is not None
+    native = None if has_activation else function.native_linear(input, weight, bias)
+    if native is not None:
+        return native
     check_linear("linear", input, weight, bias)
-    if alone:
+    if not has_activation:
         return apply(LINEAR, input, weight, bias)
     check_activation_name("linear", activation)
     check_activation_name("linear", input_activation)
@@ -91,9 +91,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     input, weight, bias = layouts
     input_shape, weight_shape, _ = shapes
     assert input is not None and weight is not None and input_shape and weight_shape, "both are given"
-    lead = ascii_lowercase[: len(input_shape) - 1]
+    leading = ascii_lowercase[: len(input_shape) - 1]
     output = linear_output("linear", input, weight, len(input_shape))
-    check_operand("linear", "bias", bias, layout_of_dims(output, f"{lead}y", "y"), output)
+    check_operand("linear", "bias", bias, layout_of_dims(output, f"{leading}y", "y"), output)
     activation = options.get("activation")
     check_activation("linear", activation, output)
     if options.get("input_activation") is not None and (addends := summed_axes(input)):
@@ -104,21 +104,21 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
             (complete,),
         )
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         if activation is not None:
             grad = infer.gradient(output, grad, output, (output,))
         return (
             *linear_gradients("linear", grad, input, weight, len(input_shape)),
-            None if bias is None else infer.einsum(f"{lead}y->y", grad),
+            None if bias is None else infer.einsum(f"{leading}y->y", grad),
         )
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"add_bias": adds_bias(output, rank)}
 
-    return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradients, local)
+    return Sharding(output, (*input_shape[:-1], weight_shape[0]), gradient_layouts, local_options)
 
 
-def _inferred(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+def _inference(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
     return function.linear(input, weight, bias, keep=False, **options)[0]
 
 
@@ -127,7 +127,7 @@ LINEAR = Op(
     function.linear,
     function.linear_backward,
     _rule,
-    inference=_inferred,
+    inference=_inference,
     weights=(1, 2),
     epilogue_backward=function.linear_epilogue_backward,
 )

@@ -1,9 +1,8 @@
 """all_gather_matmul and matmul_reduce_scatter: products which overlap their collective, one rank's part at a time.
 
-All-gather and reduce-scatter over a process group in steps, which overlap transfers with computation.
-
-A step moves the part of one member. Every rank sends its parts directly to each other rank: the same bytes as an
-all-gather or a reduce-scatter, without waiting for a ring. All transfers run beside the work on the rank's own part.
+The all-gather or reduce-scatter runs in steps, and each step moves the part of one rank of the group (a member). Every
+rank sends its parts directly to each other rank: the same bytes as in a collective, without waiting for a ring. All
+transfers run while the rank multiplies its own part.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_device
 from ...launching.launched import communicating
 from ..checks import check_matmul, check_wide
 from ..function import matmul_backward, multiply
-from ..reference import accumulate, as_rows, shaped
-from .product import Terms, matmul
+from ..reference import accumulate, flatten_to_rows, restore_leading_dims
+from .product import ProductTerms, matmul
 
 
 @autocasts("all_gather_matmul")
@@ -76,9 +75,9 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
     return matmul(a, b) if b.ndim > 2 else apply(MATMUL_REDUCE_SCATTER, a, b, dim=rows)
 
 
-def _axis(op: str, a: Layout, b: Layout, is_it: Callable[[Placement, Placement], bool]) -> str | None:
-    """The axis for whose placements of a and b `is_it` is true, or None. Raises LayoutError for several."""
-    axes = [axis for axis in a.mesh.axis_names if is_it(a[axis], b[axis])]
+def _axis(op: str, a: Layout, b: Layout, matches: Callable[[Placement, Placement], bool]) -> str | None:
+    """The axis on which `matches(placement of a, placement of b)`, or None. Raises LayoutError for several."""
+    axes = [axis for axis in a.mesh.axis_names if matches(a[axis], b[axis])]
     if len(axes) > 1:
         raise LayoutError(
             f"{op}: a ({a}) and b ({b}) would communicate over {' and '.join(map(repr, axes))}; reshard one of them on "
@@ -87,7 +86,7 @@ def _axis(op: str, a: Layout, b: Layout, is_it: Callable[[Placement, Placement],
     return axes[0] if axes else None
 
 
-class Scattered(NamedTuple):
+class ScatteredLayout(NamedTuple):
     """A layout sharded along `dim` over `axis`, as the innermost of the axes which shard this dim."""
 
     layout: Layout
@@ -95,21 +94,21 @@ class Scattered(NamedTuple):
     dim: int
 
     @classmethod
-    def of(cls, whole: Layout, axis: str, dim: int) -> Scattered:
-        """From the layout before the scatter, where `axis` is Replicate."""
+    def from_whole(cls, whole: Layout, axis: str, dim: int) -> ScatteredLayout:
+        """The layout after the scatter, from the layout `whole` before the scatter, where `axis` is Replicate."""
         sharding = whole.shard_order.get(dim, ())
         order = {each: whole[each] for each in (*sharding, *(n for n in whole.mesh.axis_names if n not in sharding))}
         order.pop(axis)
         return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
 
-    def local(self, shape: Sequence[int], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(self, shape: Sequence[int], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         """Options of a rank's forward: the axis' group, its members' sizes along dim, and this rank's own size."""
         layout = self.layout
         at = layout.mesh.coordinate(rank) or {}
         members = [layout.mesh.rank_at(**at | {self.axis: i}) for i in range(layout.mesh.axis_size(self.axis))]
         sizes = tuple(layout.local_shape(shape, member)[self.dim] for member in members)
-        own = layout.local_shape(shape, rank)[self.dim]
-        return {"group": name_of(mesh.get_group(self.axis)), "sizes": sizes, "own": own, "dim": self.dim}
+        own_size = layout.local_shape(shape, rank)[self.dim]
+        return {"group": name_of(mesh.get_group(self.axis)), "sizes": sizes, "own_size": own_size, "dim": self.dim}
 
 
 def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -118,28 +117,30 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
     last = len(a_shape) - 1
     axis = _axis(
-        "all_gather_matmul", a, b, lambda of_a, of_b: isinstance(of_a, Shard) and of_a.dim < last and of_b == Shard(1)
+        "all_gather_matmul", a, b, lambda in_a, in_b: isinstance(in_a, Shard) and in_a.dim < last and in_b == Shard(1)
     )
     if axis is None:
-        return _rule_without_steps("all_gather_matmul", a, b, Terms(a_shape, b_shape))
+        return _rule_without_steps("all_gather_matmul", a, b, ProductTerms(a_shape, b_shape))
     placement = a[axis]
     assert isinstance(placement, Shard), "_axis chose an axis with Shard"
-    terms, gathered = Terms(a_shape, b_shape), a.replace(**{axis: "R"})
-    scattered = Scattered.of(gathered, axis, placement.dim)
+    terms, gathered = ProductTerms(a_shape, b_shape), a.replace(**{axis: "R"})
+    scattered = ScatteredLayout.from_whole(gathered, axis, placement.dim)
     if scattered.layout != a:
         raise LayoutError(
             f"all_gather_matmul: a is ({a}), where {axis!r} is not the innermost axis of its dim; reshard a to "
             f"({scattered.layout})",
             (scattered.layout,),
         )
-    output = terms.product("all_gather_matmul", gathered, b)
+    output = terms.output_layout("all_gather_matmul", gathered, b)
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
-        summed, of_b = terms.gradients("all_gather_matmul", grad, gathered, b)
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
+        summed, b_layout = terms.gradient_layouts("all_gather_matmul", grad, gathered, b)
         _check_sum(summed, axis)
-        return Scattered.of(summed.replace(**{axis: "R"}), axis, placement.dim).layout, of_b
+        return ScatteredLayout.from_whole(summed.replace(**{axis: "R"}), axis, placement.dim).layout, b_layout
 
-    return Sharding(output, terms.shape, gradients, lambda rank, mesh: scattered.local(a_shape, rank, mesh))
+    return Sharding(
+        output, terms.shape, gradient_layouts, lambda rank, mesh: scattered.local_options(a_shape, rank, mesh)
+    )
 
 
 def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
@@ -147,26 +148,29 @@ def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options
     a_shape, b_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
     dim, last = options["dim"], len(a_shape) - 1
-    axis = _axis("matmul_reduce_scatter", a, b, lambda of_a, of_b: of_a == Shard(last) and of_b == Shard(0))
-    terms = Terms(a_shape, b_shape)
+    axis = _axis("matmul_reduce_scatter", a, b, lambda in_a, in_b: in_a == Shard(last) and in_b == Shard(0))
+    terms = ProductTerms(a_shape, b_shape)
     if axis is None:
         return _rule_without_steps("matmul_reduce_scatter", a, b, terms)
-    summed = terms.product("matmul_reduce_scatter", a, b)
-    scattered = Scattered.of(summed.replace(**{axis: "R"}), axis, dim)
+    summed = terms.output_layout("matmul_reduce_scatter", a, b)
+    scattered = ScatteredLayout.from_whole(summed.replace(**{axis: "R"}), axis, dim)
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         infer.gradient(scattered.layout, grad, scattered.layout, (scattered.layout,))
-        return terms.gradients("matmul_reduce_scatter", grad.replace(**{axis: "R"}), a, b)
+        return terms.gradient_layouts("matmul_reduce_scatter", grad.replace(**{axis: "R"}), a, b)
 
     return Sharding(
-        scattered.layout, terms.shape, gradients, lambda rank, mesh: scattered.local(terms.shape, rank, mesh)
+        scattered.layout,
+        terms.shape,
+        gradient_layouts,
+        lambda rank, mesh: scattered.local_options(terms.shape, rank, mesh),
     )
 
 
-def _rule_without_steps(op: str, a: Layout, b: Layout, terms: Terms) -> Sharding:
+def _rule_without_steps(op: str, a: Layout, b: Layout, terms: ProductTerms) -> Sharding:
     """The rule for layouts without an axis to communicate over: that of `matmul`."""
-    output = terms.product(op, a, b)
-    return Sharding(output, terms.shape, lambda grad: terms.gradients(op, grad, a, b))
+    output = terms.output_layout(op, a, b)
+    return Sharding(output, terms.shape, lambda grad: terms.gradient_layouts(op, grad, a, b))
 
 
 def _check_sum(summed: Layout, axis: str) -> None:
@@ -174,12 +178,12 @@ def _check_sum(summed: Layout, axis: str) -> None:
 
 
 def gather_forward(
-    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own: int = 0, dim: int = 0
+    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own_size: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
     """The rows of all members of the group times b; without a group, this rank's rows times b."""
     if group is None:
         return _product(a, b), (a, b)
-    out = _with_size(a, dim, sum(sizes), b.shape[-1])
+    out = _empty_with_size(a, dim, sum(sizes), b.shape[-1])
     _all_gather_matmul(a, b, out, group, sizes, dim)
     return out, (a, b)
 
@@ -191,24 +195,24 @@ def gather_backward(
     *,
     group: str | None = None,
     sizes: tuple[int, ...] = (),
-    own: int = 0,
+    own_size: int = 0,
     dim: int = 0,
 ) -> Tensors:
     """da: the sum of the members' addends for this rank's rows. db: from all members' rows, gathered again."""
     if group is None:
         return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
-    da, db = _empty(saved, needed)
+    da, db = _empty_gradients(saved, needed)
     _all_gather_matmul_backward(*saved, grad, da, db, group, sizes, dim)
     return da, db
 
 
 def scatter_forward(
-    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own: int = 0, dim: int = 0
+    a: Tensor, b: Tensor, *, group: str | None = None, sizes: tuple[int, ...] = (), own_size: int = 0, dim: int = 0
 ) -> tuple[Tensor, Tensors]:
     """This member's rows of the sum of all members' products a @ b; without a group, a @ b."""
     if group is None:
         return _product(a, b), (a, b)
-    out = _with_size(a, dim, own, b.shape[-1])
+    out = _empty_with_size(a, dim, own_size, b.shape[-1])
     _matmul_reduce_scatter(a, b, out, group, sizes, dim)
     return out, (a, b)
 
@@ -220,18 +224,18 @@ def scatter_backward(
     *,
     group: str | None = None,
     sizes: tuple[int, ...] = (),
-    own: int = 0,
+    own_size: int = 0,
     dim: int = 0,
 ) -> Tensors:
     """da and db, from the output's gradient of all members; each member's part is used when it arrives."""
     if group is None:
         return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
-    da, db = _empty(saved, needed)
+    da, db = _empty_gradients(saved, needed)
     _matmul_reduce_scatter_backward(*saved, grad, da, db, group, sizes, dim)
     return da, db
 
 
-def _empty(saved: Tensors, needed: Sequence[bool]) -> Tensors:
+def _empty_gradients(saved: Tensors, needed: Sequence[bool]) -> Tensors:
     """Uninitialized tensors for the gradients that are needed, None for the rest."""
     pairs = zip(saved, needed, strict=True)
     return tuple(
@@ -239,14 +243,15 @@ def _empty(saved: Tensors, needed: Sequence[bool]) -> Tensors:
     )
 
 
-def _with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
+def _empty_with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
+    """Memory of x's shape, except for `size` along `dim` and `last` along the last dim."""
     shape = list(x.shape)
     shape[dim], shape[-1] = size, last
     return x.new_empty(shape)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return shaped(multiply(as_rows(a), b), a)
+    return restore_leading_dims(multiply(flatten_to_rows(a), b), a)
 
 
 class _WeightGradient:
@@ -256,13 +261,13 @@ class _WeightGradient:
         self.total = torch.zeros(b.shape, dtype=torch.promote_types(b.dtype, torch.float32), device=b.device)
 
     def add(self, a: Tensor, grad: Tensor) -> None:
-        accumulate(as_rows(a).mT, as_rows(grad), self.total)
+        accumulate(flatten_to_rows(a).mT, flatten_to_rows(grad), self.total)
 
 
 @communicating("all_gather_matmul(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
 def _all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Sequence[int], dim: int) -> None:
-    steps = Steps.named(group, sizes, dim)
-    for member, part in steps.gathered(a):
+    steps = Steps.from_group_name(group, sizes, dim)
+    for member, part in steps.gather(a):
         steps.part(out, member).copy_(_product(part, b))
 
 
@@ -273,22 +278,22 @@ def _all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Seq
 def _all_gather_matmul_backward(
     a: Tensor, b: Tensor, grad: Tensor, da: Tensor | None, db: Tensor | None, group: str, sizes: Sequence[int], dim: int
 ) -> None:
-    steps = Steps.named(group, sizes, dim)
-    arriving = steps.gathered(a) if db is not None else iter(())
+    steps = Steps.from_group_name(group, sizes, dim)
+    arriving = steps.gather(a) if db is not None else iter(())
     first = next(arriving, None)  # starts the transfers
     if da is not None:
-        da.copy_(steps.reduced(lambda member: _product(steps.part(grad, member), b.mT)))
+        da.copy_(steps.reduce_scatter(lambda member: _product(steps.part(grad, member), b.mT)))
     if db is not None and first is not None:
-        total = _WeightGradient(b)
+        weight_gradient = _WeightGradient(b)
         for member, part in (first, *arriving):
-            total.add(part, steps.part(grad, member))
-        db.copy_(total.total)
+            weight_gradient.add(part, steps.part(grad, member))
+        db.copy_(weight_gradient.total)
 
 
 @communicating("matmul_reduce_scatter(Tensor a, Tensor b, Tensor(a!) out, str group, int[] sizes, int dim)")
 def _matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor, group: str, sizes: Sequence[int], dim: int) -> None:
-    steps = Steps.named(group, sizes, dim)
-    out.copy_(steps.reduced(lambda member: _product(steps.part(a, member), b)))
+    steps = Steps.from_group_name(group, sizes, dim)
+    out.copy_(steps.reduce_scatter(lambda member: _product(steps.part(a, member), b)))
 
 
 @communicating(
@@ -298,15 +303,15 @@ def _matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor, group: str, sizes:
 def _matmul_reduce_scatter_backward(
     a: Tensor, b: Tensor, grad: Tensor, da: Tensor | None, db: Tensor | None, group: str, sizes: Sequence[int], dim: int
 ) -> None:
-    steps = Steps.named(group, sizes, dim)
-    total = None if db is None else _WeightGradient(b)
-    for member, part in steps.gathered(grad):
+    steps = Steps.from_group_name(group, sizes, dim)
+    weight_gradient = None if db is None else _WeightGradient(b)
+    for member, part in steps.gather(grad):
         if da is not None:
             steps.part(da, member).copy_(_product(part, b.mT))
-        if total is not None:
-            total.add(steps.part(a, member), part)
-    if db is not None and total is not None:
-        db.copy_(total.total)
+        if weight_gradient is not None:
+            weight_gradient.add(steps.part(a, member), part)
+    if db is not None and weight_gradient is not None:
+        db.copy_(weight_gradient.total)
 
 
 ALL_GATHER_MATMUL = Op("all_gather_matmul", gather_forward, gather_backward, _rule_of_gather)
@@ -323,61 +328,62 @@ class Steps:
     dim: int
 
     @classmethod
-    def named(cls, group: str, sizes: Sequence[int], dim: int) -> Steps:
-        found = group_named(group)
-        return cls(found, tuple(sizes), found.rank(), dim)
+    def from_group_name(cls, name: str, sizes: Sequence[int], dim: int) -> Steps:
+        group = group_named(name)
+        return cls(group, tuple(sizes), group.rank(), dim)
 
     def part(self, whole: Tensor, member: int) -> Tensor:
         """The view of a member's part in `whole`, a tensor with all parts."""
         return whole.narrow(self.dim, sum(self.sizes[:member]), self.sizes[member])
 
-    def gathered(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields (member, part): this rank's own part, then each received part. All transfers start beforehand."""
+    def gather(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Start all transfers, then yield (member, part): this rank's own part first, then each received part."""
         own = own.contiguous()
         arriving = []
         for step in range(1, len(self.sizes)):
-            to, source = self._at(step), self._at(-step)
+            target, source = self._at(step), self._at(-step)
             shape = list(own.shape)
             shape[self.dim] = self.sizes[source]
             part = own.new_empty(shape)
-            arriving.append((source, part, self._exchange(own, to, part, source)))
+            arriving.append((source, part, self._exchange(own, target, part, source)))
         yield self.position, own
         for source, part, works in arriving:
             _wait(works)
             yield source, part
 
-    def reduced(self, compute: Callable[[int], Tensor]) -> Tensor:
-        """The sum of the addends of all members for this rank, in float32 at least and in the order of members.
+    def reduce_scatter(self, compute: Callable[[int], Tensor]) -> Tensor:
+        """Return the sum of all members' addends for this rank, in float32 at least and in the order of members.
 
         compute: this rank's addend for a member; called for this rank itself last, while the transfers run.
         """
-        arrived: dict[int, Tensor] = {}
-        works, sent = [], []
+        addends: dict[int, Tensor] = {}  # by member
+        works, sent_parts = [], []
         for step in range(1, len(self.sizes)):
-            to, source = self._at(step), self._at(-step)
-            part = compute(to).contiguous()
+            target, source = self._at(step), self._at(-step)
+            part = compute(target).contiguous()
             shape = list(part.shape)
             shape[self.dim] = self.sizes[self.position]
-            arrived[source] = part.new_empty(shape)
-            works += self._exchange(part, to, arrived[source], source)
-            sent.append(part)  # keeps the memory alive until the send completes
-        arrived[self.position] = own = compute(self.position)
+            addends[source] = part.new_empty(shape)
+            works += self._exchange(part, target, addends[source], source)
+            sent_parts.append(part)  # keeps the memory alive until the send completes
+        addends[self.position] = own = compute(self.position)
         _wait(works)
         total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
         for member in range(len(self.sizes)):
-            total += arrived[member]
+            total += addends[member]
         return total.to(own.dtype)
 
     def _at(self, step: int) -> int:
+        """The member `step` places after this rank in the group, in a circle."""
         return (self.position + step) % len(self.sizes)
 
-    def _exchange(self, out: Tensor, to: int, into: Tensor, source: int) -> list[dist.Work]:
-        """Starts sending `out` to member `to` and receiving `into` from member `source`; empty tensors are skipped."""
+    def _exchange(self, sent: Tensor, target: int, received: Tensor, source: int) -> list[dist.Work]:
+        """Start sending `sent` to member `target` and receiving `received` from `source`. Skip empty tensors."""
         ranks = dist.get_process_group_ranks(self.group)
-        both = [dist.P2POp(dist.isend, out, ranks[to], self.group)] if out.numel() else []
-        if into.numel():
-            both.append(dist.P2POp(dist.irecv, into, ranks[source], self.group))
-        return list(dist.batch_isend_irecv(both)) if both else []
+        transfers = [dist.P2POp(dist.isend, sent, ranks[target], self.group)] if sent.numel() else []
+        if received.numel():
+            transfers.append(dist.P2POp(dist.irecv, received, ranks[source], self.group))
+        return list(dist.batch_isend_irecv(transfers)) if transfers else []
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

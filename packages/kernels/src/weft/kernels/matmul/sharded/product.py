@@ -68,9 +68,9 @@ def matmul(
     Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options.
     """
     if activation is None and out_dtype is None and alpha == 1:
-        found = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)
-        if found is not None:
-            return found
+        native = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)
+        if native is not None:
+            return native
     check_matmul(a, b, bias, activation, residual, out_dtype, a_scale, b_scale)
     check_devices("matmul", a, b, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
@@ -95,7 +95,7 @@ def matmul(
     )
 
 
-class Terms:
+class ProductTerms:
     """The einsum letters of the dims of a product a @ b, and the layouts which follow from them."""
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...]) -> None:
@@ -105,11 +105,11 @@ class Terms:
         self.output = f"{self.rows}y"
         self.shape = (*a[:-1], b[-1])
 
-    def product(self, op: str, a: Layout, b: Layout) -> Layout:
+    def output_layout(self, op: str, a: Layout, b: Layout) -> Layout:
         """The output's layout. op: for messages."""
         return infer.einsum(f"{self.a},{self.b}->{self.output}", a, b, name=op, operands=("a", "b"))
 
-    def gradients(self, op: str, grad: Layout, a: Layout, b: Layout) -> tuple[Layout, Layout]:
+    def gradient_layouts(self, op: str, grad: Layout, a: Layout, b: Layout) -> tuple[Layout, Layout]:
         """The layouts of the gradients of a and b, from the layout of the output's gradient."""
         return (
             infer.einsum(
@@ -125,8 +125,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     a, b, bias, residual, a_scale, b_scale = layouts
     a_shape, b_shape, _, residual_shape, a_scale_shape, b_scale_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
-    terms = Terms(a_shape, b_shape)
-    output = terms.product("matmul", a, b)
+    terms = ProductTerms(a_shape, b_shape)
+    output = terms.output_layout("matmul", a, b)
     check_operand("matmul", "bias", bias, layout_of_dims(output, terms.output, "y"), output)
     check_operand("matmul", "a_scale", a_scale, layout_of_dims(a, terms.a, terms.rows if a_scale_shape else ""), output)
     check_operand("matmul", "b_scale", b_scale, layout_of_dims(b, terms.b, "y" if b_scale_shape else ""), output)
@@ -136,30 +136,30 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         assert residual_shape is not None, "it has a layout"
         check_residual_layout("matmul", residual, residual_shape, complete, terms.shape, output)
 
-    def gradients(grad: Layout) -> tuple[Layout | None, ...]:
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
         if options["activation"] is not None:
             grad = infer.gradient(output, grad, output, (output,))
         return (
-            *terms.gradients("matmul", grad, a, b),
+            *terms.gradient_layouts("matmul", grad, a, b),
             None if bias is None else infer.einsum(f"{terms.output}->y", grad),
             None if residual is None else infer.gradient(complete, grad, residual, (complete, residual)),
             None,
             None,
         )
 
-    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         adding = adds_bias(output, rank)
         return {"add_bias": adding, "add_residual": adding}
 
-    return Sharding(output, terms.shape, gradients, local)
+    return Sharding(output, terms.shape, gradient_layouts, local_options)
 
 
 def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     a, b, into = layouts
     a_shape, b_shape, _ = shapes
     assert a is not None and b is not None and into is not None and a_shape and b_shape, "all are given"
-    terms = Terms(a_shape, b_shape)
-    output = terms.product("matmul", a, b)
+    terms = ProductTerms(a_shape, b_shape)
+    output = terms.output_layout("matmul", a, b)
     check_operand("matmul", "sum to accumulate into", into, output, output)
     return Sharding(output, terms.shape, lambda grad: (None, None, None))
 
@@ -169,11 +169,11 @@ def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
     return wanted or dtype
 
 
-def _inferred(*tensors: Tensor | None, **options: Any) -> Tensor:
+def _inference(*tensors: Tensor | None, **options: Any) -> Tensor:
     return function.matmul(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # the factors are given
 
 
-MATMUL = Op("matmul", function.matmul, function.matmul_backward, _rule, _dtype, inference=_inferred)
+MATMUL = Op("matmul", function.matmul, function.matmul_backward, _rule, _dtype, inference=_inference)
 ACCUMULATE = Op(
     "matmul_accumulate", function.accumulate_into, lambda *_, **__: (None, None, None), _rule_of_accumulation
 )

@@ -12,7 +12,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes: `torch._scaled_mm` needs sizes, strides and addresses in multiples of this
 
 
-def takes(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
+def can_multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether `torch._scaled_mm` can multiply a [M, K] and b [K, N].
 
     It needs a contiguous along K, b contiguous along K, and at most one factor in e5m2. With scales for each row or
@@ -32,7 +32,7 @@ def takes(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, 
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(a * a_scale) @ (b * b_scale), for factors that `takes` accepts; summed in float32 and rounded once."""
+    """(a * a_scale) @ (b * b_scale), for factors that `can_multiply` accepts; summed in float32 and rounded once."""
     out = torch.empty((len(a), b.shape[1]), dtype=dtype, device=a.device)
     _launch(a, b, a_scale, b_scale, out)
     return out
@@ -40,9 +40,9 @@ def product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
 
 @launched("scaled_product(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor(a!) out)")
 def _launch(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out: Tensor) -> None:
-    """Writes the product into out. A custom op, as `_aligned` asks for addresses, which a trace does not know."""
-    one = torch.ones((), device=a.device)
-    scales = [one if each is None else each for each in (a_scale, b_scale)]
+    """Writes the product into out. A custom op, because `_align` reads addresses, which a trace does not know."""
+    unit = torch.ones((), device=a.device)
+    scales = [unit if each is None else each for each in (a_scale, b_scale)]
     if _has_row_scales(a_scale, b_scale):
         shapes = (len(a), 1), (1, b.shape[1])
         scales = [
@@ -50,7 +50,7 @@ def _launch(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None
             for each, shape in zip(scales, shapes, strict=True)
         ]
     torch._scaled_mm(
-        _aligned(a), _aligned(b.mT).mT,
+        _align(a), _align(b.mT).mT,
         scale_a=scales[0], scale_b=scales[1], out_dtype=out.dtype, use_fast_accum=False, out=out,
     )  # fmt: skip
 
@@ -59,5 +59,6 @@ def _has_row_scales(*scales: Tensor | None) -> bool:
     return any(each is not None and each.numel() > 1 for each in scales)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _align(x: Tensor) -> Tensor:
+    """x, copied if its address is no multiple of ALIGNMENT."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
