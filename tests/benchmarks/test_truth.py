@@ -127,13 +127,15 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     """Faults in the computation, not in its numbers: a softmax with too large a sum, a target not subtracted."""
     from weft.kernels.cross_entropy import reference
 
-    right = reference.rows
-    monkeypatch.setattr(reference, "rows", lambda *given: replace(right(*given), log_sum=1 + right(*given).log_sum))
+    right = reference.gradient_factors
+    monkeypatch.setattr(
+        reference, "gradient_factors", lambda *given: replace(right(*given), log_sum=1 + right(*given).log_sum)
+    )
     for kind in TRUTHS:
         with pytest.raises(Inaccurate):
             errors("Weft", made(kind), TRUTHS[kind])
     monkeypatch.setattr(
-        reference, "rows", lambda *given: replace(right(*given), target_grad=0 * right(*given).target_grad)
+        reference, "gradient_factors", lambda *given: replace(right(*given), target_grad=0 * right(*given).target_grad)
     )
     for kind in TRUTHS:
         with pytest.raises(Inaccurate):

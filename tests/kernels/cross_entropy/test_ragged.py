@@ -30,7 +30,7 @@ def test_the_kernels_are_torchs_path(interpreted, V, options):
     shard, arrived = Shard(0, V, Options(reduction="none", **options)), Upstream(upstream)
     memory = torch.full((9 * V + 64,), 7.0, dtype=torch.bfloat16)
     out = memory[32 : 32 + 9 * V].view(9, V)
-    assert launch._ragged(logits, out) == (V % 16 > 0)
+    assert launch._is_ragged(logits, out) == (V % 16 > 0)
 
     found = launch.statistics(logits, target, weight, shard)
     expected = reference.statistics(logits, target, weight, shard)
@@ -86,7 +86,7 @@ def test_rows_by_words_are_contiguous_ones_that_begin_as_their_gradients_do(inte
     logits, target, _ = make(6, 31, "cpu", torch.bfloat16)
     logits = change(logits)
     target.clamp_(max=29)
-    assert launch._ragged(launch.as_batches(logits)) == ragged
+    assert launch._is_ragged(launch.as_batches(logits)) == ragged
     leaf = logits.detach().requires_grad_()
     (found,) = torch.autograd.grad(cross_entropy(leaf, target), leaf)
     wide = logits.double().requires_grad_()

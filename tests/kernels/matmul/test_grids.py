@@ -125,7 +125,7 @@ def test_triton_is_asked_for_what_it_compiles_alone(chip: str) -> None:
     assert multiplies(chip, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("chip", "by_kernel"), [("sm_80", False), ("sm_90", True)])
+@pytest.mark.parametrize(("chip", "uses_kernel"), [("sm_80", False), ("sm_90", True)])
 def test_factors_that_a_chip_has_not_take_the_torch_path(
     chip: str, uses_kernel: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

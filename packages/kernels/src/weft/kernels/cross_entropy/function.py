@@ -13,7 +13,7 @@ from ..dispatch.backend import is_recorded, on_cpu, use_triton
 from ..dispatch.op import Tensors
 from . import reference
 from .guess import FirstBackward, guess
-from .merged import Merged, Shard, Upstream, correct, weigh_targets
+from .merged import Merged, Shard, Upstream, find_correct, weigh_targets
 from .options import Options, check, check_contiguous
 
 # Starts the all-gather of this shard's statistics [N, columns] over the vocabulary's shards. Returns a function to wait
@@ -75,7 +75,7 @@ def forward(
         statistics, merged = passes.statistics_and_gradient(logits, target, weight, upstream, shard, dlogits)
     gathered = statistics.unsqueeze(0) if gather is None else gather(statistics)()  # [shards, N, columns]
     loss, lse = passes.losses(gathered, target, weight, shard, merged)
-    is_correct = correct(gathered, target, options.ignore_index) if options.return_token_accuracy else None
+    is_correct = find_correct(gathered, target, options.ignore_index) if options.return_token_accuracy else None
     saved = (logits, target, saved_weight, saved_denominator, gathered, guessed, dlogits)
     return outputs_of(loss, lse, is_correct, denominator, options), saved
 

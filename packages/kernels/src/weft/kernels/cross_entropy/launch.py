@@ -48,10 +48,10 @@ def config(V: int, itemsize: int) -> Launch:
     """The launch for rows of V classes of `itemsize` bytes. A short row is one block, with as many warps as it
     fills.
     """
-    of_thread = BYTES_PER_THREAD // itemsize
-    row = 1 << (max(V, of_thread) - 1).bit_length()  # V rounded up to a power of two
-    block_v = min(row, MOST_WARPS[itemsize] * 32 * of_thread)
-    return Launch(block_v, warps=max(1, block_v // (32 * of_thread)))
+    thread_classes = BYTES_PER_THREAD // itemsize
+    row = 1 << (max(V, thread_classes) - 1).bit_length()  # V rounded up to a power of two
+    block_v = min(row, MOST_WARPS[itemsize] * 32 * thread_classes)
+    return Launch(block_v, warps=max(1, block_v // (32 * thread_classes)))
 
 
 def as_batches(logits: Tensor) -> Tensor:
@@ -70,29 +70,29 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     x = as_batches(logits)  # [B, T, V]
     _, T, V = x.shape
     N = target.numel()
-    out, rivals = _for_statistics(N, shard, logits.device)
+    out, rivals = _allocate_statistics(N, shard, logits.device)
     if N == 0:
-        return _joined(out, rivals)
+        return _join(out, rivals)
     launch, options, part = config(V, x.itemsize), shard.options, _part(weight, shard, V)
     with device_of(logits):
         kernel.statistics[(N,)](
             x, target.reshape(N).contiguous(), _float32(part), _weight_sum(part, shard), out, rivals,
             V, T, *x.stride(),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
-            SUM=shard.options.label_smoothing > 0, RAGGED=_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
+            SUM=shard.options.label_smoothing > 0, RAGGED=_is_ragged(x), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
-    return _joined(out, rivals)
+    return _join(out, rivals)
 
 
-def _for_statistics(N: int, shard: Shard, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _allocate_statistics(N: int, shard: Shard, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Memory for the statistics, and for the rivals [N, 1] if requested: apart, because only `correct` reads them."""
-    asked = shard.options.return_token_accuracy
-    widths = (shard.options.columns - asked, 1)
+    has_rivals = shard.options.return_token_accuracy
+    widths = (shard.options.columns - has_rivals, 1)
     out, rivals = (torch.empty(N, width, dtype=torch.float32, device=device) for width in widths)
-    return out, rivals if asked else None
+    return out, rivals if has_rivals else None
 
 
-def _joined(statistics: Tensor, rivals: Tensor | None) -> Tensor:
+def _join(statistics: Tensor, rivals: Tensor | None) -> Tensor:
     return statistics if rivals is None else torch.cat((statistics, rivals), 1)
 
 
@@ -145,7 +145,7 @@ def gradient(
             V, T, *x.stride(), stride_gn, stride_ln, V, len(statistics), statistics.stride(0),
             shard.start, shard.size, options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
-            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
+            RAGGED=_is_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
@@ -173,7 +173,7 @@ def _gradient_unless_guessed(
             N, V, T, *x.stride(), V,
             options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
-            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
+            RAGGED=_is_ragged(x, out), BLOCK_V=launch.block_v, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
@@ -191,7 +191,7 @@ def statistics_and_gradient(
     x, N = as_batches(logits), target.numel()  # [B, T, V]
     _, T, V = x.shape
     options, launch = shard.options, config(V, x.itemsize)
-    row_statistics, rivals = _for_statistics(N, shard, logits.device)
+    row_statistics, rivals = _allocate_statistics(N, shard, logits.device)
     with device_of(logits):
         kernel.statistics_and_gradient[(min(N, _programs(x, launch, fused=True)),)](
             x, target.reshape(N).contiguous(), _float32(weight), _weight_sum(weight, shard),
@@ -199,12 +199,12 @@ def statistics_and_gradient(
             N, V, T, *x.stride(), V,
             options.ignore_index, options.logit_scale, options.softcap,
             _or_none(options.label_smoothing), _or_none(options.z_loss),
-            RAGGED=_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(options), num_warps=launch.warps,
+            RAGGED=_is_ragged(x, out), BLOCK_V=launch.block_v, STAGES=_stages(options), num_warps=launch.warps,
         )  # fmt: skip
-    return _joined(row_statistics, rivals), None
+    return _join(row_statistics, rivals), None
 
 
-def _ragged(*tensors: Tensor) -> bool:
+def _is_ragged(*tensors: Tensor) -> bool:
     """Whether to launch a kernel with RAGGED rows: contiguous, but without 16-byte alignment known to Triton.
 
     About a size Triton knows only whether 16 divides it. The tensors themselves must be 16-byte aligned: then a row
@@ -220,8 +220,8 @@ def _stages(options: Options) -> int:
 
     One if the options ask for more than a plain logsumexp: more stages would then spill registers.
     """
-    more = options.label_smoothing or options.softcap is not None or options.return_token_accuracy
-    return 1 if more else FUSED_STAGES
+    needs_registers = options.label_smoothing or options.softcap is not None or options.return_token_accuracy
+    return 1 if needs_registers else FUSED_STAGES
 
 
 def _programs(x: Tensor, launch: Launch, fused: bool) -> int:
@@ -264,41 +264,41 @@ def _or_none(factor: float) -> float | None:
     return float(factor) if factor else None
 
 
-def _variant(jit_function: Any, dtype: str, *asked: str) -> Variant:
+def _variant(jit_function: Any, dtype: str, *features: str) -> Variant:
     """A variant of one of the kernels, for long rows of `dtype`, contiguous and 16-byte aligned.
 
-    asked: "strided" or "ragged" for other rows; names of options; "rival" for the accuracy; "no_grad" and "grad_lse"
+    features: "strided" or "ragged" for other rows; names of options; "rival" for the accuracy; "no_grad" and "grad_lse"
         for other upstream gradients; "to_bf16" for a gradient in another dtype than the logits.
     """
     name = "-".join(
-        (dtype, "strided" if "strided" in asked else "contiguous", *(each for each in asked if each != "strided"))
+        (dtype, "strided" if "strided" in features else "contiguous", *(each for each in features if each != "strided"))
     )
     launch = config(1 << 20, 4 if dtype == "fp32" else 2)
-    size = "i32" if "ragged" in asked else "i32:16"  # of a row: whether 16 divides it
+    size = "i32" if "ragged" in features else "i32:16"  # of a row: whether 16 divides it
     kinds = dict.fromkeys(("N", "T", "R", "stride_gn", "stride_ln", "stride_r"), "i32")
     kinds |= dict.fromkeys(("vocab_start", "vocab_size", "ignore_index"), "i32")
     kinds |= dict.fromkeys(("V", "stride_xb", "stride_xt", "stride_dn"), size)
-    kinds |= {"stride_xv": "i64" if "strided" in asked else "1", "scale": "fp32"}
+    kinds |= {"stride_xv": "i64" if "strided" in features else "1", "scale": "fp32"}
     kinds |= {"x_ptr": f"*{dtype}:16", "target_ptr": "*i64:16"}
-    kinds["dx_ptr"] = "*bf16:16" if "to_bf16" in asked else f"*{dtype}:16"
+    kinds["dx_ptr"] = "*bf16:16" if "to_bf16" in features else f"*{dtype}:16"
     kinds |= dict.fromkeys(("statistics_ptr", "denominator_ptr", "guess_ptr", "history_ptr"), "*fp32")
     if jit_function is kernel.statistics:
         kinds["statistics_ptr"] = "*fp32:16"
-    for argument, kind, is_given in (
-        ("cap", "fp32", "cap" in asked),
-        ("rival_ptr", "*fp32:16", "rival" in asked),
-        ("label_smoothing", "fp32", "sum" in asked),
-        ("z_loss", "fp32", "z_loss" in asked),
-        ("shard_weight_ptr", "*fp32:16", "weighted" in asked),
-        ("shard_weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
-        ("weight_ptr", "*fp32" if jit_function is kernel.gradient else "*fp32:16", "weighted" in asked),
-        ("weight_sum_ptr", "*fp64", "weighted" in asked and "sum" in asked),
-        ("grad_ptr", "*fp32", "no_grad" not in asked),
-        ("grad_lse_ptr", "*fp32", "grad_lse" in asked),
+    for argument, kind, is_used in (
+        ("cap", "fp32", "cap" in features),
+        ("rival_ptr", "*fp32:16", "rival" in features),
+        ("label_smoothing", "fp32", "sum" in features),
+        ("z_loss", "fp32", "z_loss" in features),
+        ("shard_weight_ptr", "*fp32:16", "weighted" in features),
+        ("shard_weight_sum_ptr", "*fp64", "weighted" in features and "sum" in features),
+        ("weight_ptr", "*fp32" if jit_function is kernel.gradient else "*fp32:16", "weighted" in features),
+        ("weight_sum_ptr", "*fp64", "weighted" in features and "sum" in features),
+        ("grad_ptr", "*fp32", "no_grad" not in features),
+        ("grad_lse_ptr", "*fp32", "grad_lse" in features),
     ):
-        kinds[argument] = kind if is_given else "None"
-    constexprs = {"SUM": int("sum" in asked), "RAGGED": int("ragged" in asked), "BLOCK_V": launch.block_v}
-    constexprs["STAGES"] = 1 if {"sum", "cap", "rival"} & set(asked) else FUSED_STAGES
+        kinds[argument] = kind if is_used else "None"
+    constexprs = {"SUM": int("sum" in features), "RAGGED": int("ragged" in features), "BLOCK_V": launch.block_v}
+    constexprs["STAGES"] = 1 if {"sum", "cap", "rival"} & set(features) else FUSED_STAGES
     return Variant(
         f"cross_entropy.{jit_function.__name__}/{name}",
         jit_function,
@@ -308,10 +308,10 @@ def _variant(jit_function: Any, dtype: str, *asked: str) -> Variant:
     )
 
 
-def _losses(*asked: str) -> Variant:
-    weighted, smoothed = "weighted" in asked, "sum" in asked
+def _losses(*features: str) -> Variant:
+    weighted, smoothed = "weighted" in features, "sum" in features
     return Variant(
-        "-".join(("cross_entropy.losses/fp32", *asked)),
+        "-".join(("cross_entropy.losses/fp32", *features)),
         kernel.losses,
         {
             "statistics_ptr": "*fp32:16",

@@ -1,7 +1,7 @@
 """Combines all shards' statistics into each row's loss, logsumexp, accuracy and gradient scalars.
 
 The columns of the statistics are lse_hi, lse_lo (the logsumexp without the target) and target_logit; with label
-smoothing, logit_sum and logit_sum_lo; with the accuracy, the `rival`. See `reference.statistics`.
+smoothing, logit_sum and logit_sum_lo; with the accuracy, the rival of `find_rival`. See `reference.statistics`.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def merge(statistics: Tensor) -> Merged:
     """
     if statistics.shape[0] == 1:
         lse_hi, lse_lo, target_logit, *_ = statistics[0].double().unbind(-1)  # [N] each
-        base = finite(torch.maximum(lse_hi, target_logit))
+        base = replace_infinite(torch.maximum(lse_hi, target_logit))
         non_target_lse = (lse_hi - base).add_(lse_lo)
     else:
         lse_hi, lse_lo, target_logits, *_ = statistics.double().unbind(-1)  # [shards, N] each
         target_logit = target_logits.sum(0)
-        base = finite(torch.maximum(lse_hi.amax(0), target_logit))
+        base = replace_infinite(torch.maximum(lse_hi.amax(0), target_logit))
         non_target_lse = ((lse_hi - base) + lse_lo).logsumexp(0)
     target_logit = target_logit - base  # NaN for an infinite logit
     return Merged(base, torch.logaddexp(non_target_lse, target_logit), non_target_lse - target_logit)
 
 
-def finite(largest: Tensor) -> Tensor:
+def replace_infinite(largest: Tensor) -> Tensor:
     """Replace -inf by 0 in `largest`, the number subtracted before exp, because -inf - -inf is NaN."""
     return largest.masked_fill(largest == -torch.inf, 0)
 
@@ -140,7 +140,7 @@ def weigh_targets(weight: Tensor | None, classes: Tensor, ignore_index: int, dty
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The scalars of each row's gradient. Made by `rows`.
+    """The scalars of each row's gradient. Made by `gradient_factors`.
 
     [N] in float64; softmax_scale and smoothing are [1] if equal for all rows.
     A class's gradient is softmax_scale * softmax - smoothing * weight; the target's is target_grad.
@@ -153,7 +153,7 @@ class Rows:
     smoothing: Tensor | None  # None without label smoothing
 
 
-def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
+def gradient_factors(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstream, shard: Shard) -> Rows:
     """The scalars of each row's gradient, from the merged statistics, target classes [N] and upstream gradients."""
     options = shard.options
     base, log_sum, log_odds = merged
@@ -184,11 +184,11 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
         )
         nll_scale = nll_scale * (1 - options.label_smoothing)
     if options.z_loss:
-        of_lse = 2 * options.z_loss * zero_if_ignored(base + log_sum) * grad
-        lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
+        lse_part = 2 * options.z_loss * zero_if_ignored(base + log_sum) * grad
+        lse_scale = lse_part if lse_scale is None else lse_scale + lse_part
     if upstream.lse is not None:
-        of_lse = zero_if_ignored(upstream.lse.reshape(-1).to(grad.dtype))
-        lse_scale = of_lse if lse_scale is None else lse_scale + of_lse
+        lse_part = zero_if_ignored(upstream.lse.reshape(-1).to(grad.dtype))
+        lse_scale = lse_part if lse_scale is None else lse_scale + lse_part
     nll_at_target = nll_scale * torch.sigmoid(log_odds)
     if lse_scale is not None:
         nll_at_target = nll_at_target - lse_scale * torch.sigmoid(-log_odds)
@@ -197,7 +197,7 @@ def rows(merged: Merged, classes: Tensor, weight: Tensor | None, upstream: Upstr
     return Rows(base, log_sum, softmax_scale, zero_if_ignored(target_grad), smoothing)
 
 
-def rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+def find_rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     """[n, 1]: the smallest target logit for which torch.argmax returns the target, in `dtype`.
 
     torch.argmax returns the first of equal logits. So the target's logit must be at least the largest logit of the
@@ -211,12 +211,12 @@ def rival(z: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(before == largest, before.nextafter(before.new_full((), torch.inf)), largest)
 
 
-def correct(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+def find_correct(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """1 for each token whose logits' torch.argmax is the target, else 0, also for ignored tokens. Shaped as `target`.
 
     Of equal logits the first counts.
 
-    statistics: [shards, N, columns] of all shards; the last column is the `rival`.
+    statistics: [shards, N, columns] of all shards; the last column is the rival of `find_rival`.
     """
     first = statistics[..., 2].sum(0) >= statistics[..., -1].amax(0)
     return (first & (target.reshape(-1).long() != ignore_index)).to(statistics.dtype).view(target.shape)

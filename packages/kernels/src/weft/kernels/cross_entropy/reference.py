@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dispatch.backend import can_read
 from . import guess
-from .merged import Merged, Shard, Upstream, finite, losses, merge, rival, rows
+from .merged import Merged, Shard, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
 
 __all__ = ["gradient", "losses", "statistics", "statistics_and_gradient"]
 
@@ -37,7 +37,7 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     - logit_sum and logit_sum_lo, for label smoothing: the sum of all logits, each multiplied by the class's weight if
     there are weights, and the sum's rounding error. The loss subtracts this sum from V times the logsumexp; both grow
     with V and with the logits;
-    - rival, for the accuracy: see `merged.rival`.
+    - rival, for the accuracy: see `merged.find_rival`.
 
     An ignored row has -inf, 0, 0, 0, 0, -inf.
 
@@ -48,12 +48,12 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     classes = target.reshape(-1).long()  # [N]
     if logits.numel() == 0:
         out = torch.empty(len(classes), shard.options.columns, dtype=_narrow(logits.dtype), device=logits.device)
-        return _without_ignored(out.copy_(_nothing(out, shard)), classes, shard)
+        return _neutralize_ignored(out.copy_(_neutral_statistics(out, shard)), classes, shard)
     parts = []
     for _, x, chunk_classes, workspace, _ in _chunks(logits, classes, logits):
         exponentials = _exponentials(x, chunk_classes, weight, shard, workspace)
-        parts.append(_without_ignored(exponentials.statistics, chunk_classes, shard))
-    return _joined(parts)
+        parts.append(_neutralize_ignored(exponentials.statistics, chunk_classes, shard))
+    return _join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,17 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
     local = (classes - shard.start if shard.start else classes).unsqueeze(1)  # [n, 1]
     is_here = None if shard.size == V else (local >= 0) & (local < V)
     index = local if shard.none_ignored and is_here is None else local.clamp(0, V - 1)
-    z = _scaled(workspace.copy_(x), shard)
+    z = _scale_and_cap(workspace.copy_(x), shard)
     logit = z.gather(1, index)
     columns = [(logit if is_here is None else logit.masked_fill(~is_here, 0)).to(narrow)]
     if shard.options.label_smoothing:
-        summed = z if weight is None else z.double() * shard.part(weight, V).double()
-        total = summed.sum(-1, keepdim=True, dtype=torch.float64)
+        weighted = z if weight is None else z.double() * shard.part(weight, V).double()
+        total = weighted.sum(-1, keepdim=True, dtype=torch.float64)
         columns += _split(total, narrow)
     hidden = -torch.inf if is_here is None else logit.masked_fill(is_here, -torch.inf)
     z.scatter_(1, index, hidden)
     if shard.options.return_token_accuracy:
-        columns.append(rival(z, local, narrow))
+        columns.append(find_rival(z, local, narrow))
     total = z.exp_().sum(-1, keepdim=True).double()  # [n, 1]
     if _all_between(total, *SUMS[x.dtype]):
         base, lse = None, total.log()
@@ -93,9 +93,9 @@ def _exponentials(x: Tensor, classes: Tensor, weight: Tensor | None, shard: Shar
         lse_lo = (lse - lse_hi).to(narrow)
     else:
         low, high = SUMS[x.dtype]
-        z = _scaled(z.copy_(x), shard).scatter_(1, index, hidden)
+        z = _scale_and_cap(z.copy_(x), shard).scatter_(1, index, hidden)
         base = torch.where((total > low) & (total < high), 0, z.amax(-1, keepdim=True).double())
-        total = z.sub_(finite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
+        total = z.sub_(replace_infinite(base).to(z.dtype)).exp_().sum(-1, keepdim=True).double()
         log_total = total.log()
         lse_hi = (base + log_total).to(narrow)
         lse_lo = ((base - lse_hi) + log_total).masked_fill_(total == 0, 0).to(narrow)
@@ -116,23 +116,23 @@ def _all_between(numbers: Tensor, low: float, high: float) -> bool:
     return low < smallest.item() and largest.item() < high  # false for NaN
 
 
-def _nothing(like: Tensor, shard: Shard) -> Tensor:
+def _neutral_statistics(like: Tensor, shard: Shard) -> Tensor:
     """The statistics of an ignored row, or of a shard without classes."""
-    nothing = like.new_zeros(like.shape[-1])
-    nothing[0].fill_(-torch.inf)
+    neutral = like.new_zeros(like.shape[-1])
+    neutral[0].fill_(-torch.inf)
     if shard.options.return_token_accuracy:
-        nothing[-1].fill_(-torch.inf)
-    return nothing
+        neutral[-1].fill_(-torch.inf)
+    return neutral
 
 
-def _without_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
-    """The statistics with ignored rows replaced by `_nothing`, and NaN for targets outside the vocabulary."""
+def _neutralize_ignored(statistics: Tensor, classes: Tensor, shard: Shard) -> Tensor:
+    """Replace ignored rows by `_neutral_statistics`, and set lse_lo to NaN for targets outside the vocabulary."""
     if shard.none_ignored:
         return statistics
     ignore_index = shard.options.ignore_index
     wrong = (classes < 0) | (classes >= shard.size)  # includes ignored rows, replaced below
     statistics[:, 1].masked_fill_(wrong, torch.nan)
-    return torch.where((classes == ignore_index).unsqueeze(1), _nothing(statistics, shard), statistics)
+    return torch.where((classes == ignore_index).unsqueeze(1), _neutral_statistics(statistics, shard), statistics)
 
 
 def gradient(
@@ -170,16 +170,16 @@ def statistics_and_gradient(
     computed.
     Also returns the merged statistics if all rows were a single chunk, else None.
     """
-    nothing_guessed = can_read(logits) and upstream.loss is not None and math.isnan(upstream.loss.item())
-    if out.numel() == 0 or nothing_guessed:
+    has_no_guess = can_read(logits) and upstream.loss is not None and math.isnan(upstream.loss.item())
+    if out.numel() == 0 or has_no_guess:
         return statistics(logits, target, weight, shard), None
     parts: list[Tensor] = []
     for _, x, classes, workspace, dx in _chunks(logits, target.reshape(-1).long(), out):
         exponentials = _exponentials(x, classes, weight, shard, workspace)
-        parts.append(_without_ignored(exponentials.statistics, classes, shard))
+        parts.append(_neutralize_ignored(exponentials.statistics, classes, shard))
         merged = merge(parts[-1].unsqueeze(0))
         _write(exponentials, x, classes, weight, merged, upstream, shard, dx)
-    return _joined(parts), merged if len(parts) == 1 else None
+    return _join(parts), merged if len(parts) == 1 else None
 
 
 def _write(
@@ -193,7 +193,7 @@ def _write(
     dx: Tensor,
 ) -> None:
     """Write the gradient of some rows to dx, computed in the memory of their exponentials."""
-    row, dlogits = rows(merged, classes, weight, upstream, shard), exponentials.values
+    row, dlogits = gradient_factors(merged, classes, weight, upstream, shard), exponentials.values
     base, index, is_here, wide = exponentials.base, exponentials.index, exponentials.is_here, dlogits.dtype
     scale = row.softmax_scale * ((-row.base if base is None else base.squeeze(1) - row.base) - row.log_sum).exp_()
     slope = _slope(x, wide, shard)  # computed before dx is written, which may be x
@@ -225,7 +225,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _scaled(z: Tensor, shard: Shard) -> Tensor:
+def _scale_and_cap(z: Tensor, shard: Shard) -> Tensor:
     """Scale and cap the logits z in place."""
     scale, cap = shard.options.logit_scale, shard.options.softcap
     if scale != 1:
@@ -261,5 +261,5 @@ def _chunks(logits: Tensor, classes: Tensor, out: Tensor) -> Iterator[tuple[slic
         yield chunk, x[chunk], classes[chunk], workspace[: chunk.stop - start], dx[chunk]
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -26,45 +26,47 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
     Communication: none.
     Raises LayoutError for other layouts; ValueError for other shapes, and for tensors on two devices.
     """
-    repeated = x.ndim - y.ndim
-    if repeated < 0 or x.shape[repeated:] != y.shape:
+    num_missing = x.ndim - y.ndim
+    if num_missing < 0 or x.shape[num_missing:] != y.shape:
         raise ValueError(
             f"add takes two tensors of one shape, or y with the last dims of x, got {tuple(x.shape)} and "
             f"{tuple(y.shape)}; exchange or expand them"
         )
     check_devices("add", x, y)
-    return apply(ADD, x, y, repeated=repeated, alpha=alpha)
+    return apply(ADD, x, y, num_missing=num_missing, alpha=alpha)
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     x, y = layouts
     shape, last = shapes
     assert x is not None and y is not None and shape is not None and last is not None, "both are given"
-    if options["repeated"]:
+    if options["num_missing"]:
         output = infer.elementwise("add", False, x, y, shapes=(shape, last), operands=("x", "y"))
     else:
         output = infer.elementwise("add", True, x, y, operands=("x", "y"))
     return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
-def forward(x: Tensor, y: Tensor, *, repeated: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:
-    """x + alpha * y, of the shape of x. y lacks the first `repeated` dims of x; no other dim is broadcast.
+def forward(x: Tensor, y: Tensor, *, num_missing: int = 0, alpha: float = 1) -> tuple[Tensor, Tensors]:
+    """x + alpha * y, of the shape of x. y lacks the first `num_missing` dims of x; no other dim is broadcast.
 
     Raises ValueError for any other shapes.
     """
-    if x.shape[repeated:] != y.shape:
+    if x.shape[num_missing:] != y.shape:
         raise ValueError(
-            f"add takes two tensors of one shape but for {repeated} first dims, got {tuple(x.shape)} and "
+            f"add takes two tensors of one shape but for {num_missing} first dims, got {tuple(x.shape)} and "
             f"{tuple(y.shape)}; expand one"
         )
     return x + y if alpha == 1 else torch.add(x, y, alpha=alpha), ()
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, repeated: int = 0, alpha: float = 1) -> Tensors:
-    """dx = grad; dy = alpha * grad, summed over the first `repeated` dims."""
+def backward(
+    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, num_missing: int = 0, alpha: float = 1
+) -> Tensors:
+    """dx = grad; dy = alpha * grad, summed over the first `num_missing` dims."""
     dy = None if not needed[1] else grad if alpha == 1 else grad * alpha
-    if dy is not None and repeated:
-        dy = dy.sum(tuple(range(repeated)))
+    if dy is not None and num_missing:
+        dy = dy.sum(tuple(range(num_missing)))
     return grad if needed[0] else None, dy
 
 

@@ -134,8 +134,8 @@ def plain_backward(
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     # torch's embedding backward sorts the tokens on CUDA, so it is deterministic; index_add_ is not.
     if rows == size:
-        skipped = -1 if padding_idx is None else padding_idx
-        dweight = torch.ops.aten.embedding_dense_backward(wide, tokens, rows, skipped, False)
+        skipped_row = -1 if padding_idx is None else padding_idx
+        dweight = torch.ops.aten.embedding_dense_backward(wide, tokens, rows, skipped_row, False)
     else:
         index = tokens - vocab_start
         if padding_idx is not None:
@@ -143,8 +143,8 @@ def plain_backward(
         # Tokens of other ranks' rows go to an extra row, which is skipped.
         index = index.masked_fill((index < 0) | (index >= rows), rows)
         dweight = torch.ops.aten.embedding_dense_backward(wide, index, rows + 1, rows, False)[:rows]
-    found: Tensor = dweight.to(weight.dtype)
-    return found
+    rounded: Tensor = dweight.to(weight.dtype)
+    return rounded
 
 
 def check_tokens(tokens: Tensor, size: int) -> None:

@@ -27,9 +27,9 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     values.
     """
     check_form("gelu", approximate)
-    found = function.native(x, approximate)
-    if found is not None:
-        return found
+    native = function.native(x, approximate)
+    if native is not None:
+        return native
     check_floats("gelu", ("x",), x)
     return apply(GELU, x, approximate=approximate)
 

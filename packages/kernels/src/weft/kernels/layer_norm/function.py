@@ -1,6 +1,6 @@
 """Layer norm of local tensors, with or without a residual: (x - mean) / sqrt(variance + eps) * weight + bias.
 
-`forward`, `recompute`, `backward` and the `add_` functions choose the code by `_launches`. Triton kernels
+`forward`, `recompute`, `backward` and the `add_` functions choose the code by `_uses_kernel`. Triton kernels
 (`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
 functions) computes on a CPU, in float64 and for rows too long for a kernel. It defines the result: Ba et al. 2016,
 eq. 4.
@@ -20,7 +20,7 @@ from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..launching.rows import fits
 
-Wanted = tuple[bool, ...]
+Wanted = tuple[bool, ...]  # whether the gradients of x, weight and bias are needed
 # Up to ROWS_OF_TORCH rows, the running sums in torch's layer_norm backward err by at most 2e-6. More rows are
 # computed in pieces: of at most ROWS_AT_ONCE rows, for sums nearly as exact as torch.sum's pairwise ones, and of at
 # most ELEMENTS_AT_ONCE elements, to stay in a core's cache.
@@ -31,7 +31,7 @@ def forward(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
 ) -> tuple[Tensor, Tensors]:
     """The layer norm of x, and the saved tensors (x, weight, bias, mean, rstd), as in `plain_forward`."""
-    if not _launches(x):
+    if not _uses_kernel(x):
         return plain_forward(x, weight, bias, eps=eps)
     y, _, mean, rstd = _kernel_forward(x, None, weight, bias, eps)
     return y, (x, weight, bias, mean, rstd)
@@ -45,8 +45,8 @@ def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: T
     if not is_torchs(x, weight, bias, residual):
         return False
     size = x.shape[-1:]
-    of_a_row = (weight is None or weight.shape == size) and (bias is None or bias.shape == size)
-    return of_a_row and len(size) == 1 and x.numel() <= ROWS_OF_TORCH * size[0]
+    fit_a_row = (weight is None or weight.shape == size) and (bias is None or bias.shape == size)
+    return fit_a_row and len(size) == 1 and x.numel() <= ROWS_OF_TORCH * size[0]
 
 
 def recompute(saved: Tensors, *, eps: float) -> Tensor:
@@ -60,17 +60,19 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float
     """The gradients of x, weight and bias, as in `plain_backward`."""
     x = saved[0]
     assert x is not None, "forward saves x"
-    return _kernel_backward(saved, grad, None, needed) if _launches(x) else plain_backward(saved, grad, needed, eps=eps)
+    return (
+        _kernel_backward(saved, grad, None, needed) if _uses_kernel(x) else plain_backward(saved, grad, needed, eps=eps)
+    )
 
 
 def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """(x + residual, the layer norm of this sum). Saves the sum instead of x and residual."""
-    if not _launches(x) or x.dtype != residual.dtype:
-        summed = x + residual
-        y, saved = forward(summed, weight, bias, eps=eps)
-        return (summed, y), saved
+    if not _uses_kernel(x) or x.dtype != residual.dtype:
+        residual_sum = x + residual
+        y, saved = forward(residual_sum, weight, bias, eps=eps)
+        return (residual_sum, y), saved
     y, total, mean, rstd = _kernel_forward(x, residual, weight, bias, eps)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, bias, mean, rstd)
@@ -86,7 +88,7 @@ def add_backward(
     total = saved[0]
     assert total is not None, "forward saves the sum"
     wanted = (needed[0] or needed[1], *needed[2:])
-    if not _launches(total):
+    if not _uses_kernel(total):
         dx, *dparameters = plain_backward(saved, grad, wanted, eps=eps)
         dx = dx if dx is None or grad_sum is None else dx.add_(grad_sum)
     else:
@@ -94,7 +96,7 @@ def add_backward(
     return dx if needed[0] else None, dx if needed[1] else None, *dparameters
 
 
-def _launches(x: Tensor) -> bool:
+def _uses_kernel(x: Tensor) -> bool:
     return use_triton(x) and fits(x, x.shape[-1])
 
 
@@ -161,44 +163,46 @@ def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps:
     scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     operands, wanted = (upstream, wide, mean, rstd), (needed[0], *sums)
     if not any(sums) or (not is_compiling() and x.numel() <= ROWS_OF_TORCH * x.shape[-1]):
-        dx, *totals = _gradients_by_aten(*operands, scale, shift, wanted)
+        dx, *totals = _compute_by_aten(*operands, scale, shift, wanted)
     elif is_compiling():
-        dx = _gradients_by_aten(*operands, scale, shift, (needed[0], False, False))[0]
-        totals = _fused_sums(*map(_rows, operands))
+        dx = _compute_by_aten(*operands, scale, shift, (needed[0], False, False))[0]
+        totals = _sum_fused(*map(_rows, operands))
     else:
-        dx, *totals = _gradients_in_pieces(*operands, scale, shift, wanted)
+        dx, *totals = _compute_in_pieces(*operands, scale, shift, wanted)
     return None if dx is None else dx.to(x.dtype), *(
         total.to(each.dtype) if total is not None and each is not None and need else None
         for total, each, need in zip(totals, (weight, bias), sums, strict=False)
     )
 
 
-def _gradients_by_aten(
+def _compute_by_aten(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
     """The wanted gradients of x, weight and bias by aten, which sums over rows with a running sum."""
-    found = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, wanted)
-    return [each if want else None for each, want in zip(found, wanted, strict=True)]
+    gradients = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, bias, wanted)
+    return [each if want else None for each, want in zip(gradients, wanted, strict=True)]
 
 
-def _gradients_in_pieces(
+def _compute_in_pieces(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: Wanted
 ) -> list[Tensor | None]:
-    """`_gradients_by_aten` for many rows: by pieces, then summed. A single running sum would lose the last digits."""
+    """`_compute_by_aten` for many rows: by pieces, then summed. A single running sum would lose the last digits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     rows = max(1, min(ROWS_AT_ONCE, ELEMENTS_AT_ONCE // x.shape[-1]))
-    parts: list[list[Tensor | None]] = []
+    sums_of_pieces: list[list[Tensor | None]] = []
     for start in range(0, math.prod(x.shape[:-1]), rows):
-        g, part, m, r = (_rows(each)[start : start + rows] for each in (grad, x, mean, rstd))
-        found, *sums = _gradients_by_aten(g, part, m, r, weight, bias, wanted)
-        if dx is not None and found is not None:
-            _rows(dx)[start : start + rows] = found
-        parts.append(sums)
-    totals = zip(zip(*parts, strict=True), wanted[1:], strict=True)
+        piece_grad, piece_x, piece_mean, piece_rstd = (
+            _rows(each)[start : start + rows] for each in (grad, x, mean, rstd)
+        )
+        piece_dx, *sums = _compute_by_aten(piece_grad, piece_x, piece_mean, piece_rstd, weight, bias, wanted)
+        if dx is not None and piece_dx is not None:
+            _rows(dx)[start : start + rows] = piece_dx
+        sums_of_pieces.append(sums)
+    totals = zip(zip(*sums_of_pieces, strict=True), wanted[1:], strict=True)
     return [dx, *(torch.stack(each).sum(0) if want else None for each, want in totals)]
 
 
-def _fused_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor | None]:
+def _sum_fused(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor | None]:
     """[dweight, dbias] for a compiler, which fuses both into one pass; the number of rows may be symbolic."""
     return [((x - mean) * rstd * grad).sum(0), grad.sum(0)]
 

@@ -38,11 +38,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """
     if function.is_native(x, weight, bias):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return _normalized(x, weight, bias, eps)
+    return _normalize(x, weight, bias, eps)
 
 
 @autocasts("layer_norm")
-def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm` by the op `LAYER_NORM`."""
     _check("layer_norm", x, weight, bias)
     return apply(LAYER_NORM, x, weight, bias, eps=eps)

@@ -84,7 +84,7 @@ def chunks_of(
     """Equal chunks of the tokens; the last may be shorter. Without chunk_tokens, as few chunks as HELD_BYTES allows.
 
     classes: of the largest shard if the vocabulary is sharded evenly: the same number on every rank.
-    held: the number of parts whose logits are held at once.
+    buffers: the number of parts whose logits are held at once.
     like: a tensor with the factors' dtype and device.
     sum_bytes: held for a sum over several chunks. The logits and their gradient get at least half of HELD_BYTES.
     """
@@ -93,8 +93,8 @@ def chunks_of(
         fitting = _fitting(nbytes, classes, buffers, like)
         if fitting < tokens:
             fitting = _fitting(max(nbytes // 2, nbytes - sum_bytes), classes, buffers, like)
-        balanced = math.ceil(tokens / max(1, math.ceil(tokens / fitting)))  # as many chunks as needed, of equal length
-        chunk_tokens = min(fitting, math.ceil(balanced / TILE) * TILE)
+        length = math.ceil(tokens / max(1, math.ceil(tokens / fitting)))  # as many chunks as needed, of equal length
+        chunk_tokens = min(fitting, math.ceil(length / TILE) * TILE)
     return [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, max(1, chunk_tokens))]
 
 
@@ -130,12 +130,16 @@ def _fitting(nbytes: int, classes: int, buffers: int, like: Tensor) -> int:
     if part is None:
         return whole_tiles(nbytes // (buffers * token_bytes))
     logits_bytes = 4 * buffers * max(1, classes)  # bytes of a token's logits, in all buffers
-    left = nbytes - part * logits_bytes  # for the gradient, if the chunk is at least as long as a part
-    return whole_tiles(left // token_bytes if left >= part * token_bytes else nbytes // (token_bytes + logits_bytes))
+    gradient_bytes = nbytes - part * logits_bytes  # for the gradient, if the chunk is at least as long as a part
+    return whole_tiles(
+        gradient_bytes // token_bytes
+        if gradient_bytes >= part * token_bytes
+        else nbytes // (token_bytes + logits_bytes)
+    )
 
 
 def whole_tiles(rows: int) -> int:
-    """`rows` rounded down to whole GEMM tiles. Less than one tile is left unchanged, except 0, which becomes 1."""
+    """Round `rows` down to whole GEMM tiles. Less than one tile is left unchanged, except 0, which becomes 1."""
     return max(1, rows // TILE * TILE or rows)
 
 
@@ -167,7 +171,7 @@ def sweep(
     parts = [(chunk, rows) for chunk in chunks for rows in parts_of(chunk, tokens)]
     gradients = None if upstream is None else product.gradient_buffer(chunks)
 
-    def started(rows: slice, logits: Tensor, out: Tensor) -> Callable[[], Tensor]:
+    def start_gather(rows: slice, logits: Tensor, out: Tensor) -> Callable[[], Tensor]:
         """Start the gather of a part's statistics; returns a function to wait for the result."""
         classes = product.classes[rows]
         if gather is not None:
@@ -184,7 +188,7 @@ def sweep(
     for (chunk, rows), following in zip_longest(parts, parts[1:]):
         logits = product.logits(rows, next(logits_buffers)) if next_logits is None else next_logits
         out = logits if gradients is None else gradients[rows.start - chunk.start : rows.stop - chunk.start]
-        wait = started(rows, logits, out)
+        wait = start_gather(rows, logits, out)
         next_logits = (
             None if gather is None or following is None else product.logits(following[1], next(logits_buffers))
         )

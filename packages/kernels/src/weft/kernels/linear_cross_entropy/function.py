@@ -1,10 +1,11 @@
 """Forward and backward of linear cross-entropy on one shard of the vocabulary, with local tensors.
 
-For a scalar upstream gradient, forward computes the gradients as if it were 1, from each chunk's logits: three GEMMs
-a chunk. Backward multiplies the gradients by the upstream gradient. Otherwise backward computes the logits again:
-four GEMMs a chunk.
+If the loss is a scalar, forward computes the gradients from each chunk's logits, for an upstream gradient of 1: three
+GEMMs a chunk. Backward multiplies them by the upstream gradient. Otherwise backward computes the logits again: four
+GEMMs a chunk.
 
-Checks of the operands of linear cross-entropy's matrix product. Cross-entropy checks the rest.
+Also checks the operands of the matrix product (`check_factors`). `check` of cross-entropy checks target, weight and
+denominator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cross_entropy.function import AllReduce, Gather, mean_denominator, outputs_of, select_passes, unify_denominators
-from ..cross_entropy.merged import Shard, Upstream, correct
+from ..cross_entropy.merged import Shard, Upstream, find_correct
 from ..cross_entropy.options import LOGITS_DTYPES, Form, Options, check
 from ..dispatch.op import Tensors
 from .chunks import Product, chunks_of, longest, part_tokens, parts_of, sweep
@@ -63,7 +64,7 @@ def forward(
     none_ignored = check(form, target, weight, denominator, options, vocab_start, vocab_size)
     product = _product(input, linear_weight, linear_bias, target, dtype)
     buffers = 1 if gather is None else 2
-    chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, buffers)
+    chunks, tokens = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, buffers)
     shard, passes = Shard(vocab_start, vocab_size, options, none_ignored), select_passes(product.x)
     if options.reduction == "mean" and denominator is None:
         denominator = mean_denominator(weight, product.classes, options, wide, all_reduce, none_ignored)
@@ -81,25 +82,23 @@ def forward(
         gathered, classes = part.gathered, product.classes[part.rows]
         parts.append((gathered, *passes.losses(gathered, classes, weight, shard)))
         if options.return_token_accuracy:
-            is_correct.append(correct(gathered, classes, options.ignore_index))
+            is_correct.append(find_correct(gathered, classes, options.ignore_index))
         if sums is not None and part.dlogits is not None:
             sums.add(part.chunk, part.dlogits)
-    nothing = torch.zeros(0, dtype=wide, device=input.device)
+    empty = torch.zeros(0, dtype=wide, device=input.device)
 
-    def of_tokens(parts: Iterable[Tensor | None]) -> Tensor:
-        return torch.cat([nothing, *(each for each in parts if each is not None)]).reshape(target.shape)
+    def join(parts: Iterable[Tensor | None]) -> Tensor:
+        return torch.cat([empty, *(each for each in parts if each is not None)]).reshape(target.shape)
 
-    loss = of_tokens(each for _, each, _ in parts)
-    lse = of_tokens(each for _, _, each in parts) if options.gives_lse else None
-    accuracy = of_tokens(is_correct) if options.return_token_accuracy else None
+    loss = join(each for _, each, _ in parts)
+    lse = join(each for _, _, each in parts) if options.gives_lse else None
+    accuracy = join(is_correct) if options.return_token_accuracy else None
     outputs = outputs_of(loss, lse, accuracy, denominator, options)
     if sums is not None:
         dx = None if sums.dx is None else sums.dx.view(input.shape)
         return outputs, (product.x.new_empty(0), dx, sums.dweight, sums.dbias)
     statistics = (
-        torch.cat([gathered for gathered, _, _ in parts], 1)
-        if parts
-        else nothing.new_empty(1, 0, shard.options.columns)
+        torch.cat([gathered for gathered, _, _ in parts], 1) if parts else empty.new_empty(1, 0, shard.options.columns)
     )
     return outputs, (input, linear_weight, target, linear_bias, saved_weight, saved_denominator, statistics)
 
@@ -152,7 +151,7 @@ def backward(
     if vocab_size is None:
         vocab_size = vocab_start + len(linear_weight)
     product = _product(input, linear_weight, linear_bias, target, dtype)
-    chunks, tokens = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
+    chunks, tokens = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 1)
     shard, passes = Shard(vocab_start, vocab_size, options), select_passes(product.x)
     sums, gradient_buffer = ProductGradients(product, wanted_dtypes, chunks), product.gradient_buffer(chunks)
     logits_buffer = product.logits_buffer(longest([rows for chunk in chunks for rows in parts_of(chunk, tokens)]))
@@ -178,7 +177,7 @@ def _of_rows(grad: Tensor | None, rows: slice) -> Tensor | None:
     return grad if grad is None or grad.ndim == 0 else grad.reshape(-1)[rows]
 
 
-def chunked(
+def cut_chunks(
     input: Tensor,
     target: Tensor,
     dtype: torch.dtype,
@@ -188,7 +187,7 @@ def chunked(
     shards: int,
     buffers: int,
 ) -> tuple[list[slice], int | None]:
-    """The chunks of the tokens, and the number of tokens in a part: the same on every shard.
+    """Return the chunks of the tokens, and the number of tokens in a part: the same on every shard.
 
     dtype: of the GEMMs. See `chunks_of` and `part_tokens`.
     """
@@ -207,8 +206,11 @@ def _product(
     return Product(x, linear_weight.to(dtype), bias, target.reshape(-1))
 
 
-def computed(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
-    """The input's form in the GEMMs, cast to compute_dtype. Raises ValueError for a compute_dtype without a loss."""
+def cast_form(input: Tensor, compute_dtype: torch.dtype | None) -> Form:
+    """Return the form of the input as the GEMMs use it, cast to compute_dtype.
+
+    Raises ValueError for a compute_dtype in which there is no loss.
+    """
     if compute_dtype is not None and compute_dtype not in LOGITS_DTYPES:
         raise ValueError(
             f"compute_dtype is {compute_dtype}; give one of {', '.join(map(str, LOGITS_DTYPES))}, or None for "
@@ -224,7 +226,7 @@ def check_factors(
     chunk_tokens: int | None,
     compute_dtype: torch.dtype | None,
 ) -> None:
-    """Raise ValueError for factors, chunk_tokens or dtypes which do not fit together. input: from `computed`."""
+    """Raise ValueError for factors, chunk_tokens or dtypes which do not fit together. input: from `cast_form`."""
     if linear_weight.ndim != 2 or not input.shape or input.shape[-1] != linear_weight.shape[1]:
         raise ValueError(
             f"linear_cross_entropy takes input [..., H] and linear_weight [V, H], got {input.shape} and "

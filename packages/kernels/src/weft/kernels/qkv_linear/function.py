@@ -44,8 +44,8 @@ def epilogue_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *,
     cos, sin = saved[4:]
     if cos is None or sin is None:
         return grads
-    *rotated, dv = grads
-    return *(None if each is None else rope.backward((cos, sin), each, (True,))[0] for each in rotated), dv
+    *rope_grads, dv = grads
+    return *(None if each is None else rope.backward((cos, sin), each, (True,))[0] for each in rope_grads), dv
 
 
 def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias: bool = True) -> Tensors:
@@ -56,12 +56,12 @@ def backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, add_bias
     """
     input, *weights = saved[:4]
     assert input is not None, "forward saves the input"
-    given = [None if grad is None else flatten_to_rows(grad) for grad in grads]  # [N, M]
+    grads_of_rows = [None if grad is None else flatten_to_rows(grad) for grad in grads]  # [N, M]
     dinput: Tensor | None = None
     rows = flatten_to_rows(input)
     dweights: list[Tensor | None] = [None] * 3
     dbiases: list[Tensor | None] = [None] * 3
-    for i, (grad, weight) in enumerate(zip(given, weights, strict=True)):
+    for i, (grad, weight) in enumerate(zip(grads_of_rows, weights, strict=True)):
         if grad is None:
             continue
         assert weight is not None, "forward saves the weights"

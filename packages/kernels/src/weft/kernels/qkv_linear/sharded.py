@@ -14,7 +14,7 @@ from ..dispatch.sharded import Shapes, Sharding, apply_many, autocasts, check_de
 from ..matmul.checks import check_bias_dtype, check_wide
 from ..matmul.sharded.layout_rule import adds_bias, check_operand, layout_of_dims, linear_gradients, linear_output
 from ..matmul.sharded.linear import check_sizes
-from ..rope.sharded import check_tables, turned_layout
+from ..rope.sharded import check_tables, rope_layout
 from . import function
 
 NAMES = ("queries", "keys", "values")
@@ -81,7 +81,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         check_operand("qkv_linear", f"bias of {NAMES[i]}", bias, layout_of_dims(product, f"{leading}y", "y"), product)
         shape = (*input_shape[:-1], weight_shape[0])
         if i in ROTATED and cos is not None and sin is not None and table is not None:
-            output = turned_layout("qkv_linear", product, cos, sin, shape, table)
+            output = rope_layout("qkv_linear", product, cos, sin, shape, table)
         products.append(product)
         outputs.append((output, shape))
 

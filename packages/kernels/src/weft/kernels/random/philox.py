@@ -50,7 +50,7 @@ def as_normal(words: Words) -> Tensor:
     Elements 2j and 2j + 1 are the cosine and the sine of one pair. Computed in float64: functions of different devices
     differ in the last place, and then round to the same float32 in all but rare cases.
     """
-    uniforms, angles = (torch.stack(of_pairs, -1).to(torch.float64) for of_pairs in (words[0::2], words[1::2]))
+    uniforms, angles = (torch.stack(pairs, -1).to(torch.float64) for pairs in (words[0::2], words[1::2]))
     radius = (
         ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
     )  # sqrt(-2 log u) with u uniform in 0 < u <= 1; [..., 2]
@@ -63,10 +63,10 @@ def as_halves(words: Words) -> Tensor:
 
     Subtracting 2**15 makes the order of the signed numbers the order of the unsigned bits.
     """
-    narrow = torch.empty(*words[0].shape, WORDS, dtype=torch.int32, device=words[0].device)
+    words_32 = torch.empty(*words[0].shape, WORDS, dtype=torch.int32, device=words[0].device)
     for lane, word in enumerate(words):
-        narrow.select(-1, lane).copy_(word)  # the lower 32 bits; hosts and GPUs are little-endian
-    return narrow.view(torch.int16).bitwise_xor_(-(2**15))
+        words_32.select(-1, lane).copy_(word)  # the lower 32 bits; hosts and GPUs are little-endian
+    return words_32.view(torch.int16).bitwise_xor_(-(2**15))
 
 
 def fill(out: Tensor, part: Part, key: int, transform: Transform, lanes: int = WORDS) -> None:
@@ -127,7 +127,7 @@ def _blocks(counter: tuple[Tensor, Word, Word, Word], key: int) -> Words:
     """The Philox words of the counters. Computed in place, counters included, in five tensors which fit a CPU's caches.
 
     A product of two 32-bit words is held as the 64 bits of an int64. Shifting its upper half down fills the upper
-    bits with copies of the sign, and the exclusive-or with a full product adds further upper bits; `_mixed` clears
+    bits with copies of the sign, and the exclusive-or with a full product adds further upper bits; `_mix` clears
     all of them.
     """
     c0: Word
@@ -137,14 +137,14 @@ def _blocks(counter: tuple[Tensor, Word, Word, Word], key: int) -> Words:
     for _ in range(_ROUNDS):
         c0 *= _MULTIPLIERS[0]
         c2 *= _MULTIPLIERS[1]
-        c0, c1, c2, c3 = _mixed(c2, c1, k0, free), c2, _mixed(c0, c3, k1, free), c0
+        c0, c1, c2, c3 = _mix(c2, c1, k0, free), c2, _mix(c0, c3, k1, free), c0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW32, (k1 + _KEY_STEPS[1]) & _LOW32
     words: Any = (c0, c1, c2, c3)  # after two rounds every word is a tensor
     w0, w1, w2, w3 = (word.bitwise_and_(_LOW32) for word in words)
     return w0, w1, w2, w3
 
 
-def _mixed(product: Word, word: Word, key: int, free: list[Tensor]) -> Word:
+def _mix(product: Word, word: Word, key: int, free: list[Tensor]) -> Word:
     """The upper 32 bits of `product`, exclusive-ored with the lower 32 bits of `word` and with the key.
 
     free: tensors which may be overwritten. If `word` is a tensor, it becomes the result or is added to `free`.

@@ -1,7 +1,7 @@
 """RMS norm of local tensors, with or without a residual: x / sqrt(mean(x**2) + eps) * weight.
 
-`forward`, `inference`, `recompute`, `backward` and the `add_` functions choose the code by `_launches`. Triton kernels
-(`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
+`forward`, `inference`, `recompute`, `backward` and the `add_` functions choose the code by `_uses_kernel`. Triton
+kernels (`_kernel_forward`, `_kernel_backward`) compute on a GPU and in Triton's interpreter. Plain torch (the `plain_`
 functions) computes on a CPU, in float64 and for rows too long for a kernel. The plain functions define the result:
 Zhang and Sennrich 2019, eq. 4.
 """
@@ -23,7 +23,7 @@ from ..launching.rows import fits
 
 def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> tuple[Tensor, Tensors]:
     """The RMS norm of x, and the saved tensors (x, weight, rrms), as in `plain_forward`."""
-    if not _launches(x, head_dim):
+    if not _uses_kernel(x, head_dim):
         return plain_forward(x, weight, eps=eps, head_dim=head_dim)
     y, _, rrms = _kernel_forward(x, None, weight, eps, head_dim)
     return y, (x, weight, rrms)
@@ -31,7 +31,7 @@ def forward(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | Non
 
 def inference(x: Tensor, weight: Tensor | None, *, eps: float, head_dim: int | None = None) -> Tensor:
     """The output of `forward`, without saved tensors."""
-    if not _launches(x, head_dim):
+    if not _uses_kernel(x, head_dim):
         return plain_inference(x, weight, eps=eps, head_dim=head_dim)
     return _kernel_forward(x, None, weight, eps, head_dim)[0]
 
@@ -40,7 +40,7 @@ def recompute(saved: Tensors, *, eps: float, head_dim: int | None = None) -> Ten
     """Recomputes the output of `forward`, or the norm that `add_forward` returns, from the saved tensors."""
     x, weight, rrms = saved
     assert x is not None and rrms is not None, "forward saves x and rrms"
-    if not _launches(x, head_dim):
+    if not _uses_kernel(x, head_dim):
         return plain_recompute(x, weight, rrms, head_dim=head_dim)
     # The kernel reads x anyway, so it recomputes rrms instead of loading it.
     return _kernel_forward(x, None, weight, eps, head_dim)[0]
@@ -52,7 +52,7 @@ def backward(
     """The gradients of x and weight, as in `plain_backward`."""
     x = saved[0]
     assert x is not None, "forward saves x"
-    if not _launches(x, head_dim):
+    if not _uses_kernel(x, head_dim):
         return plain_backward(saved, grad, needed, eps=eps, head_dim=head_dim)
     return _kernel_backward(saved, grad, None, needed, head_dim)
 
@@ -61,10 +61,10 @@ def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
     """(x + residual, the RMS norm of this sum). Saves the sum instead of x and residual."""
-    if not _launches(x, None) or x.dtype != residual.dtype:
-        summed = x + residual
-        y, saved = forward(summed, weight, eps=eps)
-        return (summed, y), saved
+    if not _uses_kernel(x, None) or x.dtype != residual.dtype:
+        residual_sum = x + residual
+        y, saved = forward(residual_sum, weight, eps=eps)
+        return (residual_sum, y), saved
     y, total, rrms = _kernel_forward(x, residual, weight, eps, None)
     assert total is not None, "there is a residual"
     return (total, y), (total, weight, rrms)
@@ -72,7 +72,7 @@ def add_forward(
 
 def add_inference(x: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor]:
     """The outputs of `add_forward`, without saved tensors."""
-    launches = _launches(x, None)
+    launches = _uses_kernel(x, None)
     if not launches or x.dtype != residual.dtype:
         total = x + residual
         return total, (inference if launches else plain_inference)(total, weight, eps=eps)
@@ -92,7 +92,7 @@ def add_backward(
     total = saved[0]
     assert total is not None, "forward saves the sum"
     wanted = (needed[0] or needed[1], needed[2])
-    if not _launches(total, None):
+    if not _uses_kernel(total, None):
         dx, dweight = plain_backward(saved, grad, wanted, eps=eps)
         dx = dx if dx is None or grad_sum is None else dx.add_(grad_sum)
     else:
@@ -100,7 +100,7 @@ def add_backward(
     return dx if needed[0] else None, dx if needed[1] else None, dweight
 
 
-def _launches(x: Tensor, head_dim: int | None) -> bool:
+def _uses_kernel(x: Tensor, head_dim: int | None) -> bool:
     return use_triton(x) and fits(x, x.shape[-1] if head_dim is None else head_dim)
 
 
@@ -204,22 +204,22 @@ def plain_backward(
     product = wide * normal
     dx = dweight = None
     if needed[0]:
-        scaled = wide if weight is None else wide * weight
-        total = product.sum(-1) if weight is None else _weighted(product, weight)
+        grad_normal = wide if weight is None else wide * weight
+        total = product.sum(-1) if weight is None else _dot_weight(product, weight)
         mean = total.div_(product.shape[-1]).unsqueeze_(-1)
-        dx = torch.addcmul(scaled, normal, mean, value=-1).mul_(rrms).to(x.dtype)
+        dx = torch.addcmul(grad_normal, normal, mean, value=-1).mul_(rrms).to(x.dtype)
         dx = dx if head_dim is None else dx.reshape(x.shape)
     if weight is not None and needed[1]:
         dweight = product.reshape(math.prod(wide.shape[:-1]), wide.shape[-1]).sum(0).to(weight.dtype)
     return dx, dweight
 
 
-def _weighted(product: Tensor, weight: Tensor) -> Tensor:
+def _dot_weight(product: Tensor, weight: Tensor) -> Tensor:
     """product [..., H], weight [H] -> [...]: the dot product of each row with the weight."""
     if is_compiling():  # autocast is active in the compiled graph, and would round the operands of @
         return (product * weight).sum(-1)
-    weighted: Tensor = product @ weight.to(product.dtype)  # a CPU multiplies and sums in one pass
-    return weighted
+    dot: Tensor = product @ weight.to(product.dtype)  # a CPU multiplies and sums in one pass
+    return dot
 
 
 def _heads(x: Tensor, head_dim: int | None) -> Tensor:

@@ -23,8 +23,8 @@ def forward(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
 ) -> tuple[Tensor, Tensors]:
     """Rope of x, as in `plain_forward`; saves cos and sin. inplace: a kernel overwrites a contiguous x."""
-    over = inplace and use_triton(x) and x.is_contiguous() and not is_compiling()
-    return _rotated(x, cos, sin, False, interleaved, x if over else None), (cos, sin)
+    overwrites = inplace and use_triton(x) and x.is_contiguous() and not is_compiling()
+    return _rotate(x, cos, sin, False, interleaved, x if overwrites else None), (cos, sin)
 
 
 def inference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Tensor:
@@ -43,7 +43,7 @@ def backward(
     """
     cos, sin = saved
     assert cos is not None and sin is not None, "forward saves both"
-    return _rotated(grad, cos, sin, True, interleaved) if needed[0] else None, None, None
+    return _rotate(grad, cos, sin, True, interleaved) if needed[0] else None, None, None
 
 
 def norm_forward(
@@ -70,8 +70,8 @@ def norm_backward(
         "norm_forward saves the operands"
     )
     if not use_triton(x):
-        back = plain_backward(grad, cos, sin, interleaved=interleaved)
-        dx, dweight = norm.plain_backward((x, weight, rrms), back, needed[:2], eps=eps, head_dim=weight.shape[0])
+        norm_grad = plain_backward(grad, cos, sin, interleaved=interleaved)
+        dx, dweight = norm.plain_backward((x, weight, rrms), norm_grad, needed[:2], eps=eps, head_dim=weight.shape[0])
         return dx, dweight, None, None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
     dweight = torch.empty_like(weight) if needed[1] else None
@@ -79,15 +79,13 @@ def norm_backward(
     return dx, dweight, None, None
 
 
-def _rotated(
-    x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool, into: Tensor | None = None
-) -> Tensor:
-    """Rope of x, or with `inverse` its transpose. into: what a kernel writes the result to; None for a new tensor."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool, out: Tensor | None = None) -> Tensor:
+    """Return rope of x, or with `inverse` its transpose. out: for the result of a kernel; None for a new tensor."""
     if not use_triton(x):
         rotate = plain_backward if inverse else plain_forward
         return rotate(x, cos, sin, interleaved=interleaved)
     check_fit(x, cos)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch_rotation(x, cos, sin, y, inverse, interleaved)
     return y
 
@@ -162,11 +160,11 @@ def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign:
         pairs = pairs.to(wide)
     first, second = pairs.unbind(-2)
     sin = sin.unsqueeze(-2)  # [..., T, 1, D // 2]
-    turned = pairs * cos.unsqueeze(-2).unsqueeze(-2)
-    turned_first, turned_second = turned.unbind(-2)
-    turned_first.addcmul_(second, sin, value=-sign)
-    turned_second.addcmul_(first, sin, value=sign)
-    output = turned.view(shape)
+    rotated = pairs * cos.unsqueeze(-2).unsqueeze(-2)
+    rotated_first, rotated_second = rotated.unbind(-2)
+    rotated_first.addcmul_(second, sin, value=-sign)
+    rotated_second.addcmul_(first, sin, value=sign)
+    output = rotated.view(shape)
     return output if dtype == wide else output.to(dtype)
 
 
@@ -180,14 +178,14 @@ def _rotate_complex(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Interleaved rope for torch.compile, which generates no code for complex numbers."""
-    apart = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
-    halves = x.reshape(apart).transpose(-1, -2).reshape(x.shape)
-    turned = plain_rotation(halves, cos, sin, False, sign).view(*apart[:-2], 2, cos.shape[-1])
-    return turned.transpose(-1, -2).reshape(x.shape)
+    pair_shape = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
+    halves = x.reshape(pair_shape).transpose(-1, -2).reshape(x.shape)
+    rotated = plain_rotation(halves, cos, sin, False, sign).view(*pair_shape[:-2], 2, cos.shape[-1])
+    return rotated.transpose(-1, -2).reshape(x.shape)
 
 
 def plain_table(positions: Tensor, frequencies: Tensor, *, function: str, scale: float = 1.0) -> Tensor:
     """positions [...] of ints, frequencies [D // 2] -> [..., D // 2]: scale * function(position * frequency)."""
     angles = positions.unsqueeze(-1) * frequencies
-    found = angles.cos() if function == "cos" else angles.sin()
-    return found if scale == 1 else found.mul_(scale)
+    table = angles.cos() if function == "cos" else angles.sin()
+    return table if scale == 1 else table.mul_(scale)

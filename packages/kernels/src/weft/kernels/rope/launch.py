@@ -36,8 +36,8 @@ class RopeTile:
         """The tile with `pairs` pairs a thread: all heads of a token where they fit, to read its angles once."""
         half = 1 << (D // 2 - 1).bit_length()
         rows = max(1, 32 * WARPS * pairs // half)  # (token, head) pairs of a program
-        fitting = min(rows, 1 << (heads - 1).bit_length())
-        return cls(rows // fitting, fitting, half)
+        tile_heads = min(rows, 1 << (heads - 1).bit_length())
+        return cls(rows // tile_heads, tile_heads, half)
 
     def count(self, N: int, heads: int) -> int:
         """The number of tiles for N tokens of `heads` heads."""

@@ -115,7 +115,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     x, cos, sin = layouts
     shape, table, _ = shapes
     assert x is not None and cos is not None and sin is not None and shape and table, "all are given"
-    output = turned_layout("rope", x, cos, sin, shape, table)
+    output = rope_layout("rope", x, cos, sin, shape, table)
     return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
@@ -126,11 +126,11 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
         "all are given"
     )
     infer.whole("rms_norm_rope", "the weight", weight, 0)
-    output = turned_layout("rms_norm_rope", x, cos, sin, shape, table)
+    output = rope_layout("rms_norm_rope", x, cos, sin, shape, table)
     return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
 
-def turned_layout(
+def rope_layout(
     name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> Layout:
     """The output's layout, which is x's. Raises LayoutError for other tables, and for shards with a part of a head.
@@ -138,9 +138,9 @@ def turned_layout(
     shape: of x. table: the shape of a table. name: the op, for the message.
     """
     tokens = ascii_lowercase[: len(shape) - 1]
-    each = tokens[1 - len(table) :] + "y"
+    table_dims = tokens[1 - len(table) :] + "y"
     operation = terms.Operation(
-        name, (tokens + "z", each, each), tokens + "z", terms.never, operands=("x", "cos", "sin"),
+        name, (tokens + "z", table_dims, table_dims), tokens + "z", terms.never, operands=("x", "cos", "sin"),
         whole="y", why_whole="rope needs all angles of a token",
     )  # fmt: skip
     output = terms.infer(operation, (x, cos, sin))

@@ -108,8 +108,8 @@ def plain_forward(gate: Tensor, up: Tensor, *, activation: str = "silu", keep: b
     gate and up have one shape. activation: "silu", or the `approximate` option of gelu.
     Without `keep`, plain_backward recomputes the activation, which takes a quarter longer.
     """
-    activated = _plain_activation(gate, activation)
-    return (activated * up, (gate, up, activated)) if keep else (activated.mul_(up), (gate, up))
+    output = _plain_activation(gate, activation)  # activation(gate)
+    return (output * up, (gate, up, output)) if keep else (output.mul_(up), (gate, up))
 
 
 def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, activation: str = "silu") -> Tensors:
@@ -118,17 +118,17 @@ def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, acti
     assert gate is not None and up is not None, "forward saves both"
     if saved_activation:
         assert saved_activation[0] is not None, "forward saves the activation"
-        return _through_activation(grad * up, gate, activation) if needed[0] else None, grad * saved_activation[
+        return _multiply_by_derivative(grad * up, gate, activation) if needed[0] else None, grad * saved_activation[
             0
         ] if needed[1] else None
     if activation != "none" and any(needed):
-        both = _by_one_sigmoid(gate, up, grad, activation)
+        both = _compute_by_one_sigmoid(gate, up, grad, activation)
         return tuple(each if need else None for each, need in zip(both, needed, strict=True))
-    dgate = _through_activation(grad * up, gate, activation) if needed[0] else None
+    dgate = _multiply_by_derivative(grad * up, gate, activation) if needed[0] else None
     return dgate, _plain_activation(gate, activation).mul_(grad) if needed[1] else None
 
 
-def _by_one_sigmoid(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> Tensors:
+def _compute_by_one_sigmoid(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> Tensors:
     """dgate and dup with one sigmoid for both; torch's own functions would compute a sigmoid or tanh for each.
 
     Large tensors are computed in pieces, so intermediate values are still in a cache when they are read again.
@@ -151,26 +151,26 @@ def _write_gradients(activation: str, gate: Tensor, up: Tensor, grad: Tensor, dg
     """
     wide = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
     x = gate.to(wide)
-    s, activated = (each if each.dtype == wide else torch.empty_like(x) for each in (dgate, dup))
+    s, activation_of_gate = (each if each.dtype == wide else torch.empty_like(x) for each in (dgate, dup))
     if activation == "silu":
         torch.sigmoid(x, out=s)
-        w = torch.mul(x, s, out=activated)
+        w = torch.mul(x, s, out=activation_of_gate)
     else:
         square = x * x
         torch.add(x.new_full((), SLOPE), square, alpha=SLOPE * CUBE, out=s).mul_(x).sigmoid_()
-        w = square.mul_(3 * SLOPE * CUBE).add_(SLOPE).mul_(torch.mul(x, s, out=activated))
+        w = square.mul_(3 * SLOPE * CUBE).add_(SLOPE).mul_(torch.mul(x, s, out=activation_of_gate))
     s.lerp_(x.new_ones(()), w).mul_(up).mul_(grad)
-    activated.mul_(grad)
-    for found, gradient in ((s, dgate), (activated, dup)):
-        if found is not gradient:
-            gradient.copy_(found)
+    activation_of_gate.mul_(grad)
+    for result, gradient in ((s, dgate), (activation_of_gate, dup)):
+        if result is not gradient:
+            gradient.copy_(result)
 
 
 def _plain_activation(gate: Tensor, activation: str) -> Tensor:
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=activation)
 
 
-def _through_activation(grad: Tensor, gate: Tensor, activation: str) -> Tensor:
+def _multiply_by_derivative(grad: Tensor, gate: Tensor, activation: str) -> Tensor:
     """The gradient of gate: grad, the gradient of activation(gate), times activation'(gate)."""
     aten = torch.ops.aten
     dgate: Tensor = (

@@ -34,13 +34,13 @@ def forward(input: Tensor, gate_weight: Tensor, up_weight: Tensor, *, keep: bool
         return out, (input, gate_weight, up_weight, *saved)
     rows, gate, up = flatten_to_rows(input), gate_weight.mT, up_weight.mT
     out = torch.empty((*input.shape[:-1], gate.shape[1]), dtype=input.dtype, device=input.device)
-    both = [torch.empty_like(out) if keep else None for _ in range(2)]
+    saved_products = [torch.empty_like(out) if keep else None for _ in range(2)]
     _launch(
         rows,
         *_with_equal_strides(gate, up),
-        *(None if each is None else flatten_to_rows(each) for each in (out, *both)),
+        *(None if each is None else flatten_to_rows(each) for each in (out, *saved_products)),
     )
-    return out, (input, gate_weight, up_weight, *both)
+    return out, (input, gate_weight, up_weight, *saved_products)
 
 
 def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:

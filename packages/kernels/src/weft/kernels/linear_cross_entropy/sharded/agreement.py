@@ -16,7 +16,7 @@ from weft.mesh.extension import chunk
 
 from ...cross_entropy.options import Options, check
 from ...cross_entropy.sharded.gather import ShardClasses, check_gathered, run_or_report
-from ..function import check_factors, chunked, computed
+from ..function import cast_form, check_factors, cut_chunks
 from ..gradients import Wanted
 
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ def sizes_of(
     options: Options,
 ) -> Sizes:
     """The sizes of this rank. dtype: of the GEMMs."""
-    chunks, _ = chunked(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
+    chunks, _ = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
     wide = torch.promote_types(dtype, torch.float32)
     return Sizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
 
@@ -79,21 +79,21 @@ def list_values(ranks: Sequence[int], values: Iterable[float]) -> list[str]:
 
 def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
     """Raise ValueError unless the input has the target's tokens, or with sequence_parallel this rank's part of them."""
-    expected = list(target.shape)
+    shape = list(target.shape)
     if sequence_parallel:
         if target.ndim == 0:
             raise ValueError("sequence_parallel cuts dim 0 of the tokens; target has no dims")
         start, stop = chunk(target.shape[0], ranks, rank)
-        expected[0] = stop - start
-    if list(input.shape[:-1]) != expected:
+        shape[0] = stop - start
+    if list(input.shape[:-1]) != shape:
         part = ", this rank's part of dim 0" if sequence_parallel else ""
         raise ValueError(
             f"input of shape {tuple(input.shape)} for a target of shape {tuple(target.shape)}; give "
-            f"[{', '.join(map(str, expected))}, H]{part}"
+            f"[{', '.join(map(str, shape))}, H]{part}"
         )
 
 
-def checked_sizes(
+def check_and_size(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -110,16 +110,16 @@ def checked_sizes(
     ranks: int,
     sequence_parallel: bool,
 ) -> Sizes:
-    """The sizes of this rank. Raises ValueError for arguments which do not fit together."""
+    """Check this rank's arguments, and return its sizes. Raises ValueError for arguments which do not fit together."""
     check_part(input, target, rank, ranks, sequence_parallel)
-    form = replace(computed(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
+    form = replace(cast_form(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
     logits = replace(form, shape=(*target.shape, linear_weight.shape[0]))
     check(logits, target, weight, denominator, options, classes.start, classes.vocab_size)
     return sizes_of(input, target, form.dtype, wanted, chunk_tokens, classes.vocab_size, ranks, options)
 
 
-def compared(
+def compare_sizes(
     attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: ShardClasses, device: torch.device
 ) -> tuple[Result, Tensor]:
     """Call `attempt` and compare the ranks' sizes. Returns the result, and a scalar: 0, or NaN if the sizes differ.

@@ -22,7 +22,7 @@ from ...dispatch.sharded.compiled import TracedOperands, to_local
 from .. import function
 from ..function import in_forward
 from ..gradients import Wanted
-from .agreement import checked_sizes, classes_of, compared
+from .agreement import check_and_size, classes_of, compare_sizes
 from .layout_rule import LINEAR_CROSS_ENTROPY
 
 __all__ = ["apply_custom_op"]  # importing it registers the ops for DTensors
@@ -59,7 +59,7 @@ def apply_custom_op(
     " -> Tensor",
 )
 def compare(*arguments: Any) -> Tensor:
-    """`compared`, for the single group of the place."""
+    """`compare_sizes`, for the single group of the place."""
     *tensors, chunk_tokens, compute_dtype, sequence_parallel = arguments[:9]
     place, options = parse_place_and_options(arguments[9:])
     gather, vocab_size = VocabGather.from_names(place.groups), place.vocab_size
@@ -67,10 +67,10 @@ def compare(*arguments: Any) -> Tensor:
     (group,), classes = gather.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
     # In a compiled graph the gradients have the inputs' dtypes, for which chunks are cut as without gradients.
     wanted = (None,) * 3
-    _, disagreement = compared(
+    _, disagreement = compare_sizes(
         lambda: (
             None,
-            checked_sizes(
+            check_and_size(
                 *tensors, options=options, classes=classes, wanted=wanted, chunk_tokens=chunk_tokens,
                 compute_dtype=compute_dtype, rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
             ),

@@ -1,6 +1,6 @@
-"""The input of a vocab-parallel matrix product, for every rank of the group.
+"""The input of a vocab-parallel matrix product: every rank of the group needs all of the input.
 
-Each autograd function has one collective in forward or backward, and its dual in the other direction.
+`SharedInput`: the ranks have all of the input already. `GatheredInput`: each rank has some of the tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...dispatch.op import Tensors
 from ...dispatch.sharded.functions import refuse_second_derivative
 
 
-class Shared(torch.autograd.Function):
+class SharedInput(torch.autograd.Function):
     """Replicate -> Replicate: forward does nothing. The dual sums the gradients of all ranks by an all-reduce."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class Shared(torch.autograd.Function):
         return grad, None
 
 
-class Gathered(torch.autograd.Function):
+class GatheredInput(torch.autograd.Function):
     """Shard(0) -> Replicate: an all-gather. The dual is a reduce-scatter. Dim 0 is padded to equal parts for both.
 
     tokens: of all ranks. after: a tensor to compute before the gather, also in a compiled graph.
@@ -65,19 +65,19 @@ def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
     ranks = group_named(group)
     share = largest_part(tokens, ranks.size())
     whole = part.new_empty(share * ranks.size(), *part.shape[1:])
-    wait_for(start_all_gather(whole, _padded(part, share), ranks))
+    wait_for(start_all_gather(whole, _pad(part, share), ranks))
     return whole[:tokens]
 
 
 def _reduce_scatter(whole: Tensor, rows: int, group: str) -> Tensor:
     ranks = group_named(group)
     share = largest_part(whole.shape[0], ranks.size())
-    stacked = _padded(whole, share * ranks.size())
+    stacked = _pad(whole, share * ranks.size())
     part = Pending(reduce_scatter(stacked, "sum", [(ranks, range(ranks.size()))])).wait()
     return part.view(share, *whole.shape[1:])[:rows]
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+def _pad(x: Tensor, rows: int) -> Tensor:
     return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:]))) if len(x) < rows else x.contiguous()
 
 

@@ -17,11 +17,11 @@ from ...cross_entropy.sharded.loss import as_denominator
 from ...dispatch.backend import is_compiling
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
-from ..function import check_factors, computed
+from ..function import cast_form, check_factors
 from ..gradients import Wanted
-from .agreement import Sizes, checked_sizes, classes_of, compared
+from .agreement import Sizes, check_and_size, classes_of, compare_sizes
 from .custom_ops import apply_custom_op, compare
-from .input import Gathered, Shared
+from .input import GatheredInput, SharedInput
 from .layout_rule import LINEAR_CROSS_ENTROPY
 
 
@@ -112,7 +112,7 @@ def linear_cross_entropy(
     their mesh.
     Raises ValueError for invalid shapes, dtypes, options and targets; LayoutError for layouts the loss cannot take.
     """
-    form = computed(input, compute_dtype)
+    form = cast_form(input, compute_dtype)
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
     check_target((*input.shape[:-1], linear_weight.shape[0]), target)
     options = Options(
@@ -221,7 +221,7 @@ def vocab_parallel_linear_cross_entropy(
             raise ValueError(
                 "vocab_parallel_linear_cross_entropy takes local tensors; give DTensors to linear_cross_entropy"
             )
-        return Options(**options), as_denominator(denominator, weight, computed(input, compute_dtype))
+        return Options(**options), as_denominator(denominator, weight, cast_form(input, compute_dtype))
 
     if is_compiling():
         parsed, scalar = parse_options()
@@ -239,7 +239,7 @@ def vocab_parallel_linear_cross_entropy(
 
     def attempt() -> tuple[tuple[Options, Tensor | None], Sizes]:
         parsed, scalar = parse_options()
-        sizes = checked_sizes(
+        sizes = check_and_size(
             input, linear_weight, target, linear_bias, weight, scalar, options=parsed, classes=classes, wanted=wanted,
             chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
             rank=group.rank(), ranks=group.size(), sequence_parallel=sequence_parallel,
@@ -247,7 +247,7 @@ def vocab_parallel_linear_cross_entropy(
         return (parsed, scalar), sizes
 
     classes, wanted = classes_of(linear_weight, vocab_start, vocab_size), _wanted(input, linear_weight, linear_bias)
-    (parsed, scalar), disagreement = compared(attempt, group, classes, input.device)
+    (parsed, scalar), disagreement = compare_sizes(attempt, group, classes, input.device)
     whole = _whole(input, target, name, sequence_parallel, disagreement)
     loss, *further = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
@@ -263,9 +263,9 @@ def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, d
     """The input of all tokens. Its gradient arrives Partial(sum) over the group, and is summed in backward."""
     whole: Tensor
     if sequence_parallel:
-        whole = Gathered.apply(input, target.shape[0], group, disagreement)  # type: ignore[no-untyped-call]
+        whole = GatheredInput.apply(input, target.shape[0], group, disagreement)  # type: ignore[no-untyped-call]
     else:
-        whole = Shared.apply(input, group)  # type: ignore[no-untyped-call]
+        whole = SharedInput.apply(input, group)  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from weft.mesh import Layout, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
 from weft.mesh.extension import axes_of
 
-Placed = Mapping[str, Placement]  # mesh axis name -> placement; replicated over axes not named
+Placements = Mapping[str, Placement]  # mesh axis name -> placement; replicated over axes not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,35 +19,38 @@ class Declaration:
 
     name: str  # of the function
     parameters: tuple[str, ...]  # the function's parameters, in order
-    inputs: Mapping[str, Placed]  # by parameter
-    outputs: tuple[Placed, ...]  # in order
-    many: bool  # whether the function returns a tuple
-    gradients: Mapping[str, Placed]  # by parameter, only where declared
+    inputs: Mapping[str, Placements]  # by parameter
+    outputs: tuple[Placements, ...]  # in order
+    is_tuple: bool  # whether the function returns a tuple
+    gradients: Mapping[str, Placements]  # by parameter, only where declared
 
     @classmethod
-    def of(cls, function: Callable[..., Any], inputs: Any, outputs: Any, gradients: Any) -> Declaration:
+    def from_function(cls, function: Callable[..., Any], inputs: Any, outputs: Any, gradients: Any) -> Declaration:
         """Make a declaration from the arguments of `on_local_tensors`. Raises ValueError if they do not fit."""
         name = getattr(function, "__name__", type(function).__name__)
         parameters = tuple(inspect.signature(function).parameters)
-        many = not isinstance(outputs, Mapping)
-        if many and not isinstance(outputs, Sequence):
+        is_tuple = not isinstance(outputs, Mapping)
+        if is_tuple and not isinstance(outputs, Sequence):
             raise ValueError(f"{name}: out_layouts is {outputs!r}; give placements by axis, or a sequence of them")
         declaration = cls(
             name=name,
             parameters=parameters,
-            inputs=_by_parameter(name, "in_layouts", parameters, inputs),
-            outputs=tuple(_placed(name, "out_layouts", each) for each in (outputs if many else [outputs])),
-            many=many,
-            gradients=_by_parameter(name, "grad_layouts", parameters, gradients or {}),
+            inputs=_parse_by_parameter(name, "in_layouts", parameters, inputs),
+            outputs=tuple(
+                _parse_placements(name, "out_layouts", each) for each in (outputs if is_tuple else [outputs])
+            ),
+            is_tuple=is_tuple,
+            gradients=_parse_by_parameter(name, "grad_layouts", parameters, gradients or {}),
         )
         declaration._check_axes()
         return declaration
 
     def _check_axes(self) -> None:
-        axes = {axis for placed in self.outputs for axis in placed}
+        """Raise ValueError for outputs that the inputs' layouts cannot give, and for gradients without a layout."""
+        axes = {axis for placements in self.outputs for axis in placements}
         for axis in sorted(axes):
-            inputs = [placed.get(axis, Replicate()) for placed in self.inputs.values()]
-            outputs = [placed.get(axis, Replicate()) for placed in self.outputs]
+            inputs = [placements.get(axis, Replicate()) for placements in self.inputs.values()]
+            outputs = [placements.get(axis, Replicate()) for placements in self.outputs]
             if all(isinstance(each, Replicate) for each in inputs):
                 first = next((each for each in outputs if not isinstance(each, Replicate)), None)
                 if first is not None:
@@ -56,8 +59,11 @@ class Declaration:
                         f"computes the same. Declare the output R, and reshard it after the call"
                     )
             elif len(set(map(type, outputs))) > 1 and Replicate() in outputs and Replicate() in inputs:
-                missing = [name for name, placed in self.inputs.items() if placed.get(axis, Replicate()) == Replicate()]
-                missing = [name for name in missing if name not in self.gradients]
+                missing = [
+                    name
+                    for name, placements in self.inputs.items()
+                    if placements.get(axis, Replicate()) == Replicate() and name not in self.gradients
+                ]
                 if missing:
                     raise ValueError(
                         f"{self.name}: on axis {axis!r} one output is sharded or partial and another replicated, so "
@@ -75,32 +81,32 @@ class Declaration:
 
     def gradient(self, parameter: str, mesh: ProcessMesh, shape: Sequence[int]) -> Layout | None:
         """The declared layout of an input's gradient, on `mesh`; None if not declared."""
-        placed = self.gradients.get(parameter)
-        return None if placed is None else _layout(mesh, placed, shape)
+        placements = self.gradients.get(parameter)
+        return None if placements is None else _layout(mesh, placements, shape)
 
 
-def _layout(mesh: ProcessMesh, placed: Placed, shape: Sequence[int]) -> Layout:
-    named = {own: placement for axis, placement in placed.items() for own in axes_of(mesh, axis)}
-    return Layout.in_order(mesh, named).resolved(shape)
+def _layout(mesh: ProcessMesh, placements: Placements, shape: Sequence[int]) -> Layout:
+    by_axis = {own: placement for axis, placement in placements.items() for own in axes_of(mesh, axis)}
+    return Layout.in_order(mesh, by_axis).resolved(shape)
 
 
-def _by_parameter(name: str, what: str, parameters: tuple[str, ...], given: Any) -> dict[str, Placed]:
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        if len(given) > len(parameters):
-            raise ValueError(f"{name}: {what} has {len(given)} entries; the function takes {', '.join(parameters)}")
-        given = {parameter: each for parameter, each in zip(parameters, given, strict=False) if each is not None}
-    if not isinstance(given, Mapping):
-        raise ValueError(f'{name}: {what} is {given!r}; give placements by parameter, as in {{"x": {{"tp": "S(1)"}}}}')
-    for parameter in given:
+def _parse_by_parameter(name: str, what: str, parameters: tuple[str, ...], value: Any) -> dict[str, Placements]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) > len(parameters):
+            raise ValueError(f"{name}: {what} has {len(value)} entries; the function takes {', '.join(parameters)}")
+        value = {parameter: each for parameter, each in zip(parameters, value, strict=False) if each is not None}
+    if not isinstance(value, Mapping):
+        raise ValueError(f'{name}: {what} is {value!r}; give placements by parameter, as in {{"x": {{"tp": "S(1)"}}}}')
+    for parameter in value:
         if parameter not in parameters:
             raise ValueError(f"{name}: {what} names {parameter!r}; the function takes {', '.join(parameters)}")
-    return {parameter: _placed(name, what, each) for parameter, each in given.items()}
+    return {parameter: _parse_placements(name, what, each) for parameter, each in value.items()}
 
 
-def _placed(name: str, what: str, given: Any) -> dict[str, Shard | Replicate | Partial]:
-    if not isinstance(given, Mapping) or not all(isinstance(axis, str) for axis in given):
-        raise ValueError(f'{name}: {what} has {given!r}; give placements by axis, as in {{"tp": "S(1)"}}')
+def _parse_placements(name: str, what: str, value: Any) -> dict[str, Shard | Replicate | Partial]:
+    if not isinstance(value, Mapping) or not all(isinstance(axis, str) for axis in value):
+        raise ValueError(f'{name}: {what} has {value!r}; give placements by axis, as in {{"tp": "S(1)"}}')
     try:
-        return {axis: as_placement(placement) for axis, placement in given.items()}
+        return {axis: as_placement(placement) for axis, placement in value.items()}
     except ValueError as error:
         raise ValueError(f"{name}: {what}: {error}") from None

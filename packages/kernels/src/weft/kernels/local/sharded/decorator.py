@@ -63,7 +63,7 @@ def on_local_tensors(
     """
 
     def decorator(function: Callable[P, Result]) -> Callable[P, Result]:
-        declared = Declaration.of(function, in_layouts, out_layouts, grad_layouts)
+        declared = Declaration.from_function(function, in_layouts, out_layouts, grad_layouts)
         signature = inspect.signature(function)
         op = Op(
             f"{function.__module__}.{declared.name}", partial(_forward, function, declared), None,
@@ -71,30 +71,30 @@ def on_local_tensors(
         )  # fmt: skip
 
         @wraps(function)
-        def on_any(*args: P.args, **kwargs: P.kwargs) -> Result:
+        def call_with_any(*args: P.args, **kwargs: P.kwargs) -> Result:
             if not any(isinstance(each, DTensor) for each in (*args, *kwargs.values())):
                 return function(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            tensors = _inputs(declared, bound.arguments, reshard_inputs)
-            shapes, dtype, is_checked = _outputs(function, declared, bound, tensors, out_shapes)
+            tensors = _collect_inputs(declared, bound.arguments, reshard_inputs)
+            shapes, dtype, is_checked = _find_outputs(function, declared, bound, tensors, out_shapes)
             call = _Invocation(bound, is_checked)
             options: dict[str, Any] = {"names": tuple(tensors), "shapes": shapes, "dtype": dtype, "call": call}
-            run: Any = apply_many if declared.many else apply
+            run: Any = apply_many if declared.is_tuple else apply
             result: Result = run(op, *tensors.values(), **options)
             return result
 
-        return on_any
+        return call_with_any
 
     return decorator
 
 
-def _inputs(declared: Declaration, arguments: Mapping[str, Any], reshard_inputs: bool) -> dict[str, Tensor]:
+def _collect_inputs(declared: Declaration, arguments: Mapping[str, Any], reshard_inputs: bool) -> dict[str, Tensor]:
     """Collect the declared tensor arguments by parameter name, and reshard them if `reshard_inputs`.
 
     Raises LayoutError for a DTensor that is not declared, and for a plain tensor declared other than replicated.
     """
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     mesh = next((process_mesh(each.device_mesh) for each in arguments.values() if isinstance(each, DTensor)), None)
     for name, each in arguments.items():
         if name in declared.inputs and isinstance(each, Tensor):
@@ -102,19 +102,19 @@ def _inputs(declared: Declaration, arguments: Mapping[str, Any], reshard_inputs:
                 _check_replicated(declared, name, declared.input(name, mesh, each.shape))
             if reshard_inputs and isinstance(each, DTensor):
                 wanted = declared.input(name, process_mesh(each.device_mesh), each.shape)
-                is_as_declared = _in_effect(layout_of(each)) == _in_effect(wanted)
+                is_as_declared = _without_unit_axes(layout_of(each)) == _without_unit_axes(wanted)
                 each = each if is_as_declared else reshard(each, placements=wanted)
-            found[name] = each
+            inputs[name] = each
         elif any(isinstance(inner, DTensor) for inner in (each if isinstance(each, tuple | list) else (each,))):
             raise LayoutError(
                 f"{declared.name} got a DTensor as {name!r}, which in_layouts does not declare; declare its layout"
             )
-    return found
+    return inputs
 
 
 def _check_replicated(declared: Declaration, name: str, wanted: Layout) -> None:
     """Raise LayoutError for a plain tensor declared other than replicated."""
-    if _in_effect(wanted) != wanted.replace(**dict.fromkeys(wanted.mesh.axis_names, "R")):
+    if _without_unit_axes(wanted) != wanted.replace(**dict.fromkeys(wanted.mesh.axis_names, "R")):
         raise LayoutError(
             f"{declared.name}: {name!r} is a plain tensor, which counts as replicated, but in_layouts declares "
             f"({wanted}); give a DTensor: distribute({name}, Layout(mesh, {str(wanted)!r})) of a global tensor, or "
@@ -131,7 +131,7 @@ class _Invocation:
     is_checked: bool  # whether the outputs' local shapes were checked for all ranks, on meta tensors
 
 
-def _outputs(
+def _find_outputs(
     function: Callable[..., Any],
     declared: Declaration,
     bound: inspect.BoundArguments,
@@ -147,15 +147,15 @@ def _outputs(
     cache = world_cache()
     try:
         if key in cache:
-            found: tuple[Sizes, torch.dtype, bool] = cache[key]
-            return found
+            cached: tuple[Sizes, torch.dtype, bool] = cache[key]
+            return cached
     except TypeError:  # an argument is not hashable
         key = None
-    shapes, dtype = _global_outputs(function, declared, bound, tensors, out_shapes)
-    answer = shapes, dtype, _check_parts(function, declared, bound, tensors, shapes, mesh)
+    shapes, dtype = _find_global_outputs(function, declared, bound, tensors, out_shapes)
+    outputs = shapes, dtype, _check_parts(function, declared, bound, tensors, shapes, mesh)
     if key is not None:
-        cache[key] = answer
-    return answer
+        cache[key] = outputs
+    return outputs
 
 
 def _kind(argument: Any) -> Any:
@@ -163,7 +163,7 @@ def _kind(argument: Any) -> Any:
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else (type(argument), argument)
 
 
-def _global_outputs(
+def _find_global_outputs(
     function: Callable[..., Any],
     declared: Declaration,
     bound: inspect.BoundArguments,
@@ -172,12 +172,12 @@ def _global_outputs(
 ) -> tuple[Sizes, torch.dtype]:
     """The outputs' global shapes and dtype, from `out_shapes` or from a call on meta tensors."""
     if out_shapes is not None:
-        answer = _call_with(out_shapes, bound, {name: each.shape for name, each in tensors.items()})
-        shapes = tuple(tuple(shape) for shape in (answer if declared.many else [answer]))
+        result = _call_with(out_shapes, bound, {name: each.shape for name, each in tensors.items()})
+        shapes = tuple(tuple(shape) for shape in (result if declared.is_tuple else [result]))
         floating = (each.dtype for each in tensors.values() if each.is_floating_point())
         return shapes, next(floating, torch.get_default_dtype())
     try:
-        outputs = _on_meta(function, declared, bound, {})
+        outputs = _call_on_meta(function, declared, bound, {})
     except LayoutError:
         raise
     except Exception as error:
@@ -188,15 +188,15 @@ def _global_outputs(
     return tuple(tuple(each.shape) for each in outputs), outputs[0].dtype
 
 
-def _on_meta(
+def _call_on_meta(
     function: Callable[..., Any],
     declared: Declaration,
     bound: inspect.BoundArguments,
     sizes: Mapping[str, Sequence[int]],
 ) -> tuple[Tensor, ...]:
     """The outputs for meta tensors. sizes: an input's shape by parameter, instead of its global shape."""
-    given = (item for item in bound.arguments.items() if isinstance(item[1], Tensor))
-    empty = {name: torch.empty(sizes.get(name, x.shape), dtype=x.dtype, device="meta") for name, x in given}
+    tensors = (item for item in bound.arguments.items() if isinstance(item[1], Tensor))
+    empty = {name: torch.empty(sizes.get(name, x.shape), dtype=x.dtype, device="meta") for name, x in tensors}
     with torch.no_grad():
         return _as_tuple(declared, _call_with(function, bound, empty))
 
@@ -222,19 +222,19 @@ def _check_parts(
         ranks_by_shapes.setdefault((sizes, tuple(layout.local_shape(shape, rank) for layout, shape in outputs)), rank)
     for (sizes, parts), rank in ranks_by_shapes.items():
         try:
-            found = _on_meta(function, declared, bound, dict(sizes))
+            part_outputs = _call_on_meta(function, declared, bound, dict(sizes))
         except LayoutError:
             raise
         except Exception:  # the function does not run on meta tensors, and out_shapes was given
             return False
         where = "this rank" if rank == this_rank() else f"rank {rank}"
-        wrong = _wrong_part(declared, found, parts, shapes, where)
+        wrong = _describe_wrong_part(declared, part_outputs, parts, shapes, where)
         if wrong is not None:
             raise LayoutError(wrong)
     return True
 
 
-def _wrong_part(
+def _describe_wrong_part(
     declared: Declaration, outputs: tuple[Tensor, ...], parts: Sizes, shapes: Sizes, where: str
 ) -> str | None:
     """The error message for a rank's outputs with shapes other than declared; None if all are as declared."""
@@ -242,7 +242,7 @@ def _wrong_part(
         if tuple(output.shape) != part:
             return (
                 f"{declared.name} returned {tuple(output.shape)} as output {number} on {where}; declared as "
-                f"{_shown(declared.outputs[number])}, of global shape {shapes[number]}, it must have {part}"
+                f"{_format_placements(declared.outputs[number])}, of global shape {shapes[number]}, it must have {part}"
             )
     return None
 
@@ -253,14 +253,14 @@ def _call_with(function: Callable[..., Any], bound: inspect.BoundArguments, repl
     return function(*call.args, **call.kwargs)
 
 
-def _as_tuple(declared: Declaration, returned: Any) -> tuple[Tensor, ...]:
+def _as_tuple(declared: Declaration, result: Any) -> tuple[Tensor, ...]:
     """The function's outputs as a tuple. Raises LayoutError if they are not the declared number of tensors."""
-    outputs = tuple(returned) if declared.many and isinstance(returned, tuple | list) else (returned,)
+    outputs = tuple(result) if declared.is_tuple and isinstance(result, tuple | list) else (result,)
     if len(outputs) != len(declared.outputs) or not all(isinstance(each, Tensor) for each in outputs):
         types = ", ".join(type(each).__name__ for each in outputs)
         raise LayoutError(
             f"{declared.name} returned {types}; out_layouts declares {len(declared.outputs)} tensor"
-            f"{'s, as a tuple' if declared.many else ''}"
+            f"{'s, as a tuple' if declared.is_tuple else ''}"
         )
     return outputs
 
@@ -278,7 +278,7 @@ def _forward(
 ) -> Any:
     """`Op.forward` of the decorated function. parts: the declared shapes of this rank's outputs."""
     outputs = _as_tuple(declared, _call_with(function, call.bound, dict(zip(names, locals_, strict=True))))
-    wrong = _wrong_part(declared, outputs, parts, shapes, "this rank")
+    wrong = _describe_wrong_part(declared, outputs, parts, shapes, "this rank")
     if not call.is_checked:
         failed = torch.tensor(float(wrong is not None), device=outputs[0].device)
         layout = Layout(mesh, dict.fromkeys(mesh.axis_names, Partial()))
@@ -288,7 +288,7 @@ def _forward(
             )
     if wrong is not None:
         raise LayoutError(wrong)
-    return outputs if declared.many else outputs[0]
+    return outputs if declared.is_tuple else outputs[0]
 
 
 def _rule(
@@ -299,46 +299,47 @@ def _rule(
     for name, layout, shape in zip(names, layouts, shapes, strict=True):
         assert layout is not None and shape is not None, "all are given"
         wanted = declared.input(name, mesh, shape)
-        if _in_effect(layout) != _in_effect(wanted):
+        if _without_unit_axes(layout) != _without_unit_axes(wanted):
             raise LayoutError(
                 f"{declared.name}: {name!r} has layout ({layout}), but in_layouts declares ({wanted}); call "
                 f"reshard({name}, placements={str(wanted)!r}) first, or give on_local_tensors reshard_inputs=True",
                 (wanted,),
             )
     outputs = [declared.output(number, mesh, shape) for number, shape in enumerate(options["shapes"])]
-    placed = tuple(zip(outputs, options["shapes"], strict=True))
+    layouts_and_shapes = tuple(zip(outputs, options["shapes"], strict=True))
     operands = tuple(layout for layout in layouts if layout is not None)
 
-    def gradients(*arrived: Layout | None) -> tuple[Layout | None, ...]:
-        found = []
+    def gradient_layouts(*grads: Layout | None) -> tuple[Layout | None, ...]:
+        gradients = []
         for name, layout, shape in zip(names, operands, shapes, strict=True):
             assert shape is not None, "all are given"
-            each = {
+            inferred = {
                 infer.gradient(output, grad, layout, operands)
-                for output, grad in zip(outputs, arrived, strict=True)
+                for output, grad in zip(outputs, grads, strict=True)
                 if grad is not None
             }
-            stated = declared.gradient(name, mesh, shape)
-            if stated is None and len(each) > 1:
+            declared_layout = declared.gradient(name, mesh, shape)
+            if declared_layout is None and len(inferred) > 1:
                 raise LayoutError(
                     f"{declared.name}: the gradients of its outputs imply different layouts for the gradient of "
-                    f"{name!r}: {' and '.join(f'({layout})' for layout in each)}; reshard the outputs after the "
+                    f"{name!r}: {' and '.join(f'({layout})' for layout in inferred)}; reshard the outputs after the "
                     f"call, or give grad_layouts"
                 )
-            found.append(stated or each.pop())
-        return tuple(found)
+            gradients.append(declared_layout or inferred.pop())
+        return tuple(gradients)
 
-    def local(rank: int, _: Any) -> dict[str, Any]:
-        return {"parts": tuple(layout.local_shape(shape, rank) for layout, shape in placed), "mesh": mesh}
+    def local_options(rank: int, _: Any) -> dict[str, Any]:
+        return {"parts": tuple(layout.local_shape(shape, rank) for layout, shape in layouts_and_shapes), "mesh": mesh}
 
-    return Sharding(*placed[0], gradients, local, placed[1:] if declared.many else None)
+    further = layouts_and_shapes[1:] if declared.is_tuple else None
+    return Sharding(*layouts_and_shapes[0], gradient_layouts, local_options, further)
 
 
-def _in_effect(layout: Layout) -> Layout:
+def _without_unit_axes(layout: Layout) -> Layout:
     """The layout with Replicate() on axes of size 1, where all placements are the same."""
     mesh = layout.mesh
     return layout.replace(**{axis: "R" for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size == 1})
 
 
-def _shown(placed: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in placed.items()) + "}"
+def _format_placements(placements: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in placements.items()) + "}"
