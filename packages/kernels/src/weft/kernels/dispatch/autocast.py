@@ -18,7 +18,7 @@ class Runs(Enum):
     LOWER = "the dtype of autocast"
     FLOAT32 = "float32"
     WIDEST = "the widest dtype of the operands"
-    AS_GIVEN = "the dtype of each operand, unchanged"
+    UNCHANGED = "the dtype of each operand, unchanged"
     LOWER_INSIDE = "autocast's dtype, passed as compute_dtype: the op casts operands and sums their gradients itself"
 
 
@@ -28,11 +28,11 @@ RUNS = {
     "add_rms_norm": Runs.FLOAT32,
     "all_gather_matmul": Runs.LOWER,
     "attention": Runs.LOWER,
-    "cross_entropy": Runs.AS_GIVEN,  # computes and returns float32 for any logits
-    "dropout": Runs.AS_GIVEN,
-    "embedding": Runs.AS_GIVEN,
+    "cross_entropy": Runs.UNCHANGED,  # computes and returns float32 for any logits
+    "dropout": Runs.UNCHANGED,
+    "embedding": Runs.UNCHANGED,
     "geglu": Runs.WIDEST,
-    "gelu": Runs.AS_GIVEN,
+    "gelu": Runs.UNCHANGED,
     "grouped_matmul": Runs.LOWER,
     "layer_norm": Runs.FLOAT32,
     "linear": Runs.LOWER,
@@ -42,7 +42,7 @@ RUNS = {
     "qkv_linear": Runs.LOWER,
     "rms_norm": Runs.FLOAT32,
     "rms_norm_rope": Runs.FLOAT32,
-    "rope": Runs.AS_GIVEN,  # computes in float32
+    "rope": Runs.UNCHANGED,  # computes in float32
     "swiglu": Runs.WIDEST,
     "swiglu_linear": Runs.LOWER,
 }
@@ -86,7 +86,7 @@ def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) 
             return torch.float32
         case Runs.WIDEST:
             return reduce(torch.promote_types, operands) if operands else None
-        case Runs.AS_GIVEN | Runs.LOWER_INSIDE:
+        case Runs.UNCHANGED | Runs.LOWER_INSIDE:
             return None
 
 

@@ -52,7 +52,7 @@ def is_short_of_memory(tensor: Tensor) -> bool:
     return not on_cpu(tensor) or tensor.dtype.itemsize <= 2
 
 
-def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
+def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
     """Whether an op may call torch's own differentiable function instead of an `Op`.
 
     True for plain CPU tensors, all float32 or all float64, neither traced nor interpreted. Asked first in an op,
@@ -61,7 +61,7 @@ def is_torchs(first: Tensor, *others: Tensor | None) -> bool:
     dtype = first.dtype
     if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN or not first.is_cpu:
         return False
-    for each in others:
+    for each in operands:
         if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
             return False
     return not INTERPRETED and not is_compiling() and not is_jit_tracing()

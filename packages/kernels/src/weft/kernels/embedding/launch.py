@@ -38,9 +38,9 @@ def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, pa
     if not dweight.numel():
         return
     rows, H = dweight.shape
-    found, order = torch.sort(tokens.reshape(-1), stable=True)
+    sorted_tokens, order = torch.sort(tokens.reshape(-1), stable=True)
     ends = torch.searchsorted(
-        found, torch.arange(vocab_start, vocab_start + rows + 1, device=found.device, dtype=found.dtype)
+        sorted_tokens, torch.arange(vocab_start, vocab_start + rows + 1, device=tokens.device, dtype=tokens.dtype)
     )
     grad, block = contiguous_rows(grad, H), block_of(H)
     with device_of(grad):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, Shard, infer
 
-from ..dispatch.backend import TOKEN_DTYPES, check_floats, is_torchs
+from ..dispatch.backend import TOKEN_DTYPES, check_floats, runs_natively
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from . import function
@@ -33,7 +33,7 @@ def embedding(tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None)
     if padding_idx is not None:
         padding_idx = _row(padding_idx, weight)
     if (
-        is_torchs(weight)
+        runs_natively(weight)
         and type(tokens) is Tensor
         and tokens.is_cpu
         and weight.dim() == 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch.backend import is_torchs, use_triton
+from ..dispatch.backend import runs_natively, use_triton
 from ..dispatch.op import Tensors
 from ..swiglu.function import kernel_backward, kernel_forward
 
@@ -25,8 +25,8 @@ def forward(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensors]:
 
 
 def native(x: Tensor, approximate: str) -> Tensor | None:
-    """gelu(x) by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere."""
-    return plain_forward(x, approximate=approximate) if is_torchs(x) else None
+    """gelu(x) by torch's function with torch's own gradient, where `runs_natively` allows; None elsewhere."""
+    return plain_forward(x, approximate=approximate) if runs_natively(x) else None
 
 
 def recompute(saved: Tensors, *, approximate: str = "none") -> Tensor:

@@ -36,13 +36,13 @@ def forward(
     chosen = configuration or choose_configuration(of, a, aligned, (N // count, M, K))
     # An upper bound: each group may end in a partial tile.
     tiles = (-(-N // chosen.tile_m) + count) * -(-M // chosen.tile_n)
-    by_descriptors = chosen.descriptors and aligned
+    uses_descriptors = chosen.descriptors and aligned
     if b_scale is not None:
         b_scale = (b_scale[:, None] if b_scale.ndim == 1 else b_scale).expand(count, M)
     residual = None if residual is None else residual.expand(N, M)
     a_scale = None if a_scale is None else a_scale.expand(N)
     with device_of(a):
-        if by_descriptors and a.is_cuda:
+        if uses_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
         kernel.rows_by_group[(min(tiles, chip_of(a.device)[1]),)](
             a, b, bias, residual, a_scale, b_scale, offsets.contiguous(), out, z,
@@ -50,7 +50,7 @@ def forward(
             *a.stride(), *b.stride(), *_strides(bias, 2), *_strides(residual, 2),
             *_strides(a_scale, 1), *_strides(b_scale, 2), *out.stride(),
             None if alpha == 1 else alpha, None if beta == 1 else beta,
-            DESCRIPTORS=by_descriptors, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a), ACTIVATION=activation,
+            DESCRIPTORS=uses_descriptors, B_BY_ROWS=b.stride(-1) == 1, PRECISION=precision(a), ACTIVATION=activation,
             TILE_N=chosen.tile_m, TILE_M=chosen.tile_n, TILE_K=chosen.tile_k, GROUP_N=chosen.group_m,
             PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,
@@ -79,15 +79,15 @@ def weights(
     of = class_of(a.mT, grad, "grouped_weights", count)
     chosen = configuration or choose_configuration(of, a, aligned, (K, M, len(a) // count))
     tiles = -(-K // chosen.tile_m) * -(-M // chosen.tile_n)
-    by_descriptors = chosen.descriptors and aligned
+    uses_descriptors = chosen.descriptors and aligned
     with device_of(a):
-        if by_descriptors and a.is_cuda:
+        if uses_descriptors and a.is_cuda:
             triton.set_allocator(scratch)
         kernel.weights_by_group[(tiles, count)](
             a, grad, offsets.contiguous(), out,
             K, M, first, *a.stride(), *grad.stride(), *out.stride(),
             None if alpha == 1 else alpha,
-            DESCRIPTORS=by_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,
+            DESCRIPTORS=uses_descriptors, PRECISION=precision(a), ACCUMULATE=accumulate,
             TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k, GROUP_K=chosen.group_m,
             PARTS=chosen.parts,
             num_warps=chosen.warps, num_stages=chosen.stages,

@@ -36,12 +36,12 @@ _KINDS = {
 
 def _variant(
     name: str, of: Any, chosen: Configuration, out: str, activation: str | None = None, factors: str = "bf16",
-    **given: str
+    **types: str
 ) -> Variant:  # fmt: skip
-    """given: argument types that differ from `_KINDS`. 8-bit b is contiguous along K, as tensor cores need."""
+    """types: argument types that differ from `_KINDS`. 8-bit b is contiguous along K, as tensor cores need."""
     by_rows = factors != EIGHT
 
-    def launched(chosen: Configuration, target: str = "") -> Variant:
+    def for_configuration(chosen: Configuration, target: str = "") -> Variant:
         constexprs: dict[str, int | str | None] = {
             "DESCRIPTORS": int(chosen.descriptors), "B_BY_ROWS": int(by_rows), "PRECISION": "ieee",
             "ACTIVATION": activation, "ACCUMULATE": int(out == "fp32"), "PARTS": chosen.parts,
@@ -61,8 +61,8 @@ def _variant(
                 "GROUP_K": chosen.group_m,
             }
         constexprs |= tiles
-        multiplied = f"*{float8_of(target) if factors == EIGHT else factors}:16"
-        kinds = _KINDS | dict.fromkeys(("a_ptr", "b_ptr", "grad_ptr"), multiplied) | {"out_ptr": f"*{out}:16"} | given
+        factor_type = f"*{float8_of(target) if factors == EIGHT else factors}:16"
+        kinds = _KINDS | dict.fromkeys(("a_ptr", "b_ptr", "grad_ptr"), factor_type) | {"out_ptr": f"*{out}:16"} | types
         kinds |= {"stride_bk": ALIGNED if by_rows else "1", "stride_bm": "1" if by_rows else ALIGNED}
         return Variant(
             f"grouped_matmul.{name}",
@@ -75,8 +75,12 @@ def _variant(
         )
 
     older = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
-    elsewhere = {target: launched(other, target) for target, other in older.items() if chosen.descriptors}
-    return replace(launched(adapt_to_groups(chosen)), elsewhere=elsewhere)
+    elsewhere = {
+        target: for_configuration(configuration, target)
+        for target, configuration in older.items()
+        if chosen.descriptors
+    }
+    return replace(for_configuration(adapt_to_groups(chosen)), elsewhere=elsewhere)
 
 
 VARIANTS = (
@@ -92,23 +96,23 @@ VARIANTS = (
     _variant("weights_by_group/bf16-sum", kernel.weights_by_group, MIDDLE, "fp32"),
 )  # fmt: skip
 
-FOLLOWED = {"bias_ptr": ONE, "residual_ptr": ONE, "z_ptr": ONE}
+EPILOGUE = {"bias_ptr": ONE, "residual_ptr": ONE, "z_ptr": ONE}
 SCALES = {"a_scale_ptr": NUMBERS, "b_scale_ptr": NUMBERS}
-WIDE = dict.fromkeys(FOLLOWED, "*fp32:16")
+WIDE = dict.fromkeys(EPILOGUE, "*fp32:16")
 NOT_AT_16_BYTES = dict.fromkeys(
     ("K", "M", "stride_an", "stride_bg", "stride_bk", "stride_on", "stride_gn", "stride_og"), "i32"
 )
 # Further configurations the rules choose, each with the epilogue that needs the most registers.
 EXTRA_VARIANTS = (
-    _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **FOLLOWED),
-    _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **FOLLOWED),
+    _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **EPILOGUE),
+    _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **EPILOGUE),
     _variant(
         "rows_by_group/bf16-not-aligned-gelu", kernel.rows_by_group, NOT_ALIGNED, "bf16", "gelu",
-        **FOLLOWED, **NOT_AT_16_BYTES,
+        **EPILOGUE, **NOT_AT_16_BYTES,
     ),
     _variant("rows_by_group/fp32-gelu", kernel.rows_by_group, SINGLE, "fp32", "gelu", "fp32", **WIDE),
     _variant(
-        "rows_by_group/fp8-scales-gelu", kernel.rows_by_group, EIGHT_BITS, "bf16", "gelu", EIGHT, **FOLLOWED, **SCALES
+        "rows_by_group/fp8-scales-gelu", kernel.rows_by_group, EIGHT_BITS, "bf16", "gelu", EIGHT, **EPILOGUE, **SCALES
     ),
     _variant("weights_by_group/bf16-large", kernel.weights_by_group, LARGE, "bf16"),
     _variant("weights_by_group/bf16-flat", kernel.weights_by_group, FLAT, "bf16"),

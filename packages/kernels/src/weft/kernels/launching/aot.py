@@ -112,7 +112,7 @@ def extra_variants() -> Iterator[Variant]:
 def compile_all(targets: Iterable[str]) -> list[Report]:
     """The reports of all variants, sorted by variant, then as `targets`. Each target is compiled in its own process."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        reports = [report for of_target in pool.map(_compile_for, targets) for report in of_target]
+        reports = [report for target_reports in pool.map(_compile_for, targets) for report in target_reports]
     return sorted(reports, key=lambda report: report.variant)
 
 
@@ -238,20 +238,20 @@ def as_table(reports: Iterable[Report]) -> str:
     line = "  {:8}{:>9}{:>9}{:>8}{:>7}{:>13}{:>11}{:>12}  {:60}  {:50}  {}"
     names = ("", "registers", "spilled", "shared", "warps", "occupancy", "flop/byte", "inner loop")
     lines = [line.format(*names, "of it tensor cores", "accesses, in bits", "of them in loops")]
-    for variant, of_targets in groupby(reports, key=lambda report: report.variant):
+    for variant, target_reports in groupby(reports, key=lambda report: report.variant):
         lines.append(variant)
-        for report in of_targets:
+        for report in target_reports:
             costs = (report.registers, report.spill_bytes, report.shared_bytes, report.warps)
-            follow = (
+            measures = (
                 "-" if report.occupancy is None else f"{report.programs}, {report.occupancy:.1%}",
                 report.flop_per_byte or "-",
             )
-            counts = map(_counted, (report.inner_tensor_core, report.accesses, report.loop_accesses))
-            lines.append(line.format(report.target, *costs, *follow, report.inner_instructions, *counts).rstrip())
+            counts = map(_format_counts, (report.inner_tensor_core, report.accesses, report.loop_accesses))
+            lines.append(line.format(report.target, *costs, *measures, report.inner_instructions, *counts).rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _counted(kinds: Mapping[str, int]) -> str:
+def _format_counts(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
 
 

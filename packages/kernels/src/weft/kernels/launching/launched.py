@@ -29,7 +29,7 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
     def decorator(launch: Callable[..., None]) -> Callable[..., None]:
         LIBRARY.define(f"{schema} -> ()")  # type: ignore[no-untyped-call]
         LIBRARY.impl(name, launch, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        library.register_fake(f"weft::{name}", _nothing, lib=LIBRARY)
+        library.register_fake(f"weft::{name}", _do_nothing, lib=LIBRARY)
         op: Callable[..., None] = getattr(torch.ops.weft, name).default
         return op
 
@@ -53,5 +53,5 @@ def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., 
     return decorator
 
 
-def _nothing(*arguments: Any, **more: Any) -> None:
-    """The op on tensors without data: the written tensors already have their shapes."""
+def _do_nothing(*arguments: Any, **options: Any) -> None:
+    """The op on tensors without data. It has no shape to infer: the caller has allocated the tensors to write."""

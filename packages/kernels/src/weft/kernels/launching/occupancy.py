@@ -35,12 +35,12 @@ def programs_at_once(target: str, warps: int, registers: int, shared_bytes: int)
     limits = MULTIPROCESSORS.get(target)
     if limits is None:
         return None
-    warp_registers = _up(max(1, registers) * 32, REGISTERS_STEP)
-    if warp_registers * _up(warps, QUARTERS) > limits.registers:
+    warp_registers = _round_up(max(1, registers) * 32, REGISTERS_STEP)
+    if warp_registers * _round_up(warps, QUARTERS) > limits.registers:
         return 0
-    by_registers = limits.registers // QUARTERS // warp_registers * QUARTERS // warps
-    by_shared = limits.shared_bytes // _up(shared_bytes + SHARED_RESERVED, SHARED_STEP)
-    return min(limits.programs, limits.warps // warps, by_registers, by_shared)
+    most_by_registers = limits.registers // QUARTERS // warp_registers * QUARTERS // warps
+    most_by_shared = limits.shared_bytes // _round_up(shared_bytes + SHARED_RESERVED, SHARED_STEP)
+    return min(limits.programs, limits.warps // warps, most_by_registers, most_by_shared)
 
 
 def occupancy(target: str, warps: int, registers: int, shared_bytes: int) -> float | None:
@@ -49,5 +49,5 @@ def occupancy(target: str, warps: int, registers: int, shared_bytes: int) -> flo
     return None if programs is None else programs * warps / MULTIPROCESSORS[target].warps
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step

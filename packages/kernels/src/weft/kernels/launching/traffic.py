@@ -38,26 +38,26 @@ def counted_traffic() -> Iterator[Traffic]:
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     patch = interpreter._patch_lang_tensor
 
-    def counted_load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def counted_load(builder: Any, ptrs: Any, mask: Any, *arguments: Any, **options: Any) -> Any:
         traffic.loaded += _bytes(ptrs, mask)
-        return load(builder, ptrs, mask, *rest, **named)  # loads by a tensor descriptor pass `rest` by name
+        return load(builder, ptrs, mask, *arguments, **options)  # loads by a tensor descriptor give options
 
-    def counted_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def counted_store(builder: Any, ptrs: Any, value: Any, mask: Any, *arguments: Any) -> Any:
         traffic.stored += _bytes(ptrs, mask)
-        return store(builder, ptrs, value, mask, *rest)
+        return store(builder, ptrs, value, mask, *arguments)
 
-    def patched(tensor: Any, scope: Any) -> None:
+    def patch_tensor(tensor: Any, scope: Any) -> None:
         """Triton 3.6 treats an array of one element as a number, which NumPy 2.4 refuses."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: int(number.handle.data.squeeze()))
 
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counted_load, counted_store
-    interpreter._patch_lang_tensor = patched
-    interpreted, backend.INTERPRETED = backend.INTERPRETED, True
+    interpreter._patch_lang_tensor = patch_tensor
+    was_interpreted, backend.INTERPRETED = backend.INTERPRETED, True
     try:
         yield traffic
     finally:
-        backend.INTERPRETED = interpreted
+        backend.INTERPRETED = was_interpreted
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
         interpreter._patch_lang_tensor = patch
 

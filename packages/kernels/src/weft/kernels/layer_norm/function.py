@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.backend import is_compiling, is_torchs, use_triton
+from ..dispatch.backend import is_compiling, runs_natively, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..launching.rows import fits
@@ -42,7 +42,7 @@ def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: T
 
     With many rows, torch's running sums for the weight's gradient are less exact: see `ROWS_OF_TORCH`.
     """
-    if not is_torchs(x, weight, bias, residual):
+    if not runs_natively(x, weight, bias, residual):
         return False
     size = x.shape[-1:]
     fit_a_row = (weight is None or weight.shape == size) and (bias is None or bias.shape == size)

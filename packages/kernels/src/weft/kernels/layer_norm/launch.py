@@ -66,12 +66,12 @@ def backward(
                 each.zero_()
         return
     tile = RowTile.of(x.shape[-1], BACKWARD_ELEMENTS)
-    given = (grad, grad_sum, x, weight, mean, rstd, tile)
+    operands = (grad, grad_sum, x, weight, mean, rstd, tile)
     if keeps_weight(tile, MOST_ELEMENTS[x.itemsize]):
-        _backward(*given, dx, dweight, dbias)
+        _backward(*operands, dx, dweight, dbias)
     else:  # too few registers for both sums and dx in one launch
-        _backward(*given, dx, None, None)
-        _backward(*given, None, dweight, dbias)
+        _backward(*operands, dx, None, None)
+        _backward(*operands, None, dweight, dbias)
 
 
 def _backward(
@@ -105,9 +105,9 @@ def _backward(
             *x.shape, grad.stride(0), 0 if grad_sum is None else grad_sum.stride(0), x.stride(0),
             KEEP_WEIGHT=keeps_weight(tile, BACKWARD_ELEMENTS), ROWS=tile.rows, BLOCK_H=tile.block, num_warps=tile.warps,
         )  # fmt: skip
-    for out, of_programs in zip(sums, addends, strict=True):
-        if out is not None and of_programs is not None:
-            out.copy_(of_programs.sum(0))
+    for out, program_sums in zip(sums, addends, strict=True):
+        if out is not None and program_sums is not None:
+            out.copy_(program_sums.sum(0))
 
 
 def _variant(of: str, dtype: str, H: int, *features: str) -> Variant:

@@ -31,7 +31,7 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 
 def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
-    """See `sum24.accumulate`."""
+    """See `gradients.accumulate`."""
     N = product.numel()
     if N:
         with device_of(product):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.backend import chip_of, is_torchs, multiplies, use_triton
+from ..dispatch.backend import chip_of, multiplies, runs_natively, use_triton
 from ..dispatch.delayed_weight_gradients import is_delay_allowed
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
@@ -63,11 +63,11 @@ def linear(
 
 
 def native_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """input @ weight.T + bias by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
+    """input @ weight.T + bias by torch's function with torch's own gradient, where `runs_natively` allows; else None.
 
     Also None where the weight's gradient may be computed later than the input's (see `delayed_weight_gradients.py`).
     """
-    if is_delay_allowed() or not is_torchs(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
+    if is_delay_allowed() or not runs_natively(input, weight, bias) or weight.dim() != 2 or input.dim() < 1:
         return None
     M, K = weight.shape
     if input.shape[-1] != K or (bias is not None and bias.shape != (M,)):
@@ -166,14 +166,14 @@ def matmul(
 
 
 def native_matmul(a: Tensor, b: Tensor, *operands: Tensor | None) -> Tensor | None:
-    """a @ b by torch's function with torch's own gradient, where `is_torchs` allows; None elsewhere.
+    """a @ b by torch's function with torch's own gradient, where `runs_natively` allows; None elsewhere.
 
     operands: those of `matmul` after a and b; the result is None unless all of them are None.
     """
     for each in operands:
         if each is not None:
             return None
-    fits = is_torchs(a, b) and a.dim() > 1 and b.dim() in (2, a.dim()) and a.shape[-1] == b.shape[-2]
+    fits = runs_natively(a, b) and a.dim() > 1 and b.dim() in (2, a.dim()) and a.shape[-1] == b.shape[-2]
     return a @ b if fits and (b.dim() == 2 or b.shape[:-2] == a.shape[:-2]) else None
 
 

@@ -57,9 +57,11 @@ def _pack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
     assert shape is not None and len(present) == len(layouts), "pack takes no None"
     output = infer.elementwise("pack", True, *present)
     widths = options["widths"]
-    parts, ways = shape[-1] // widths[0], output.parts(len(shape) - 1)
-    if parts % ways:
-        raise LayoutError(f"pack: {parts} parts cannot be cut in {ways}, as the tensors' last dim is; give a multiple")
+    parts, num_shards = shape[-1] // widths[0], output.parts(len(shape) - 1)
+    if parts % num_shards:
+        raise LayoutError(
+            f"pack: {parts} parts cannot be cut in {num_shards}, as the tensors' last dim is; give a multiple"
+        )
     return Sharding(output, (*shape[:-1], parts, sum(widths)), infer_gradient_layouts(output, layouts))
 
 
@@ -67,8 +69,8 @@ def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: di
     (packed,), (shape,) = layouts, shapes
     assert packed is not None and shape is not None, "apply_many passes the packed tensor"
     *leading, parts, _ = shape
-    ways = packed.parts(len(shape) - 2)
-    if packed.parts(len(shape) - 1) > 1 or parts % ways:
+    num_shards = packed.parts(len(shape) - 2)
+    if packed.parts(len(shape) - 1) > 1 or parts % num_shards:
         raise LayoutError(
             f"unpack takes {parts} whole parts cut evenly, got {shape} as ({packed}); pack the tensors for this layout"
         )

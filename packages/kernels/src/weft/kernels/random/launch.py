@@ -36,7 +36,7 @@ NORMAL = Launch(rows=1, groups=256, warps=4)
 
 
 def fitted(most: Launch, length: int, shifted: bool) -> Launch:
-    """The launch for runs of `length`: as many short runs share a program as fit into the size of `most`."""
+    """Return the launch for runs of `length`: as many short runs share a program as fit into the size of `most`."""
     blocks = max(1, -(-(length + (most.lanes - 1) * shifted) // most.lanes))
     groups = min(most.groups, 1 << (blocks - 1).bit_length())  # a power of two
     return Launch(most.groups // groups, groups, most.warps, most.lanes)
@@ -98,13 +98,13 @@ PART_ARGUMENTS = {"rows": "i32", "R1": "i32", "R2": "i32", "N": "i32:16"}
 STRIDE_ARGUMENTS = {"offset": "i64", "stride_0": "i32", "stride_1": "i32", "stride_2": "i32", "key": "i64"}
 
 
-def _variants(dtype: str, *, shifted: bool, narrow: bool = False) -> tuple[Variant, Variant]:
-    """Both kernels for 16-byte aligned tensors with long runs, or (narrow) with runs of one element, as in a column."""
-    name = f"{dtype}-{'column' if narrow else 'shifted' if shifted else 'aligned'}"
-    arguments = {"out_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **STRIDE_ARGUMENTS} | ({"N": "1"} if narrow else {})
+def _variants(dtype: str, *, shifted: bool, is_column: bool = False) -> tuple[Variant, Variant]:
+    """Both kernels for 16-byte aligned tensors with long runs. is_column: with runs of one element, as in a column."""
+    name = f"{dtype}-{'column' if is_column else 'shifted' if shifted else 'aligned'}"
+    arguments = {"out_ptr": f"*{dtype}:16", **PART_ARGUMENTS, **STRIDE_ARGUMENTS} | ({"N": "1"} if is_column else {})
 
     def constexprs(most: Launch) -> dict[str, int]:
-        launch = fitted(most, 1, shifted) if narrow else most
+        launch = fitted(most, 1, shifted) if is_column else most
         return {"SHIFTED": int(shifted), "ROWS": launch.rows, "GROUPS": launch.groups}
 
     return (
@@ -117,5 +117,5 @@ VARIANTS = (
     *_variants("fp32", shifted=False),
     *_variants("bf16", shifted=False),
     *_variants("fp32", shifted=True),
-    *_variants("bf16", shifted=True, narrow=True),
+    *_variants("bf16", shifted=True, is_column=True),
 )

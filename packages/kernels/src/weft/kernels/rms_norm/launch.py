@@ -87,10 +87,10 @@ def keeps_weight(tile: RowTile, elements: int) -> bool:
 
 def _variants(dtype: str, H: int, residual: bool) -> tuple[Variant, Variant]:
     name = f"{dtype}-{H}{'-residual' if residual else ''}"
-    given = {"x_ptr": f"*{dtype}:16", "weight_ptr": f"*{dtype}:16", "rrms_ptr": "*fp32:16"}
+    operands = {"x_ptr": f"*{dtype}:16", "weight_ptr": f"*{dtype}:16", "rrms_ptr": "*fp32:16"}
     sizes = {"N": "i32", "H": "i32:16"} | dict.fromkeys(("stride_xn", "stride_rn", "stride_gn", "stride_sn"), "i32:16")
-    other = f"*{dtype}:16" if residual else "None"
-    kinds = given | sizes | {"residual_ptr": other, "sum_ptr": other, "grad_sum_ptr": other, "eps": "fp32"}
+    sum_type = f"*{dtype}:16" if residual else "None"
+    kinds = operands | sizes | {"residual_ptr": sum_type, "sum_ptr": sum_type, "grad_sum_ptr": sum_type, "eps": "fp32"}
     kinds |= dict.fromkeys(("y_ptr", "grad_ptr", "dx_ptr"), f"*{dtype}:16") | {"dweight_ptr": "*fp32:16"}
 
     def variant(of: str, elements: int) -> Variant:

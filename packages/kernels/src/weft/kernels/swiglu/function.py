@@ -43,8 +43,8 @@ def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 
 
 def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
-    """activation(gate) * up by torch's functions and with torch's gradients, where `is_torchs` allows; else None."""
-    if not backend.is_torchs(gate, up) or gate.shape != up.shape:
+    """activation(gate) * up by torch's functions with torch's gradients, where `runs_natively` allows; else None."""
+    if not backend.runs_natively(gate, up) or gate.shape != up.shape:
         return None
     return plain_forward(gate, up, activation=activation, keep=True)[0]
 

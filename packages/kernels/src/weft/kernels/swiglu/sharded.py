@@ -25,9 +25,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Communication: none.
     Raises ValueError for different shapes or devices, and for tensors without floating-point values.
     """
-    found = function.native(gate, up)
-    if found is not None:
-        return found
+    native = function.native(gate, up)
+    if native is not None:
+        return native
     _check("swiglu", gate, up)
     return apply(SWIGLU, gate, up)
 
@@ -44,9 +44,9 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     Raises ValueError as `swiglu` does, and for another approximation.
     """
     check_form("geglu", approximate)
-    found = function.native(gate, up, approximate)
-    if found is not None:
-        return found
+    native = function.native(gate, up, approximate)
+    if native is not None:
+        return native
     _check("geglu", gate, up)
     return apply(GEGLU, gate, up, activation=approximate)
 

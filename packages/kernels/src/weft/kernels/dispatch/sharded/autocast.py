@@ -16,11 +16,7 @@ from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting,
 from ..backend import is_compiling
 
 # Arguments never cast: the op writes into the caller's accumulate_into, and rope's tables stay in float32.
-AS_GIVEN = (
-    "accumulate_into",
-    "cos",
-    "sin",
-)
+NEVER_CAST = ("accumulate_into", "cos", "sin")
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Operand = TypeVar("Operand", bound=Tensor)
@@ -36,7 +32,7 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
 
     def decorator(op: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(op)
-        def under_autocast(*args: Any, **kwargs: Any) -> Result:
+        def call_with_casts(*args: Any, **kwargs: Any) -> Result:
             if not is_autocasting():
                 return op(*args, **kwargs)
             first: Any = args[0] if args else next((each for each in kwargs.values() if isinstance(each, Tensor)), None)
@@ -47,13 +43,13 @@ def autocasts(name: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]
             wanted = operands_dtype(runs, dtype, operands)
             if wanted is not None:
                 args = tuple([_cast(each, wanted) for each in args])
-                kwargs = {name: each if name in AS_GIVEN else _cast(each, wanted) for name, each in kwargs.items()}
+                kwargs = {name: each if name in NEVER_CAST else _cast(each, wanted) for name, each in kwargs.items()}
             elif runs is Runs.LOWER_INSIDE and may_be_cast(args[0] if args else kwargs.get("input")):
                 kwargs["compute_dtype"] = kwargs.get("compute_dtype") or dtype
             with autocast_off(first):
                 return op(*args, **kwargs)
 
-        return under_autocast
+        return call_with_casts
 
     return decorator
 
@@ -74,7 +70,7 @@ def _cast(operand: Any, dtype: torch.dtype) -> Any:
         return operand
     if not isinstance(operand, DTensor):
         return operand.to(dtype)
-    return _in_graph(operand, dtype) if is_compiling() else Cast.apply(operand, dtype)  # type: ignore[no-untyped-call]
+    return _cast_in_graph(operand, dtype) if is_compiling() else Cast.apply(operand, dtype)  # type: ignore[no-untyped-call]
 
 
 class Cast(torch.autograd.Function):
@@ -90,7 +86,7 @@ class Cast(torch.autograd.Function):
         return Cast.apply(grad, ctx.dtype), None  # type: ignore[no-untyped-call]
 
 
-@in_graph
-def _in_graph(x: DTensor, dtype: torch.dtype) -> Any:
+@in_graph  # while Dynamo traces, a call is a single node of the graph
+def _cast_in_graph(x: DTensor, dtype: torch.dtype) -> Any:
     """`Cast`, called while Dynamo traces."""
     return Cast.apply(x, dtype)  # type: ignore[no-untyped-call]

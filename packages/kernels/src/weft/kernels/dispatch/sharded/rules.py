@@ -97,16 +97,16 @@ def require_one_layout(
     return check_and_infer
 
 
-def check_devices(op: str, first: Tensor, *others: Tensor | None) -> None:
+def check_devices(op: str, first: Tensor, *operands: Tensor | None) -> None:
     """Raise ValueError for operands on different devices. op: the op's name.
 
     A DTensor whose mesh excludes this rank is not compared: torch puts its empty local part on the CPU. Allocates
     nothing, because ops check in each call.
     """
     device = first.device
-    for other in others:
-        if other is not None and other.device != device and not (_is_outside(first) or _is_outside(other)):
-            raise ValueError(f"{op}: the operands are on {device} and {other.device}; move them to one device")
+    for each in operands:
+        if each is not None and each.device != device and not (_is_outside(first) or _is_outside(each)):
+            raise ValueError(f"{op}: the operands are on {device} and {each.device}; move them to one device")
 
 
 def _is_outside(operand: Tensor) -> bool:
