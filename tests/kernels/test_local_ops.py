@@ -113,8 +113,8 @@ CASES = [
     ("gelu-empty", gelu, [normal(3, 0)], {}, F.gelu),
     ("add", elementwise, [normal(3, 5, 7), normal(3, 5, 7, seed=1)], {}, torch.add),
     ("add-empty", elementwise, [normal(0, 7), normal(0, 7)], {}, torch.add),
-    ("add-repeated", elementwise, [normal(3, 2, 5, 7), normal(5, 7)], {"repeated": 2}, torch.add),
-    ("add-repeated-no-rows", elementwise, [normal(0, 5, 7), normal(5, 7)], {"repeated": 1}, torch.add),
+    ("add-repeated", elementwise, [normal(3, 2, 5, 7), normal(5, 7)], {"num_missing": 2}, torch.add),
+    ("add-repeated-no-rows", elementwise, [normal(0, 5, 7), normal(5, 7)], {"num_missing": 1}, torch.add),
 ]
 
 
@@ -335,7 +335,7 @@ def test_attention_runs_once_forward_and_once_backward():
         pytest.param(rope, [(4, 6), (5, 3), (5, 3)], {}, r"\[\.\.\., 5,", id="rope-length"),
         pytest.param(rope, [(3, 5, 6), (2, 5, 3), (2, 5, 3)], {}, r"\[\.\.\., 2, 5,", id="rope-rows"),
         pytest.param(elementwise, [(4, 6), (6,)], {}, "one shape", id="add"),
-        pytest.param(elementwise, [(3, 4, 6), (3, 6)], {"repeated": 1}, "one shape but for 1", id="add-repeated"),
+        pytest.param(elementwise, [(3, 4, 6), (3, 6)], {"num_missing": 1}, "one shape but for 1", id="add-repeated"),
     ],
 )
 def test_shapes_that_do_not_fit(room, shapes, options, message):

@@ -175,10 +175,10 @@ def mean_denominator(
 
 
 def unify_denominators(weight: Tensor | None, denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Replace a denominator [2] of `mean_denominator` by one number that serves loss, z-loss and accuracy alike.
+    """Replace a denominator [2] of `mean_denominator` by a scalar that divides loss, z-loss and accuracy alike.
 
-    The number is the number of tokens; the class weights are multiplied by tokens / sum of weights. Returns the
-    weights and the denominator. Any other denominator, and its weights, are returned unchanged.
+    The scalar is the number of tokens; in exchange, the class weights are multiplied by tokens / sum of weights.
+    Returns the weights and the denominator: both unchanged if the denominator is a scalar already, or None.
     """
     if weight is None or denominator is None or denominator.ndim == 0:
         return weight, denominator

@@ -23,9 +23,9 @@ ATTRIBUTE = "_weft_recomputable"  # of an untyped storage: the `RecomputableOutp
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """The function that recomputes one op output in backward, and the result while other ops still need it.
+    """Recomputes one op output in backward, and holds the result until each reader has received it.
 
-    `mark_recomputable` makes one for each call of an op with `Op.recompute`. Keeps no tensor alive but `output`.
+    Made by `mark_recomputable` for each call of an op with `Op.recompute`. Keeps no tensor alive except `output`.
     """
 
     op: Op
@@ -35,7 +35,7 @@ class Recipe:
     output: Tensor | None = None  # the recomputed output, from the first reader's backward to the last reader's
 
     def recompute(self, saved: Tensors) -> Tensor:
-        """Return the output to one of its readers. The first reader computes the output, the last one drops it.
+        """Return the output to one reader. The first reader computes the output; the last reader drops it.
 
         saved: the tensors saved by the op, from position `Op.recompute_from` on.
         """

@@ -106,8 +106,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     if residual is not None:
         assert residual_shape is not None, "it has a layout"
         check_residual_layout("grouped_matmul", residual, residual_shape, complete, shape, output)
-    # On axes that shard the groups, a row is complete on the rank with its group and zero elsewhere, so this rank can
-    # apply the epilogue.
+    # On axes that shard the groups, a row is complete on the rank with the row's group, and zero on all other ranks.
+    # The rank with the group can therefore apply the epilogue.
     epilogue_layout = output.replace(**{axis: "R" for axis in summed_axes(output) if b[axis] == Shard(0)})
     activation = options["activation"]
     check_activation("grouped_matmul", activation, epilogue_layout)

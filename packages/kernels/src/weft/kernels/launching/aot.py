@@ -45,7 +45,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with its arguments' types, as Triton would specialize it for one launch. Ops list theirs in
+    """A kernel with types of its arguments, as Triton specializes the kernel for one launch. Ops list variants in
     `VARIANTS`.
     """
 

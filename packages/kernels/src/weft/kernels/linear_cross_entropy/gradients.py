@@ -55,9 +55,9 @@ class ProductGradients:
         return None if self._weight_sum is None else self._weight_sum.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Add the contribution of some rows, given their logits' gradient [n, V].
+        """Add a chunk. rows: of the chunk. dlogits: the gradient of the chunk's logits [n, V].
 
-        One GEMM for dx, and one for dweight (one for each block of the weight in a `Sum24`).
+        A GEMM for dx, and a GEMM for dweight; in a `Sum24`, a GEMM for each block of dweight's rows.
         """
         if self.dx is not None:
             torch.mm(dlogits, self._product.weight, out=self.dx[rows])

@@ -51,7 +51,7 @@ class Part:
 
 @lru_cache(maxsize=4096)
 def merge(sizes: Ints, strides: Ints, *more_strides: Ints) -> tuple[Ints, ...]:
-    """(sizes, strides, *more_strides) of the same elements in as few dims as possible; the last dim has 1 in `strides`.
+    """Return (sizes, strides, *more_strides) of the same elements in as few dims as possible; the last stride is 1.
 
     more_strides: further strides of the same dims, such as those of a tensor in memory. Two dims are merged only where
         all strides allow it.

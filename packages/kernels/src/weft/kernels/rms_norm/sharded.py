@@ -19,7 +19,7 @@ from ..dispatch.sharded import (
     infer_gradient_layouts,
     require_one_layout,
 )
-from ..dispatch.sharded.heads import check_heads
+from ..dispatch.sharded.rules import check_heads
 from . import function
 
 

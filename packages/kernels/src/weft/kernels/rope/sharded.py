@@ -13,7 +13,7 @@ from weft.mesh.extension import terms
 from ..dispatch.backend import check_floats
 from ..dispatch.op import Op
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
-from ..dispatch.sharded.heads import check_heads
+from ..dispatch.sharded.rules import check_heads
 from . import function
 
 

@@ -30,10 +30,10 @@ def swiglu_linear(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tens
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, and
     for factors of 8 bits.
     """
-    shape, of_weight = input.shape, gate_weight.shape
-    if len(of_weight) != 2 or of_weight != up_weight.shape or not shape or shape[-1] != of_weight[1]:
+    shape, weight_shape = input.shape, gate_weight.shape
+    if len(weight_shape) != 2 or weight_shape != up_weight.shape or not shape or shape[-1] != weight_shape[1]:
         raise ValueError(
-            f"swiglu_linear takes input [..., K] and two weights [M, K], got {tuple(shape)}, {tuple(of_weight)} and "
+            f"swiglu_linear takes input [..., K] and two weights [M, K], got {tuple(shape)}, {tuple(weight_shape)} and "
             f"{tuple(up_weight.shape)}; all last sizes must be equal, and both weights of one shape: transpose a "
             f"weight with .mT where this is meant"
         )

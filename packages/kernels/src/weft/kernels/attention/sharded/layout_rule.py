@@ -11,7 +11,7 @@ from weft.mesh import Layout, Replicate, Shard
 from weft.mesh.extension import terms
 
 from ...dispatch.sharded import Shapes, Sharding, infer_gradient_layouts
-from ...dispatch.sharded.heads import check_heads
+from ...dispatch.sharded.rules import check_heads
 from ...dispatch.token_order import runs_within
 from ...random.part import Part
 

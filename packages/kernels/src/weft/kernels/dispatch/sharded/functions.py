@@ -27,10 +27,10 @@ from .rules import Sharding
 
 
 def make_node_link() -> Tensor:
-    """An empty tensor that links to its autograd function: the function returns it as last output, and saves it.
+    """Make an empty tensor for an autograd function to return as the last output, and to save.
 
-    In backward, the saved tensor's `grad_fn` is the node of the function itself, from which autograd reaches all
-    operands. `first_order` needs such a link where an operand is not saved.
+    In backward, this saved tensor's `grad_fn` is the node of the function itself, from which autograd reaches all
+    operands. `first_order` needs the link where an operand is not saved.
     """
     return torch.empty(0)
 
@@ -38,13 +38,13 @@ def make_node_link() -> Tensor:
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """Decorator for the backward of an autograd function whose last output is the link of `make_node_link`, or None.
 
-    The second derivative then raises RuntimeError, whichever tensors it is taken by. Autograd runs only the nodes that
-    lie between the differentiated gradients and these tensors, so one of the nodes must raise. Therefore
-    `refuse_second_derivative` puts such a node between the gradients and every tensor they depend on: the upstream
-    gradients and the operands. The operands are reached through the saved tensors, which are the operands themselves
-    or the link to the function's node. The gradients of a function that saves nothing do not depend on its operands.
+    Differentiating the gradients by any tensor then raises RuntimeError. Autograd runs only the nodes between the
+    gradients and this tensor, and one of these nodes must raise. Therefore `refuse_second_derivative` puts a raising
+    node between the gradients and all tensors from which they were computed: the upstream gradients and the operands.
+    An operand is reached through the saved tensors: either the operand is saved, or the link leads to the function's
+    node and on to the operand. The gradients of a function that saves nothing do not depend on the operands.
 
-    torch's `once_differentiable` does not always raise: it may treat the gradients as constants.
+    torch's `once_differentiable` may treat the gradients as constants instead of raising.
     """
 
     def run_backward(ctx: Any, *grads: Tensor | None) -> Tensors:

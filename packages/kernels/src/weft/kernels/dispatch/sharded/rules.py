@@ -1,4 +1,4 @@
-"""`Sharding`, the answer of an op's layout rule; functions to build one; and a check of the operands' devices."""
+"""`Sharding`, the answer of an op's layout rule; functions for rules; and a check of the operands' devices."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def sharding_of(op: Op, layouts: tuple[Layout | None, ...], shapes: Shapes, opti
 def infer_gradient_layouts(
     output: Layout, layouts: tuple[Layout | None, ...]
 ) -> Callable[[Layout], tuple[Layout | None, ...]]:
-    """Return `Sharding.gradient_layouts` of an op that each rank computes from its own shards, without other ranks'.
+    """Return `Sharding.gradient_layouts` of an op that each rank computes from its own shards alone.
 
-    output: the output's layout. layouts: of the operands. Each operand's gradient has the layout that
-    `weft.mesh.infer.gradient` returns; an operand left out has None.
+    output: the output's layout. layouts: of the operands; None for an operand left out, which has no gradient.
+    The layout of an operand's gradient is the result of `weft.mesh.infer.gradient`.
     """
     operands = tuple(layout for layout in layouts if layout is not None)
     return lambda grad: tuple(
@@ -95,6 +95,22 @@ def require_one_layout(
         return layouts if grads[-1] is not None else layouts[:num_shared] + (None,) * (len(layouts) - num_shared)
 
     return check_and_infer
+
+
+def check_heads(name: str, layout: Layout, shape: tuple[int, ...], head_dim: int) -> None:
+    """Raise LayoutError if a shard of the last dim, heads * head_dim, would have a part of a head.
+
+    name: of the op. shape: the global shape.
+    """
+    axes = layout.shard_order.get(len(shape) - 1, ())
+    heads = shape[-1] // head_dim
+    num_shards = layout.parts(len(shape) - 1)
+    if heads % num_shards:
+        degrees = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+        raise LayoutError(
+            f"{name}: {heads} heads of {head_dim} cannot be split evenly over {' x '.join(map(repr, axes))} of size "
+            f"{num_shards}; sizes that work: {', '.join(map(str, degrees))}"
+        )
 
 
 def check_devices(op: str, first: Tensor, *operands: Tensor | None) -> None:

@@ -81,9 +81,9 @@ def check_activation(op: str, activation: str | None, output: Layout) -> None:
 
 
 def adds_bias(output: Layout, rank: int) -> bool:
-    """Whether this rank adds bias and residual to its part of the output, so that the complete output has them once.
+    """Whether this rank adds bias and residual to its local output. The complete output must have both once.
 
-    On Partial(sum) axes only coordinate 0 adds them; on Partial(avg) axes every rank does.
+    On Partial(sum) axes only coordinate 0 adds both; on Partial(avg) axes every rank does.
     """
     coordinate = output.mesh.coordinate(rank) or {}
     return not any(coordinate[axis] for axis in output.mesh.axis_names if output[axis] == Partial("sum"))

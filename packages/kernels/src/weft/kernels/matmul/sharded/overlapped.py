@@ -40,7 +40,7 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
     Communication: forward, the bytes of an all-gather of a over the axis. Backward, the bytes of an all-gather of a
     and of a reduce-scatter of a's gradient, which has a's layout. Every rank sends its parts directly to each other
     rank.
-    Raises LayoutError for several such axes, and for one which is not the innermost of its dim; ValueError as
+    Raises LayoutError for several such axes, and for an axis which is not the innermost of its dim; ValueError as
     `matmul`, and for factors of 8 bits, which need `matmul` with scales.
     """
     check_matmul(a, b, None, None, None, None, None, None)
