@@ -55,7 +55,7 @@ def statistics(
     The logsumexp leaves the target out. The target's logit is 0 if another shard has the target.
     shard_weight: the weights of this shard's classes; then the sum is over weight * logit. shard_weight_sum: their
         sum.
-    rival: see `merged.rival`.
+    rival: see `merged.find_rival`.
     An ignored row is not read, and gives -inf, 0, 0, 0, 0. A target outside the vocabulary makes lse_lo NaN, and so
     the loss, because a kernel cannot raise.
     """
