@@ -78,7 +78,7 @@ def test_the_custom_ops_are_what_they_declare(device, reduction, wanted):
     case = make((5,), V, device, bias=True)
     leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(case.leaves(), wanted, strict=True)]
     x, weight, bias = leaves
-    asked = (*of_logits.Place(), *Options(reduction=reduction, label_smoothing=0.1, z_loss=0.1).flat())
+    asked = (*of_logits.VocabShard(), *Options(reduction=reduction, label_smoothing=0.1, z_loss=0.1).flat())
     logits = (x @ weight.T).detach().requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     library.opcheck(of_logits.forward, (logits, case.target, None, None, *asked), test_utils=checks)

@@ -49,7 +49,7 @@ def f(*shape: int, seed: int = 0) -> Tensor:
 TOKENS, ENDS = torch.tensor([[1, 0, 4], [4, 2, 2]]), torch.tensor([1, 3], dtype=torch.int32)
 TARGET, ANGLES = torch.tensor([1, 0, 4]), normal(3, 2).float()
 KEY = torch.tensor(7, dtype=torch.uint64)
-ASKED = (*of_logits.Place(), *Options(reduction="none", label_smoothing=0.1).flat())
+ASKED = (*of_logits.VocabShard(), *Options(reduction="none", label_smoothing=0.1).flat())
 Arguments = tuple[Any, ...]
 # The names of ops, and a call that runs them.
 CALLS: dict[str, Callable[[], Any]] = {
@@ -108,7 +108,7 @@ def check_on_a_mesh() -> None:
     group, rank = device_mesh(TWO, "cpu").get_group("tp").group_name, torch.distributed.get_rank()
     x, of_rows, wide = (normal(*shape).float() for shape in ((4, 8), (2, 4), (4, 4)))
     steps = (group, [2, 2], 0)
-    own = of_logits.Place(vocab_start=4 * rank, vocab_size=8, groups=[group])
+    own = of_logits.VocabShard(vocab_start=4 * rank, vocab_size=8, groups=[group])
     moved = plan(Layout(TWO, "tp: S(0)"), Layout(TWO, "tp: S(1)"), (8, 8), torch.float32)
     compared: Arguments = (TARGET, None, None, None, 2, None, False)
     given: dict[str, Arguments] = {

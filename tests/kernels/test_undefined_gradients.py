@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from weft.kernels import cross_entropy, linear_cross_entropy
 from weft.kernels.cross_entropy.options import Options
-from weft.kernels.cross_entropy.sharded.custom_ops import Place
+from weft.kernels.cross_entropy.sharded.custom_ops import VocabShard
 from weft.kernels.cross_entropy.sharded.custom_ops import apply_custom_op as of_logits_compiled
 from weft.kernels.linear_cross_entropy.sharded.custom_ops import apply_custom_op as of_products_compiled
 from weft.mesh import Layout
@@ -97,7 +97,7 @@ def test_of_dtensors(pool: Pool):
 
 def test_of_the_custom_op_of_cross_entropy():
     (logits,), options = leaves_of([(4, 7)]), Options()
-    loss, _ = of_logits_compiled(logits, ints(7, 4), None, None, options=options, place=Place())
+    loss, _ = of_logits_compiled(logits, ints(7, 4), None, None, options=options, shard=VocabShard())
     assert torch.autograd.grad(Ignore.apply(loss), logits, allow_unused=True) == (None,)
 
 
@@ -106,6 +106,6 @@ def test_of_the_custom_op_of_linear_cross_entropy():
     (loss,) = of_products_compiled(
         *leaves, ints(7, 4), None, None, None,
         options=Options(), wanted=(wide, wide, None), chunk_tokens=None,
-        compute_dtype=None, place=Place(), disagreement=None,
+        compute_dtype=None, shard=VocabShard(), disagreement=None,
     )  # fmt: skip
     assert torch.autograd.grad(Ignore.apply(loss), leaves, allow_unused=True) == (None, None)

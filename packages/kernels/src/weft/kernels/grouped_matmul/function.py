@@ -124,14 +124,14 @@ def backward(
     return da, db, None, dbias, dresidual, None, None
 
 
-def accumulate(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
-    """into[g] += a[:, rows] @ b[rows] for each group g. a: [K, N]. b: [N, M]. into: [G, K, M].
+def accumulate(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *, first: int = 0) -> tuple[Tensor, Tensors]:
+    """total[g] += a[:, rows] @ b[rows] for each group g. a: [K, N]. b: [N, M]. total: [G, K, M].
 
     Raises as `check_no_overlap`.
     """
-    check_no_overlap("grouped_matmul", into)
-    _weights_by_group(a.mT, b, offsets, into, 1.0, first, True)
-    return into, ()
+    check_no_overlap("grouped_matmul", total)
+    _weights_by_group(a.mT, b, offsets, total, 1.0, first, True)
+    return total, ()
 
 
 @launched(
@@ -266,22 +266,22 @@ def check_grouped(
     check_offsets(offsets, rows)
 
 
-def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *options: object) -> None:
-    """Raises ValueError for arguments that do not fit accumulation into `into`.
+def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *options: object) -> None:
+    """Raises ValueError for arguments that do not fit accumulation into `total`.
 
     options: the arguments of `grouped_matmul` that accumulation does not take; each must be None or 1.0.
     """
-    shapes = tuple(tuple(each.shape) for each in (a, b, into, offsets))
+    shapes = tuple(tuple(each.shape) for each in (a, b, total, offsets))
     wanted = torch.promote_types(a.dtype, torch.float32) if a.dtype in WIDE else torch.float32
     if (
         [*map(len, shapes)] != [2, 2, 3, 1]
         or shapes[0][1] != shapes[1][0]
         or shapes[2] != (*shapes[3], shapes[0][0], shapes[1][1])
-        or into.dtype not in (wanted, a.dtype)
+        or total.dtype not in (wanted, a.dtype)
     ):
         raise ValueError(
             f"{OP}: with accumulate_into [G, K, M], in {wanted} for factors of {a.dtype}, give a [K, N], b [N, M] and "
-            f"offsets [G]; got accumulate_into {shapes[2]} in {into.dtype}, a {shapes[0]}, b {shapes[1]} and offsets "
+            f"offsets [G]; got accumulate_into {shapes[2]} in {total.dtype}, a {shapes[0]}, b {shapes[1]} and offsets "
             f"{shapes[3]}"
         )
     if any(isinstance(each, Tensor) or each not in (None, 1.0) for each in options):
@@ -289,7 +289,7 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, into: Tensor, *opt
             f"{OP}: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; "
             f"apply them to the sum when it is complete"
         )
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or total.requires_grad):
         raise ValueError(f"{OP}: accumulate_into records no gradient; call it under torch.no_grad()")
     check_dtypes(OP, a, b)
     if a.dtype.itemsize == 1:

@@ -138,36 +138,38 @@ def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
     wanted = Layout(offsets.mesh)
     if offsets != wanted:
         raise LayoutError(f"grouped_matmul: the offsets are ({offsets}); reshard them to ({wanted})", (wanted,))
-    if cut := rows.shard_order.get(dim):
-        wanted = rows.replace(**dict.fromkeys(cut, "R"))
+    if axes := rows.shard_order.get(dim):
+        wanted = rows.replace(**dict.fromkeys(axes, "R"))
         raise LayoutError(
-            f"grouped_matmul: {what} sharded over {', '.join(map(repr, cut))}, but the offsets count all rows; reshard "
-            f"{what.split()[-2]} to ({wanted})",
+            f"grouped_matmul: {what} sharded over {', '.join(map(repr, axes))}, but the offsets count all rows; "
+            f"reshard {what.split()[-2]} to ({wanted})",
             (wanted,),
         )
 
 
 def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    a, b, offsets, into = layouts
+    a, b, offsets, total_layout = layouts
     shape = shapes[3]
-    assert a is not None and b is not None and offsets is not None and into is not None and shape, "apply passes all"
+    assert a is not None and b is not None and offsets is not None and total_layout is not None and shape, (
+        "apply passes all"
+    )
     _check_whole("the rows of b are", b, 0, offsets)
     _check_whole("the columns of a are", a, 1, offsets)
-    groups = layout_of_dims(into, "gkm", "g")
+    groups = layout_of_dims(total_layout, "gkm", "g")
     check_operand(
         "grouped_matmul",
         "sum to accumulate into",
-        into,
+        total_layout,
         infer.einsum(
             "kn,nm,g->gkm", a, b, groups, name="grouped_matmul", operands=("a", "b", "the groups of accumulate_into")
         ),
-        into,
+        total_layout,
     )
 
     def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return {"first": into.local_slices(shape, rank)[0].start}
+        return {"first": total_layout.local_slices(shape, rank)[0].start}
 
-    return Sharding(into, shape, lambda grad: (None,) * 4, local_options)
+    return Sharding(total_layout, shape, lambda grad: (None,) * 4, local_options)
 
 
 def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:

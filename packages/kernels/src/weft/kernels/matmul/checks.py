@@ -152,8 +152,8 @@ def check_scale(
         )
 
 
-def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *options: object) -> None:
-    """Raises ValueError for arguments that do not fit accumulation into `into`.
+def check_accumulation(a: Tensor, b: Tensor, total: Tensor, *options: object) -> None:
+    """Raises ValueError for arguments that do not fit accumulation into `total`.
 
     options: the arguments of `matmul` that accumulation does not take; each must be None or 1.0.
     """
@@ -162,10 +162,10 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *options: object) -> 
             f"matmul: accumulate_into takes factors of 16 bits at least, got {a.dtype}; cast them with .to()"
         )
     out, wanted = (*a.shape[:-1], b.shape[-1]), torch.promote_types(a.dtype, torch.float32)
-    if tuple(into.shape) != tuple(out) or into.dtype not in (wanted, a.dtype) or b.ndim != 2:
+    if tuple(total.shape) != tuple(out) or total.dtype not in (wanted, a.dtype) or b.ndim != 2:
         raise ValueError(
-            f"matmul: accumulate_into is {into.dtype} of shape {tuple(into.shape)}, for factors of {a.dtype} of shapes "
-            f"{tuple(a.shape)} and {tuple(b.shape)}; give {wanted} of shape {tuple(out)}, and b of two dims"
+            f"matmul: accumulate_into is {total.dtype} of shape {tuple(total.shape)}, for factors of {a.dtype} of "
+            f"shapes {tuple(a.shape)} and {tuple(b.shape)}; give {wanted} of shape {tuple(out)}, and b of two dims"
         )
     if any(each not in (None, 1.0) for each in options if not isinstance(each, Tensor)) or any(
         isinstance(each, Tensor) for each in options
@@ -174,30 +174,30 @@ def check_accumulation(a: Tensor, b: Tensor, into: Tensor, *options: object) -> 
             "matmul: beside accumulate_into there is no bias, residual, scale, activation, alpha, beta or out_dtype; "
             "apply them to the sum when it is complete"
         )
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or into.requires_grad):
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or total.requires_grad):
         raise ValueError("matmul: accumulate_into records no gradient; call it under torch.no_grad()")
 
 
-def check_no_overlap(op: str, into: Tensor) -> None:
-    """Raises ValueError where elements of `into` share memory, as in an expanded tensor: their sums would mix."""
-    if any(step == 0 and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
-        raise _strides_error(op, into, "several elements share their memory")
+def check_no_overlap(op: str, total: Tensor) -> None:
+    """Raises ValueError where elements of `total` share memory, as in an expanded tensor: their sums would mix."""
+    if any(step == 0 and size > 1 for step, size in zip(total.stride(), total.shape, strict=True)):
+        raise _strides_error(op, total, "several elements share their memory")
 
 
-def rows_in_place(op: str, into: Tensor) -> Tensor:
-    """A view [N, M] of into [..., M]. Raises ValueError where no view has this shape, and as `check_no_overlap`."""
-    check_no_overlap(op, into)
-    if into.ndim == 2:
-        return into
+def rows_in_place(op: str, total: Tensor) -> Tensor:
+    """A view [N, M] of total [..., M]. Raises ValueError where no view has this shape, and as `check_no_overlap`."""
+    check_no_overlap(op, total)
+    if total.ndim == 2:
+        return total
     try:
-        return into.view(math.prod(into.shape[:-1]), into.shape[-1])
+        return total.view(math.prod(total.shape[:-1]), total.shape[-1])
     except RuntimeError:
-        raise _strides_error(op, into, "no single stride reaches all rows") from None
+        raise _strides_error(op, total, "no single stride reaches all rows") from None
 
 
-def _strides_error(op: str, into: Tensor, why: str) -> ValueError:
+def _strides_error(op: str, total: Tensor, why: str) -> ValueError:
     return ValueError(
-        f"{op}: accumulate_into of shape {tuple(into.shape)} has strides {into.stride()}: {why}; give it contiguous"
+        f"{op}: accumulate_into of shape {tuple(total.shape)} has strides {total.stride()}: {why}; give it contiguous"
     )
 
 

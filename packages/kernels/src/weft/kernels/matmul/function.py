@@ -277,22 +277,22 @@ def multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tenso
     return out
 
 
-def accumulate_into(a: Tensor, b: Tensor, into: Tensor) -> tuple[Tensor, Tensors]:
-    """Adds a @ b to into in place, in the dtype of into. a: [..., K]. b: [K, N]. Raises as `rows_in_place`."""
-    accumulate(flatten_to_rows(a), b, rows_in_place("matmul", into))
-    return into, ()
+def accumulate_into(a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensors]:
+    """Adds a @ b to total in place, in the dtype of total. a: [..., K]. b: [K, N]. Raises as `rows_in_place`."""
+    accumulate(flatten_to_rows(a), b, rows_in_place("matmul", total))
+    return total, ()
 
 
-def accumulate(a: Tensor, b: Tensor, into: Tensor) -> Tensor:
-    """Adds a @ b to into, in place, for tensors of two dims made by the caller.
+def accumulate(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """Adds a @ b to total, in place, for tensors of two dims made by the caller.
 
-    The strides of into are not checked: under a trace of backward they are unknown.
+    The strides of total are not checked: under a trace of backward they are unknown.
     """
     if use_triton(a) and uses_kernel(a, b, "plain"):
-        _launch(a, b, None, None, None, None, into, None, None, None, 1.0, 1.0, True)
+        _launch(a, b, None, None, None, None, total, None, None, None, 1.0, 1.0, True)
     else:
-        reference.accumulate(a, b, into)
-    return into
+        reference.accumulate(a, b, total)
+    return total
 
 
 def uses_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:

@@ -61,14 +61,14 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=dtype)
 
 
-def accumulate(a: Tensor, b: Tensor, into: Tensor) -> None:
-    """into += a @ b, computed in the dtype of into; a and b have two dims."""
-    if a.dtype == into.dtype:
-        torch.addmm(into, a, b, out=into)
+def accumulate(a: Tensor, b: Tensor, total: Tensor) -> None:
+    """total += a @ b, computed in the dtype of total; a and b have two dims."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
     elif on_cpu(a):
-        torch.addmm(into, a.to(into.dtype), b.to(into.dtype), out=into)
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)
     else:
-        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def activate(z: Tensor, activation: str) -> Tensor:

@@ -47,11 +47,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, head
         )
     size = x.shape[-1:] if head_dim is None else (head_dim,)
     if x.ndim < 1 or (weight is not None and weight.shape != size):
-        row, one = ("H", "H") if head_dim is None else (f"heads * {head_dim}", str(head_dim))
+        row, weight_shape = ("H", "H") if head_dim is None else (f"heads * {head_dim}", str(head_dim))
         shape = None if weight is None else tuple(weight.shape)
         raise ValueError(
-            f"rms_norm takes x [..., {row}] and weight [{one}], got {tuple(x.shape)} and {shape}; give a number for "
-            f"each element of a {'row' if head_dim is None else 'head'}"
+            f"rms_norm takes x [..., {row}] and weight [{weight_shape}], got {tuple(x.shape)} and {shape}; give a "
+            f"number for each element of a {'row' if head_dim is None else 'head'}"
         )
     check_floats("rms_norm", ("x", "the weight"), x, weight)
     check_devices("rms_norm", x, weight)

@@ -22,7 +22,7 @@ from ..options import SCHEMA, Options, check
 from .gather import ShardClasses, VocabGather, placeholder_statistics, run_or_report
 from .layout_rule import CROSS_ENTROPY, local_denominator
 
-__all__ = ["apply_custom_op", "compute_denominator", "place_of"]  # importing them registers the ops for DTensors
+__all__ = ["apply_custom_op", "compute_denominator", "shard_of"]  # importing them registers the ops for DTensors
 
 # Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty. So is the denominator if
 # the caller gave one.
@@ -30,7 +30,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
 
-class Place(NamedTuple):
+class VocabShard(NamedTuple):
     """A shard of the vocabulary, as arguments of a custom op.
 
     For DTensors the layouts define the shard, and `groups` only identifies the graph: see `groups_of`.
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return 1 if gather is None else math.prod(group.size() for group in gather.groups)
 
 
-PLACE = "int vocab_start, int? vocab_size, str[]? groups, bool checked"  # the fields of `Place`
+SHARD_SCHEMA = "int vocab_start, int? vocab_size, str[]? groups, bool checked"  # the fields of `VocabShard`
 
 
 def apply_custom_op(
@@ -57,13 +57,13 @@ def apply_custom_op(
     denominator: Tensor | None,
     *,
     options: Options,
-    place: Place,
+    shard: VocabShard,
 ) -> tuple[Tensor, ...]:
     """The loss, the lse, and the other requested outputs.
 
     inplace_backward is ignored: the compiler decides on memory.
     """
-    loss, lse, *constants, _, _ = forward(logits, target, weight, denominator, *place, *options.flat())
+    loss, lse, *constants, _, _ = forward(logits, target, weight, denominator, *shard, *options.flat())
     requested = (options.return_z_loss, options.return_token_accuracy)
     return loss, lse, *(each.detach() for each, wanted in zip(constants, requested, strict=True) if wanted)
 
@@ -71,14 +71,14 @@ def apply_custom_op(
 @library.custom_op(
     "weft::cross_entropy",
     mutates_args=(),
-    schema=f"({TENSORS}, {PLACE}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({TENSORS}, {SHARD_SCHEMA}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> Results:
-    place, options = parse_with_lse(flat)
+    shard, options = parse_with_lse(flat)
     (loss, lse, *constants), saved = function.forward(
         logits, target, weight, denominator,
-        options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
-        gather=_gather(logits, target, weight, denominator, place, options),
+        options=options, vocab_start=shard.vocab_start, vocab_size=shard.vocab_size,
+        gather=_gather(logits, target, weight, denominator, shard, options),
     )  # fmt: skip
     own_denominator, statistics = saved[3:5]
     assert statistics is not None, "forward saves the statistics"
@@ -91,12 +91,17 @@ def forward(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: 
 
 
 def _gather(
-    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, place: Place, options: Options
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor | None,
+    shard: VocabShard,
+    options: Options,
 ) -> function.Gather | None:
-    gather = VocabGather.from_names(place.groups)
-    if gather is None or place.vocab_size is None or not place.checked:
+    gather = VocabGather.from_names(shard.groups)
+    if gather is None or shard.vocab_size is None or not shard.checked:
         return gather
-    start, vocab_size, V = place.vocab_start, place.vocab_size, logits.shape[-1] if logits.ndim else 0
+    start, vocab_size, V = shard.vocab_start, shard.vocab_size, logits.shape[-1] if logits.ndim else 0
     _, checked_gather = run_or_report(
         lambda: check(logits, target, weight, denominator, options, start, vocab_size),
         gather.groups[0],
@@ -108,7 +113,7 @@ def _gather(
 
 @forward.register_fake
 def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *flat: Any) -> Results:
-    place, options = parse_with_lse(flat)
+    shard, options = parse_with_lse(flat)
     lse = torch.empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     has_own_denominator = options.reduction == "mean" and denominator is None
     reduced = target.shape if options.reduction == "none" else ()
@@ -118,14 +123,14 @@ def _(logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor
         lse.new_empty(reduced if options.return_z_loss else 0),
         lse.new_empty(reduced if options.return_token_accuracy else 0),
         lse.new_empty(((2,) if options.has_two_weights(weight) else ()) if has_own_denominator else 0),
-        lse.new_empty(place.shards, target.numel(), options.columns),
+        lse.new_empty(shard.shards, target.numel(), options.columns),
     )
 
 
 @library.custom_op(
     "weft::cross_entropy_backward",
     mutates_args=(),
-    schema=f"(Tensor? grad, Tensor? grad_lse, {TENSORS}, Tensor statistics, {PLACE}, {SCHEMA}) -> Tensor",
+    schema=f"(Tensor? grad, Tensor? grad_lse, {TENSORS}, Tensor statistics, {SHARD_SCHEMA}, {SCHEMA}) -> Tensor",
 )
 def backward(
     grad: Tensor | None,
@@ -137,11 +142,11 @@ def backward(
     statistics: Tensor,
     *flat: Any,
 ) -> Tensor:
-    place, options = parse_with_lse(flat)
+    shard, options = parse_with_lse(flat)
     saved, needed = (logits, target, weight, denominator, statistics, None, None), (True, False, False, False)
     dlogits, *_ = function.backward(
         saved, (grad, grad_lse), needed,
-        options=options, vocab_start=place.vocab_start, vocab_size=place.vocab_size,
+        options=options, vocab_start=shard.vocab_start, vocab_size=shard.vocab_size,
     )  # fmt: skip
     assert dlogits is not None, "needed is true for the logits"
     return dlogits
@@ -172,18 +177,18 @@ def _gradients(
 forward.register_autograd(_gradients, setup_context=_save)
 
 
-def parse_with_lse(flat: Sequence[Any]) -> tuple[Place, Options]:
-    """`parse_place_and_options` for the ops of cross-entropy, which always return the lse to have a fixed number of
+def parse_with_lse(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
+    """`parse_shard_and_options` for the ops of cross-entropy, which always return the lse to have a fixed number of
     outputs.
     """
-    place, options = parse_place_and_options(flat)
-    return place, replace(options, return_lse=True)
+    shard, options = parse_shard_and_options(flat)
+    return shard, replace(options, return_lse=True)
 
 
-def parse_place_and_options(flat: Sequence[Any]) -> tuple[Place, Options]:
-    """The place and the options, from the last arguments `flat` of a custom op, in the order of PLACE and SCHEMA."""
-    fields = len(Place._fields)
-    return Place(*flat[:fields]), Options.of_flat(*flat[fields:])
+def parse_shard_and_options(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
+    """The shard and the options, from the last arguments `flat` of a custom op, in the order of PLACE and SCHEMA."""
+    fields = len(VocabShard._fields)
+    return VocabShard(*flat[:fields]), Options.of_flat(*flat[fields:])
 
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Results:
@@ -191,7 +196,7 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
     _, options = parse_with_lse(flat)
     operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
     divisor = compute_denominator(denominator, operands.locals[1], operands.locals[2], logits.dtype, operands, options)
-    flat = [*place_of(operands), *options.flat()]
+    flat = [*shard_of(operands), *options.flat()]
     loss, lse, z_loss, accuracy, own_denominator, statistics = forward(*operands.locals[:3], divisor, *flat)
     outputs = (loss, lse, *([z_loss] * options.return_z_loss), *([accuracy] * options.return_token_accuracy))
     wrapped = iter(operands.wrap_outputs(outputs))
@@ -207,7 +212,7 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
     grad, grad_lse, logits, target, weight, denominator, statistics, *flat = args
     _, options = parse_with_lse(flat)
     operands = TracedOperands.unwrap(CROSS_ENTROPY, (logits, target, weight, denominator), options=options)
-    local_grads, flat = map(to_local, (grad, grad_lse)), [*place_of(operands), *options.flat()]
+    local_grads, flat = map(to_local, (grad, grad_lse)), [*shard_of(operands), *options.flat()]
     dlogits = backward(*local_grads, *operands.locals, statistics, *flat)
     return operands.wrap_gradient(0, dlogits, operands.gradient_layouts(grad, grad_lse)[0])
 
@@ -234,10 +239,10 @@ def compute_denominator(
     return mean_denominator(weight, target, options, wide, partial(sum_over, names=all_reduce.names))
 
 
-def place_of(operands: TracedOperands) -> Place:
-    """The `Place` of this rank's shard, from the options of the op's rule."""
+def shard_of(operands: TracedOperands) -> VocabShard:
+    """The `VocabShard` of this rank's shard, from the options of the op's rule."""
     gather = operands.local_options["gather"]
-    return Place(
+    return VocabShard(
         operands.local_options["vocab_start"],
         operands.local_options["vocab_size"],
         None if gather is None else gather.names,

@@ -26,7 +26,7 @@ from ..options import (
     check_contiguous,
     check_target,
 )
-from .custom_ops import Place, apply_custom_op
+from .custom_ops import VocabShard, apply_custom_op
 from .gather import ShardClasses, placeholder_statistics, run_or_report
 from .layout_rule import CROSS_ENTROPY, local_denominator
 
@@ -122,7 +122,7 @@ def cross_entropy(
     operands = (logits, target, weight, as_denominator(denominator, weight, logits))
     if is_compiling():
         outputs = _select_outputs(
-            apply_custom_op(*operands, options=options, place=Place(groups=groups_of(*operands))), options
+            apply_custom_op(*operands, options=options, shard=VocabShard(groups=groups_of(*operands))), options
         )
     else:
         outputs = apply_many(CROSS_ENTROPY, *operands, options=options, first_backward=_first_backward(logits, options))
@@ -219,8 +219,8 @@ def vocab_parallel_cross_entropy(
     if is_compiling():
         _check_local(logits, target)
         parsed, scalar = Options(**options), as_denominator(denominator, weight, logits)
-        place = Place(vocab_start, vocab_size, [group.group_name], checked=True)
-        outputs = _select_outputs(apply_custom_op(logits, target, weight, scalar, options=parsed, place=place), parsed)
+        shard = VocabShard(vocab_start, vocab_size, [group.group_name], checked=True)
+        outputs = _select_outputs(apply_custom_op(logits, target, weight, scalar, options=parsed, shard=shard), parsed)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def attempt() -> tuple[Options, Tensor | None]:

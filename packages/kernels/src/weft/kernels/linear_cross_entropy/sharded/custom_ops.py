@@ -16,7 +16,13 @@ from weft.reshard import layout_of
 from weft.reshard.extension import wrap
 
 from ...cross_entropy.options import SCHEMA, Options
-from ...cross_entropy.sharded.custom_ops import PLACE, Place, compute_denominator, parse_place_and_options, place_of
+from ...cross_entropy.sharded.custom_ops import (
+    SHARD_SCHEMA,
+    VocabShard,
+    compute_denominator,
+    parse_shard_and_options,
+    shard_of,
+)
 from ...cross_entropy.sharded.gather import VocabGather
 from ...dispatch.sharded.compiled import TracedOperands, to_local
 from .. import function
@@ -37,7 +43,7 @@ def apply_custom_op(
     wanted: Wanted,
     chunk_tokens: int | None,
     compute_dtype: torch.dtype | None,
-    place: Place,
+    shard: VocabShard,
     disagreement: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The outputs of cross-entropy. tensors: in the order of TENSORS.
@@ -47,7 +53,7 @@ def apply_custom_op(
     disagreement: the result of `compare`, if called.
     """
     flags = [each is not None for each in wanted]
-    outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *place, *options.flat())
+    outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *shard, *options.flat())
     first = 1 + options.return_lse
     return *outputs[:first], *(each.detach() for each in outputs[first : options.num_outputs])
 
@@ -55,16 +61,16 @@ def apply_custom_op(
 @library.custom_op(
     "weft::linear_cross_entropy_compare",
     mutates_args=(),
-    schema=f"({TENSORS}, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, {PLACE}, {SCHEMA})"
-    " -> Tensor",
+    schema=f"({TENSORS}, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, {SHARD_SCHEMA}, "
+    f"{SCHEMA}) -> Tensor",
 )
 def compare(*arguments: Any) -> Tensor:
-    """`compare_sizes`, for the single group of the place."""
+    """`compare_sizes`, for the single group of the shard."""
     *tensors, chunk_tokens, compute_dtype, sequence_parallel = arguments[:9]
-    place, options = parse_place_and_options(arguments[9:])
-    gather, vocab_size = VocabGather.from_names(place.groups), place.vocab_size
+    shard, options = parse_shard_and_options(arguments[9:])
+    gather, vocab_size = VocabGather.from_names(shard.groups), shard.vocab_size
     assert gather is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
-    (group,), classes = gather.groups, classes_of(tensors[1], place.vocab_start, vocab_size)
+    (group,), classes = gather.groups, classes_of(tensors[1], shard.vocab_start, vocab_size)
     # In a compiled graph the gradients have the inputs' dtypes, for which chunks are cut as without gradients.
     wanted = (None,) * 3
     _, disagreement = compare_sizes(
@@ -90,8 +96,8 @@ def _(input: Tensor, *arguments: Any) -> Tensor:
 @library.custom_op(
     "weft::linear_cross_entropy",
     mutates_args=(),
-    schema=f"({TENSORS}, Tensor? disagreement, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, {PLACE}, "
-    f"{SCHEMA}) -> Tensor[]",
+    schema=f"({TENSORS}, Tensor? disagreement, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, "
+    f"{SHARD_SCHEMA}, {SCHEMA}) -> Tensor[]",
 )
 def forward(*arguments: Any) -> list[Tensor]:
     """The outputs, followed by the further tensors backward needs.
@@ -99,7 +105,7 @@ def forward(*arguments: Any) -> list[Tensor]:
     These are the gradients computed in forward, or else the denominator and the statistics.
     """
     *tensors, disagreement, flags, chunk_tokens, compute_dtype = arguments[:10]
-    place, options = parse_place_and_options(arguments[10:])
+    shard, options = parse_shard_and_options(arguments[10:])
     factors = (tensors[0], tensors[1], tensors[3])
     wanted = _wanted(factors, flags)
     (loss, *further), saved = function.forward(
@@ -108,7 +114,7 @@ def forward(*arguments: Any) -> list[Tensor]:
         wanted=wanted,
         compute_dtype=compute_dtype,
         chunk_tokens=chunk_tokens,
-        **_shard(place),
+        **_options_of(shard),
     )
     if disagreement is not None:
         loss = loss + disagreement
@@ -123,7 +129,7 @@ def forward(*arguments: Any) -> list[Tensor]:
 @forward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     input, linear_weight, target, linear_bias, weight, denominator, _, flags, _, compute_dtype = arguments[:10]
-    place, options = parse_place_and_options(arguments[10:])
+    shard, options = parse_shard_and_options(arguments[10:])
     dtype = compute_dtype or input.dtype
     lse = torch.empty(target.shape, dtype=torch.promote_types(dtype, torch.float32), device=input.device)
     empty = lse.new_empty(0)
@@ -139,14 +145,14 @@ def _(*arguments: Any) -> list[Tensor]:
     own_denominator = empty
     if options.reduction == "mean" and denominator is None:
         own_denominator = lse.new_empty((2,) if options.has_two_weights(weight) else ())
-    return [*outputs, own_denominator, lse.new_empty(place.shards, target.numel(), options.columns)]
+    return [*outputs, own_denominator, lse.new_empty(shard.shards, target.numel(), options.columns)]
 
 
 @library.custom_op(
     "weft::linear_cross_entropy_backward",
     mutates_args=(),
     schema="(Tensor?[] grads, Tensor?[] tensors, bool[] needed, int? chunk_tokens, ScalarType? compute_dtype, "
-    f"{PLACE}, {SCHEMA}) -> Tensor[]",
+    f"{SHARD_SCHEMA}, {SCHEMA}) -> Tensor[]",
 )
 def backward(
     grads: list[Tensor | None],
@@ -157,12 +163,12 @@ def backward(
     *flat: Any,
 ) -> list[Tensor]:
     """The needed ones among the gradients of input, linear_weight and linear_bias."""
-    place, options = parse_place_and_options(flat)
+    shard, options = parse_shard_and_options(flat)
     needed_of_tensors = (needed[0], needed[1], False, needed[2], False, False)
     gradients = function.backward(
         tensors, grads, needed_of_tensors,
         options=options, wanted=_wanted(_factors(tensors), needed), compute_dtype=compute_dtype,
-        chunk_tokens=chunk_tokens, **_shard(place),
+        chunk_tokens=chunk_tokens, **_options_of(shard),
     )  # fmt: skip
     return [each for each in gradients if each is not None]
 
@@ -180,7 +186,7 @@ def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, _, flags, ctx.chunk_tokens, ctx.compute_dtype = inputs[:10]
     ctx.flat = inputs[10:]
-    _, options = parse_place_and_options(ctx.flat)
+    _, options = parse_shard_and_options(ctx.flat)
     dtype = ctx.compute_dtype or tensors[0].dtype
     ctx.num_outputs = options.num_outputs
     for_backward = output[ctx.num_outputs :]
@@ -208,12 +214,12 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
 forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _shard(place: Place) -> dict[str, Any]:
-    gather = VocabGather.from_names(place.groups)
+def _options_of(shard: VocabShard) -> dict[str, Any]:
+    gather = VocabGather.from_names(shard.groups)
     return {
-        "vocab_start": place.vocab_start,
-        "vocab_size": place.vocab_size,
-        "shards": place.shards,
+        "vocab_start": shard.vocab_start,
+        "vocab_size": shard.vocab_size,
+        "shards": shard.shards,
         "gather": gather,
     }
 
@@ -225,7 +231,7 @@ def _wanted(factors: Sequence[Tensor | None], flags: Sequence[bool]) -> Wanted:
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
     *tensors, denominator, disagreement, flags, chunk_tokens, compute_dtype = args[:10]
-    _, options = parse_place_and_options(args[10:])
+    _, options = parse_shard_and_options(args[10:])
     operands = TracedOperands.unwrap(
         LINEAR_CROSS_ENTROPY, (*tensors, denominator), options=options, compute_dtype=compute_dtype
     )
@@ -233,7 +239,7 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
     assert input is not None, "the input is required"
     dtype = compute_dtype or input.dtype
     divisor = compute_denominator(denominator, target, weight, dtype, operands, options)
-    flat = (*place_of(operands), *options.flat())
+    flat = (*shard_of(operands), *options.flat())
     results = forward(*operands.locals[:5], divisor, disagreement, flags, chunk_tokens, compute_dtype, *flat)
     outputs = operands.wrap_outputs(results[: options.num_outputs])
     for_backward = results[options.num_outputs :]
@@ -251,7 +257,7 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
     grads, tensors, needed, chunk_tokens, compute_dtype, *flat = args
-    _, options = parse_place_and_options(flat)
+    _, options = parse_shard_and_options(flat)
     local_grads = [to_local(grad) for grad in grads]
     if len(tensors) == 4:  # the gradients computed in forward, and an empty tensor
         for layout in (layout_of(grad) for grad in grads if isinstance(grad, DTensor)):
@@ -260,7 +266,7 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
                     f"the gradient of the loss has layout ({layout}); reshard it to ({replicated})", (replicated,)
                 )
         saved = [to_local(each) for each in tensors]
-        gradients = backward(local_grads, saved, needed, chunk_tokens, compute_dtype, *Place(), *options.flat())
+        gradients = backward(local_grads, saved, needed, chunk_tokens, compute_dtype, *VocabShard(), *options.flat())
         wanted_tensors = [each for each, need in zip(tensors[1:], needed, strict=True) if need]
         return [
             wrap(part, layout_of(like), like.shape) if isinstance(like, DTensor) else part
@@ -268,7 +274,7 @@ def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: A
         ]
     *saved_operands, statistics = tensors
     operands = TracedOperands.unwrap(LINEAR_CROSS_ENTROPY, saved_operands, options=options, compute_dtype=compute_dtype)
-    flat = [*place_of(operands), *options.flat()]
+    flat = [*shard_of(operands), *options.flat()]
     gradients = backward(local_grads, [*operands.locals, statistics], needed, chunk_tokens, compute_dtype, *flat)
     layouts, wanted = operands.gradient_layouts(*grads), [i for i, need in zip(FACTORS, needed, strict=True) if need]
     return [operands.wrap_gradient(i, part, layouts[i]) for i, part in zip(wanted, gradients, strict=True)]

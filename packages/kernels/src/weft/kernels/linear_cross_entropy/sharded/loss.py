@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...cross_entropy.options import AllOptions, AnyOutputs, LossAlone, LossAndLse, Options, Reduction, check_target
 from ...cross_entropy.sharded import gather
-from ...cross_entropy.sharded.custom_ops import Place
+from ...cross_entropy.sharded.custom_ops import VocabShard
 from ...cross_entropy.sharded.gather import VocabGather
 from ...cross_entropy.sharded.loss import as_denominator
 from ...dispatch.backend import is_compiling
@@ -129,7 +129,9 @@ def linear_cross_entropy(
         "compute_dtype": compute_dtype,
     }
     if is_compiling():
-        outputs = apply_custom_op(*operands, **arguments, place=Place(groups=groups_of(*operands)), disagreement=None)
+        outputs = apply_custom_op(
+            *operands, **arguments, shard=VocabShard(groups=groups_of(*operands)), disagreement=None
+        )
     else:
         outputs = apply_many(LINEAR_CROSS_ENTROPY, *operands, **arguments)
     return outputs if len(outputs) > 1 else outputs[0]
@@ -214,7 +216,7 @@ def vocab_parallel_linear_cross_entropy(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
     name = group.group_name
-    place = Place(vocab_start, vocab_size, [name])
+    shard = VocabShard(vocab_start, vocab_size, [name])
 
     def parse_options() -> tuple[Options, Tensor | None]:
         if any(isinstance(tensor, DTensor) for tensor in (input, linear_weight, target)):
@@ -228,12 +230,12 @@ def vocab_parallel_linear_cross_entropy(
         remaining = (linear_weight, target, linear_bias, weight, scalar)
         with torch.no_grad():
             disagreement = compare(
-                input, *remaining, chunk_tokens, compute_dtype, sequence_parallel, *place, *parsed.flat()
+                input, *remaining, chunk_tokens, compute_dtype, sequence_parallel, *shard, *parsed.flat()
             )
         whole = _whole(input, target, name, sequence_parallel, disagreement)
         outputs = apply_custom_op(
             whole, *remaining, options=parsed, wanted=_wanted(input, linear_weight, linear_bias),
-            chunk_tokens=chunk_tokens, compute_dtype=compute_dtype, place=place, disagreement=disagreement,
+            chunk_tokens=chunk_tokens, compute_dtype=compute_dtype, shard=shard, disagreement=disagreement,
         )  # fmt: skip
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -252,7 +254,7 @@ def vocab_parallel_linear_cross_entropy(
     loss, *further = apply_many(
         LINEAR_CROSS_ENTROPY, whole, linear_weight, target, linear_bias, weight, scalar,
         options=parsed, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
-        vocab_start=vocab_start, vocab_size=vocab_size, shards=place.shards, gather=VocabGather((group,)),
+        vocab_start=vocab_start, vocab_size=vocab_size, shards=shard.shards, gather=VocabGather((group,)),
     )  # fmt: skip
     if gather.on_gpu(input):  # on a CPU the host has checked the sizes
         loss = loss + disagreement

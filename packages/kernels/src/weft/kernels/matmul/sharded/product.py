@@ -155,12 +155,12 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
 
 
 def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    a, b, into = layouts
+    a, b, total_layout = layouts
     a_shape, b_shape, _ = shapes
-    assert a is not None and b is not None and into is not None and a_shape and b_shape, "all are given"
+    assert a is not None and b is not None and total_layout is not None and a_shape and b_shape, "all are given"
     terms = ProductTerms(a_shape, b_shape)
     output = terms.output_layout("matmul", a, b)
-    check_operand("matmul", "sum to accumulate into", into, output, output)
+    check_operand("matmul", "sum to accumulate into", total_layout, output, output)
     return Sharding(output, terms.shape, lambda grad: (None, None, None))
 
 
