@@ -22,7 +22,6 @@ from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
 from .planning.layouts import cotangent, sharded_over
 from .training.full_parameters import contiguous_shard_slices
 from .training.gathered_modules import (
-    Place,
     gather_when_called,
     gathering_units,
     keep_gathered,
@@ -30,8 +29,9 @@ from .training.gathered_modules import (
     with_fixed_parameters,
 )
 from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
+from .training.hooks import differentiable, tensors_of
 from .training.pending_gradient import GradPlaceholder
-from .training.trees import differentiable, tensors_of
+from .training.unit import ParameterSlot
 from .world.collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
 from .world.groups import (
@@ -55,8 +55,8 @@ __all__ = [
     "COMMUNICATING",
     "Collective",
     "GradPlaceholder",
+    "ParameterSlot",
     "Pending",
-    "Place",
     "Recorded",
     "Running",
     "StartedReshard",

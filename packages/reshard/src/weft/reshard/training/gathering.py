@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters gathered over the same ranks in one dtype share a collective. A unit (gathered_modules.py) runs a `Gathers`
-before each forward or backward that needs its parameters.
+Parameters gathered over the same ranks in one dtype share a collective. A unit (unit.py) runs a `GatherBatch` before
+each forward or backward that needs its parameters.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Gather:
     into: Tensor  # receives this rank's part; may have no memory between gathers
 
 
-class Gathers:
-    """Repeated gathers of the same shards into the same buffers. Everything that stays the same is computed once.
+class GatherBatch:
+    """Gathers of several shards into the same buffers, run many times. Groups, shapes and views are computed once.
 
     Communication: one all-gather for all shards gathered over the same ranks in one dtype, in the order given. A gather
     whose plan is not a single all-gather runs by itself. Ranks outside the shards' meshes do nothing.
