@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
-from weft.reshard.training import gathered_modules
+from weft.reshard.training import gathered_modules, unit
 from weft.reshard.training.full_parameters import contiguous_shard_slices
 from weft.reshard.training.gathering import GatherBatch
 
@@ -72,7 +72,7 @@ def events(steps: int) -> list[list[str]]:
         layer.register_forward_pre_hook(lambda *_, i=i: seen.append(f"forward {i}"))
         layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
     found = []
-    with patch.object(gathered_modules, "GatherBatch", Noted):
+    with patch.object(unit, "GatherBatch", Noted):
         for step in range(steps):
             trained.step(step)
             found.append(list(seen))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard.extension import ParameterSlot, gather_when_called, sharded_over
+from weft.reshard.extension import ParameterSlot, gather_when_called, shard_replicated_axes
 
 from .plan import ParallelPlan
 from .resolve import Part
@@ -50,7 +50,9 @@ def shard_layouts(parts: Sequence[Part], layouts: Mapping[str, Layout], model: n
         shape = tuple(model.get_parameter(name).shape)
         axes = plan.zero_over or _data_axes(layout.mesh)
         at_rest[name] = (
-            sharded_over(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1]) if plan.zero else layout
+            shard_replicated_axes(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1])
+            if plan.zero
+            else layout
         )
     return at_rest
 

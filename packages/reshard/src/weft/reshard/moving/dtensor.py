@@ -246,10 +246,10 @@ def distribute(
     """
     rank = this_rank()
     if not isinstance(layout, Layout):
-        mesh = one_mesh(layout, device_mesh)
+        mesh = mesh_argument(layout, device_mesh)
         if mesh is None:
             raise ValueError("distribute needs a layout, or a mesh and placements on it")
-        layout = layout_given(mesh, placements)
+        layout = layout_from_arguments(mesh, placements)
     elif placements or device_mesh is not None:
         raise ValueError(
             f"distribute got the layout ({layout}) and a mesh or placements beside it; give one of the two"
@@ -269,7 +269,7 @@ def distribute(
     return result
 
 
-def layout_given(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layout:
+def layout_from_arguments(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layout:
     """The Layout of a mesh and placements as a caller gives them.
 
     A sequence with a placement for each axis of a DeviceMesh is in the DeviceMesh's axis order.
@@ -279,7 +279,7 @@ def layout_given(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layo
     return Layout(as_process_mesh(mesh), placements)
 
 
-def one_mesh(
+def mesh_argument(
     mesh: ProcessMesh | DeviceMesh | None, device_mesh: ProcessMesh | DeviceMesh | None
 ) -> ProcessMesh | DeviceMesh | None:
     """The mesh given as `mesh` or, by torch's name, as `device_mesh`; None for neither. Raises ValueError for both."""

@@ -73,10 +73,10 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     """
     check = _check
     if check is not None:
-        taking_part = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
+        exchange_members = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
         digests = tuple(mesh.digest for mesh in meshes)
-        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or format_ranks(taking_part)
-        check.announce(_Announced(f"{plan} on {on}", tuple(taking_part), digests))
+        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or format_ranks(exchange_members)
+        check.announce(_Announced(f"{plan} on {on}", tuple(exchange_members), digests))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from weft.mesh import Layout, Partial, Replicate, Shard
 
 from .exchange import messages_of
-from .layouts import without_partial
+from .layouts import replicate_partials
 from .links import Links
 from .search import Fits, cheapest
 from .steps import Exchange, MakePartial, Relabel, Step
@@ -26,7 +26,7 @@ def cheapest_across(
     Between disjoint meshes each byte crosses once. Between meshes that share ranks, the plan found has the fewest
     bytes received by the busiest rank.
     """
-    target = without_partial(dst)
+    target = replicate_partials(dst)
     partials = tuple(
         MakePartial(axis, placement.op)
         for axis, placement in zip(dst.mesh.axis_names, dst.placements, strict=True)

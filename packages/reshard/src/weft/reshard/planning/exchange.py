@@ -17,7 +17,7 @@ from itertools import product
 from weft.mesh import Layout
 from weft.mesh.extension import Box, overlap, volume
 
-from .layouts import moving, spec_of
+from .layouts import moved_axes, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +41,24 @@ class Messages:
         return sum(volume(box) for _, box in self.receives)
 
 
-def exchanging_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+def exchange_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """The axes over which an exchange between two layouts of the same mesh moves data.
 
     Along the remaining axes, no rank needs anything from another.
     """
     ndim = max((*src.shard_order, *dst.shard_order), default=-1) + 1
-    axes = moving(spec_of(src, ndim), spec_of(dst, ndim))
+    axes = moved_axes(spec_of(src, ndim), spec_of(dst, ndim))
     return tuple(axis for axis in src.mesh.axis_names if axis in axes)
 
 
-def taking_part(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
+def exchange_members(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
     """The ranks, ascending, that `rank` may exchange messages with, itself included.
 
     On one mesh, the sub-mesh along the exchanging axes; between two, the ranks of both.
     """
     if src.mesh != dst.mesh:
         return tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
-    axes = exchanging_axes(src, dst)
+    axes = exchange_axes(src, dst)
     group = src.mesh.submesh(rank, *axes) if axes else None
     return (rank,) if group is None else tuple(sorted(group))
 
@@ -71,7 +71,7 @@ def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> 
     """
     if rank not in src.mesh and rank not in dst.mesh:
         return Messages((), (), None)
-    group = taking_part(src, dst, rank)
+    group = exchange_members(src, dst, rank)
     cells = _cells_of(src, shape, group)
     if cells.replicated:
         return _all_messages(src, dst, shape, group).get(rank, Messages((), (), None))
@@ -174,7 +174,7 @@ def _rank(message: tuple[int, Box]) -> int:
     return message[0]
 
 
-def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
+def contiguous_run(boxes: Iterable[Box], outer: Box) -> slice | None:
     """The contiguous run of memory filled by the boxes, in order, in the row-major local tensor of the box `outer`.
 
     None where a box does not begin at the end of the previous box, where a box is itself not contiguous, and for no
@@ -197,6 +197,6 @@ def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
     return None if start is None else slice(start, end)
 
 
-def within(box: Box, outer: Box) -> Box:
+def relative_box(box: Box, outer: Box) -> Box:
     """`box` as slices of the local tensor of the box `outer`."""
     return tuple(slice(part.start - o.start, part.stop - o.start) for part, o in zip(box, outer, strict=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 
-from .layouts import dual_layout, without_trivial_axes
+from .layouts import drop_trivial_axes, dual_layout
 
 Axis = str | tuple[str, ...]
 Dim = int | tuple[int, ...]
@@ -136,7 +136,7 @@ def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
     return (step.dim,) if isinstance(step.dim, int) else step.dim
 
 
-def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
+def placement_changes(step: Step) -> list[tuple[str, Placement, Placement]]:
     """For each axis changed by the step: (axis, placement before, placement after)."""
     match step:
         case AllGather():
@@ -155,11 +155,11 @@ def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
             return []
 
 
-def follow(step: Step, layout: Layout) -> Layout:
+def layout_after(step: Step, layout: Layout) -> Layout:
     """The layout after the step. Raises LayoutError where the step cannot start from `layout`."""
     if isinstance(step, Targeted):
         return step.target
-    changes = before_and_after(step)
+    changes = placement_changes(step)
     for axis, before, _ in changes:
         if layout[axis] != before:
             raise LayoutError(f"{step} starts from {before} on axis {axis!r}, but the layout is ({layout})")
@@ -192,4 +192,4 @@ def dual(step: Step, before: Layout) -> Step:
         Permute: Permute,
         Relabel: Relabel,
     }
-    return duals[type(step)](without_trivial_axes(dual_layout(before)))
+    return duals[type(step)](drop_trivial_axes(dual_layout(before)))

@@ -21,9 +21,9 @@ from weft.mesh import Layout, Partial, Replicate, Shard
 from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
 from ..moving.dtensor import dtensor_spec, layout_of, wrap, wrap_with_spec
 from ..moving.order_check import LazyText, announce
-from ..moving.stacking import Stacking, cut_to, padded, stacking_of
+from ..moving.stacking import Stacking, crop, pad, stacking_of
 from ..planning.costs import padded_part
-from ..planning.layouts import without_trivial_axes
+from ..planning.layouts import drop_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
 from ..world.groups import group_along, process_mesh, this_rank
 from .shared_memory import summed
@@ -54,7 +54,7 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduc
     None where one reduce-scatter and one all-reduce do not suffice, as between different meshes, or where several axes
     cut a dim unevenly.
     """
-    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
+    src, dst = drop_trivial_axes(src), drop_trivial_axes(dst)
     if src.mesh != dst.mesh:
         return None
     changed = [axis for axis in src.mesh.axis_names if src[axis] != dst[axis]]
@@ -108,8 +108,9 @@ class Route:
         )
 
     def stacked(self, local: Tensor) -> Tensor:
-        """The parts into which a local gradient is scattered, one in each row."""
-        return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
+        """The parts into which a local gradient is scattered, a row for each part."""
+        stacking = self.stacking
+        return stacking.as_stacked(pad(local, stacking.padded_shape)).reshape(math.prod(stacking.sizes), -1)
 
 
 class Bucket(Generic[Owner]):
@@ -151,7 +152,7 @@ class Bucket(Generic[Owner]):
             for (owner, route), part in zip(self._routes.items(), flat.split_with_sizes(sizes), strict=True):
                 if route.local_shape is not None:
                     part = part.view(route.stacking.part)
-                    part = part if route.local_shape == route.stacking.part else cut_to(part, route.local_shape)
+                    part = part if route.local_shape == route.stacking.part else crop(part, route.local_shape)
                 results.append((owner, wrap_with_spec(part, route.spec)))
         return results
 

@@ -1,6 +1,6 @@
 """Full-size copies of sharded parameters (`FullParameter`), and the state a model's units share (`ModelGathering`).
 
-gathered_modules.py fills, uses and frees the copies; gradient_sync.py takes their gradients to the shards.
+unit.py fills, uses and frees the copies; gradient_sync.py reduces their gradients into the shards.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class _Bundle:
             stacking = stacking_of(tuple(part), axes_of(gather_step), sizes_along, gather_step)
             # Positions follow the order of the axes, in which the steps of a bundle may differ.
             _, positions = group_along(each.shard.device_mesh, axes_of(gather_step))
-            for received, filled in stacking.pairs(rows, each.into, positions):
+            for received, filled in stacking.view_pairs(rows, each.into, positions):
                 self._sources.append(received)
                 self._targets.append(filled)
         self._storage = self._buffer.untyped_storage()

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..moving.dtensor import dtensor_spec, layout_of, wrap_with_spec
-from ..planning.layouts import sharded_over
+from ..planning.layouts import shard_replicated_axes
 from ..world.groups import this_rank
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .buckets import Route
@@ -119,7 +119,7 @@ class GradientSync:
                     name=name,
                     mesh=layout_of(parameter).mesh,
                     is_on_mesh=this_rank() in layout_of(parameter).mesh,
-                    target=sharded_over(layout_of(parameter), parameter.shape, axes),
+                    target=shard_replicated_axes(layout_of(parameter), parameter.shape, axes),
                     sends_every_pass=full is not None and not full.accumulate_grad,
                 )
             )

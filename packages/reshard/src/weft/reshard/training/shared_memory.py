@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..moving.collectives import Running, all_reduce, by_exchange
-from ..world.collective_bytes import counted_as, received_bytes
+from ..world.collective_bytes import count_as, received_bytes
 from ..world.groups import world_cache
 from ..world.world import world
 
@@ -51,7 +51,7 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
     torch.cat(flat_parts, out=places[group.rank()])
     flat_parts.clear()
     nbytes = received_bytes("all-reduce", group.size(), elements * places.itemsize, 0, places.itemsize)
-    with counted_as("all-reduce", nbytes):
+    with count_as("all-reduce", nbytes):
         work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     assert work is not None, "async_op=True returns the work"
     yield work

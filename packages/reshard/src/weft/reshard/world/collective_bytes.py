@@ -73,7 +73,7 @@ _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as
 
 
 @contextmanager
-def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
+def count_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
     """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
     nbytes: received by a rank, where the call's tensors do not show this.

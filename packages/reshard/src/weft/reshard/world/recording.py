@@ -24,7 +24,7 @@ from weft.mesh import ProcessMesh
 
 from . import dynamo
 from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes, uneven_bytes
-from .world import Positions, entered, wide_axes, world
+from .world import Positions, enter_world, nontrivial_axes, world
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
     dynamo.allow()
     recorded = Recorded(mesh, rank)
     try:
-        with entered(recorded), _Functional(recorded):
+        with enter_world(recorded), _Functional(recorded):
             yield recorded
     finally:
         for name in recorded.groups:
@@ -90,7 +90,7 @@ class Recorded:
                 place = place * part.axis_size(axis) + index
             self.groups[name] = _Group(place, part.size, name)
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
-            self.axes[name] = wide_axes(part)
+            self.axes[name] = nontrivial_axes(part)
         return self.groups[name]
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> _Group:
@@ -155,10 +155,10 @@ class _Mesh(DeviceMesh):
         return hash((self.content, self._thread_id))
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        here = world()
-        part = here.process_meshes[self].submesh(here.rank, self._axis(mesh_dim))
+        current = world()
+        part = current.process_meshes[self].submesh(current.rank, self._axis(mesh_dim))
         assert part is not None, "ranks outside the mesh have no groups"
-        return here.group_of(part)
+        return current.group_of(part)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         coordinate = self.get_coordinate()
@@ -239,9 +239,9 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._note(kind, received_bytes(kind, self.size(), *size, inputs[0].element_size()))
 
     def _note(self, kind: str, nbytes: int) -> dist.Work:
-        here = world()
-        assert isinstance(here, Recorded), "only a recording makes these groups"
-        here.add(kind, self, nbytes)
+        current = world()
+        assert isinstance(current, Recorded), "only a recording makes these groups"
+        current.add(kind, self, nbytes)
         return _Done()
 
 

@@ -105,7 +105,7 @@ class Processes:
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
         group = self.group_of_ranks(tuple(sorted(part)))
-        self.axes.setdefault(group.group_name, wide_axes(part))
+        self.axes.setdefault(group.group_name, nontrivial_axes(part))
         return group
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -143,28 +143,28 @@ class Processes:
             )
 
 
-def wide_axes(mesh: ProcessMesh) -> tuple[str, ...]:
+def nontrivial_axes(mesh: ProcessMesh) -> tuple[str, ...]:
     """The axes of a mesh with more than one rank."""
     return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 
-_entered: ContextVar[World | None] = ContextVar("entered", default=None)
+_current_world: ContextVar[World | None] = ContextVar("entered", default=None)
 _latest_processes: Processes | None = None
 
 
 def world() -> World:
-    """The World entered last by `entered`, else `processes()`. Raises RuntimeError without either."""
-    return _entered.get() or processes()
+    """The World entered last by `enter_world`, else `processes()`. Raises RuntimeError without either."""
+    return _current_world.get() or processes()
 
 
 @contextmanager
-def entered(inner: World) -> Iterator[None]:
+def enter_world(inner: World) -> Iterator[None]:
     """Makes `inner` the current World, in this thread, until the block ends."""
-    token = _entered.set(inner)
+    token = _current_world.set(inner)
     try:
         yield
     finally:
-        _entered.reset(token)
+        _current_world.reset(token)
 
 
 def processes() -> Processes:
