@@ -91,11 +91,11 @@ def in_one_piece_and_in_many(src: str, dst: str, shape: tuple[int, int], dtype: 
 
 def held(src: str, dst: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Bytes alive at once in many pieces and in one, with the backend's own gathers; gloo's threads may let go late."""
-    world().by_exchange = False
+    world().prefers_all_to_all = False
     try:
         many, one = (min(changed(src, dst, shape, torch.float32, each)[2] for _ in range(3)) for each in (MANY, ONE))
     finally:
-        world().by_exchange = True
+        world().prefers_all_to_all = True
     return many, one
 
 

@@ -32,9 +32,9 @@ def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str,
     contracts = not set(inputs) - {","} <= set(output)
 
     def partial(placements: Placements) -> Placement | None:
-        found = [placement for placement in placements if isinstance(placement, Partial)]
-        if len(found) == 1 and (found[0].op in ("sum", "avg") or (len(placements) == 1 and not contracts)):
-            return found[0]
+        partials = [placement for placement in placements if isinstance(placement, Partial)]
+        if len(partials) == 1 and (partials[0].op in ("sum", "avg") or (len(placements) == 1 and not contracts)):
+            return partials[0]
         product = Partial("product")
         return product if one_reduction(placements) == product and not contracts else None
 

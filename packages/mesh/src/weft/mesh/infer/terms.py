@@ -60,15 +60,15 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
     answer = judge(operation, layouts)
     if isinstance(answer, Layout):
         return answer
-    wanted = _nearest(operation, layouts)
+    nearest = _nearest(operation, layouts)
     changes = [
         f"{operation.operand(position)} to ({after})"
-        for position, (before, after) in enumerate(zip(layouts, wanted, strict=True))
+        for position, (before, after) in enumerate(zip(layouts, nearest, strict=True))
         if before != after
     ]
     if len(changes) > SHOWN:
         changes[SHOWN:] = [f"{len(changes) - SHOWN} more"]
-    raise LayoutError(f"{operation.name}: {answer}; reshard {' and '.join(changes)}", tuple(wanted))
+    raise LayoutError(f"{operation.name}: {answer}; reshard {' and '.join(changes)}", tuple(nearest))
 
 
 def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
@@ -181,27 +181,27 @@ def _output_on_axis(operation: Operation, placements: Placements) -> Placement |
     indices = {term[p.dim] for term, p in zip(operation.terms, placements, strict=True) if isinstance(p, Shard)}
     if any(isinstance(placement, Partial) for placement in placements):
         result = None if indices else operation.partial(placements)
-        return result or (lambda: f"{_shown(placements)}: the ranks' outputs would not reduce to the result")
+        return result or (lambda: f"{_placements_text(placements)}: the ranks' outputs would not reduce to the result")
     if not indices:
         return Replicate()
     if len(indices) > 1:
-        return lambda: f"{_sharded(operation, placements)}, which do not go together"
+        return lambda: f"{_shards_text(operation, placements)}, which do not go together"
     (index,) = indices
     for position, (term, placement) in enumerate(zip(operation.terms, placements, strict=True)):
         if term.count(index) > 1:
-            return lambda: f"{_sharded(operation, placements)}, which is the same index as another of its dims"
+            return lambda: f"{_shards_text(operation, placements)}, which is the same index as another of its dims"
         if index in term and not isinstance(placement, Shard):
             unsharded = f"dim {term.index(index)} of {operation.operand(position)}"
-            return lambda: f"{_sharded(operation, placements)}, but not {unsharded}"
+            return lambda: f"{_shards_text(operation, placements)}, but not {unsharded}"
     if index not in operation.whole:
         if index in operation.output:
             return Shard(operation.output.index(index))
         if operation.contracted:
             return operation.contracted
-    return lambda: f"{_shown(placements)}: {operation.why_whole}"
+    return lambda: f"{_placements_text(placements)}: {operation.why_whole}"
 
 
-def _shown(placements: Placements) -> str:
+def _placements_text(placements: Placements) -> str:
     return (
         "the placement is " + str(placements[0])
         if len(placements) == 1
@@ -209,17 +209,19 @@ def _shown(placements: Placements) -> str:
     )
 
 
-def _sharded(operation: Operation, placements: Placements) -> str:
+def _shards_text(operation: Operation, placements: Placements) -> str:
     dims = (f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard))
-    return f"{_shown(placements)}: the axis shards {' and '.join(dims)}"
+    return f"{_placements_text(placements)}: the axis shards {' and '.join(dims)}"
 
 
-def _can_be_with(placement: Placement, rest: Iterable[Placement]) -> bool:
-    """Whether a tensor can have this placement on an axis and `rest` on the remaining axes.
+def _can_be_with(placement: Placement, remaining_placements: Iterable[Placement]) -> bool:
+    """Whether a tensor can have this placement on an axis and `remaining_placements` on the remaining axes.
 
     Partial by two different ops would make the value depend on the order of the reductions.
     """
-    return not isinstance(placement, Partial) or all(o == placement for o in rest if isinstance(o, Partial))
+    return not isinstance(placement, Partial) or all(
+        o == placement for o in remaining_placements if isinstance(o, Partial)
+    )
 
 
 def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
@@ -269,12 +271,12 @@ def _choices(operation: Operation, current: Placements) -> list[Placements]:
     return [*choices, whole]
 
 
-def _cost(parts: int, current: Placements, wanted: Placements) -> tuple[int, int]:
+def _cost(parts: int, current: Placements, target: Placements) -> tuple[int, int]:
     """(bytes that a rank receives, in units of L (p - 1) / p**2; number of operands that change)
 
     parts: the axis's size p. L: the size of every operand, taken to be equal.
     """
-    changed = [(before, after) for before, after in zip(current, wanted, strict=True) if before != after]
+    changed = [(before, after) for before, after in zip(current, target, strict=True) if before != after]
     return sum(_received(parts, before, after) for before, after in changed), len(changed)
 
 

@@ -29,8 +29,7 @@ from ..world.collective_bytes import count_as
 from ..world.world import Positions, world
 
 Running = Generator[dist.Work, None, Tensor]
-# A collective over several axes may run axis by axis, each axis a phase: the group of a phase, and its members'
-# positions along the axis. In a range, the members are in order of their positions.
+# One axis of a collective that runs axis by axis: the axis's group, and the members' positions (a range: in order).
 Phase = tuple[dist.ProcessGroup, Positions]
 
 # torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
@@ -67,7 +66,7 @@ class Pending:
     @classmethod
     def finished(cls, result: Tensor) -> Pending:
         """A Pending whose result is there already."""
-        return cls(finished(result))
+        return cls(immediate_result(result))
 
     def wait(self) -> Tensor:
         """Waits for the started collective, runs the rest, and returns the result."""
@@ -84,7 +83,7 @@ class Pending:
             self._result: Tensor = done.value
 
 
-def finished(result: Tensor) -> Running:
+def immediate_result(result: Tensor) -> Running:
     """A `Running` without collectives, which returns `result`."""
     return result
     yield  # unreachable, but makes the function a generator
@@ -130,10 +129,7 @@ def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
-    """All-gathers `part` phase by phase. Returns the parts of all members, those of the last phase outermost.
-
-    In each phase, parts are in the order of the members' positions.
-    """
+    """All-gathers `part` phase by phase; returns all members' parts by position, the last phase's axis outermost."""
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
@@ -156,13 +152,13 @@ def gather_pieces(
     yield from interleave(gather(piece) for piece in pieces)
 
 
-def by_exchange() -> bool:
+def uses_all_to_all() -> bool:
     """Whether all-gathers and reduce-scatters are run as all-to-alls.
 
     False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check that
     all-to-alls would skip.
     """
-    return world().by_exchange and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+    return world().prefers_all_to_all and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
 def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -171,7 +167,7 @@ def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -
     On gloo an all-to-all does this in half the time or less, but holds the result's memory a second time while it runs.
     Two ranks need no extra memory.
     """
-    if not by_exchange():
+    if not uses_all_to_all():
         return _as_work(all_gather_single(gathered.view(-1), part.reshape(-1), group, async_op=True))
     if group.size() == 2:
         rows, own_part = gathered.view(2, -1), part.reshape(-1)
@@ -190,7 +186,7 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """
     result = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     is_small = tensor.numel() > 2 and tensor.nbytes <= _MOST_SWAPPED_BYTES
-    if is_small and op in ("sum", "avg") and group.size() == 2 and by_exchange():
+    if is_small and op in ("sum", "avg") and group.size() == 2 and uses_all_to_all():
         received = torch.empty_like(result)
         yield _start_swap(received, result, group, "all-reduce")
         result.add_(received)
@@ -202,7 +198,7 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Running:
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
     """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result.
 
-    stacked: [*sizes of the phases, first phase first, elements of a part], with any strides; not changed.
+    stacked: [*sizes of the phases in order, elements of a part], with any strides; not changed.
     """
     pieces = split_into_pieces(stacked.shape[-1], stacked, phases)
     return _scatter_pieces(stacked, op, phases, pieces) if len(pieces) > 1 else _reduce_scatter(stacked, op, phases)
@@ -229,7 +225,7 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
         stacked = stacked.reshape(len(positions), -1).contiguous()
         if not isinstance(positions, range):
             stacked = stacked[list(positions)]
-        if op in ("sum", "avg") and not by_exchange():
+        if op in ("sum", "avg") and not uses_all_to_all():
             part = stacked.new_empty(stacked.shape[1])
             yield _as_work(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
         elif op in ("sum", "avg") and group.size() == 2:

@@ -53,18 +53,18 @@ def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
 
 @lru_cache(maxsize=65536)
 def _layout(mesh: ProcessMesh, names: tuple[str, ...], placements: tuple[Any, ...]) -> Layout:
-    given = dict(zip(names, placements, strict=True))
+    placement_of = dict(zip(names, placements, strict=True))
     placed: dict[str, Placement] = {}
     for name in reversed(names):
-        placement = given[name]
+        placement = placement_of[name]
         if type(placement).__name__ == STRIDED:
             placed = _with_strided_shard(mesh, name, placement, placed)
         else:
-            placed = {name: _known(name, placement)} | placed
+            placed = {name: _as_weft_placement(name, placement)} | placed
     return Layout.in_order(mesh, placed)
 
 
-def _known(axis: str, placement: Any) -> Placement:
+def _as_weft_placement(axis: str, placement: Any) -> Placement:
     try:
         return as_placement(placement)
     except ValueError:
@@ -85,19 +85,19 @@ def _with_strided_shard(
     Raises LayoutError where the axes after `axis` do not cut the dim into this number of parts.
     """
     majors, parts = [], 1
-    for other, later_placement in later.items():
+    for later_axis, later_placement in later.items():
         if parts == placement.split_factor:
             break
         if isinstance(later_placement, Shard) and later_placement.dim == placement.dim:
-            parts *= mesh.axis_size(other)
-        majors.append(other)
+            parts *= mesh.axis_size(later_axis)
+        majors.append(later_axis)
     if parts != placement.split_factor:
         raise LayoutError(
             f"axis {axis!r} has the placement {placement!r}, which cuts every {placement.split_factor}th part of dim "
             f"{placement.dim}, and no axes after {axis!r} cut that dim into so many; bring the DTensor to Shard or "
             f"Replicate there by its redistribute() first"
         )
-    first = {other: later[other] for other in majors}
+    first = {later_axis: later[later_axis] for later_axis in majors}
     return first | {axis: Shard(placement.dim)} | later
 
 

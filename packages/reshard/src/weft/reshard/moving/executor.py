@@ -55,8 +55,8 @@ from .collectives import (
     all_gather,
     all_reduce,
     exchange,
-    finished,
     gather_pieces,
+    immediate_result,
     reduce_scatter,
     split_into_pieces,
 )
@@ -205,7 +205,7 @@ class _PreparedSlice:
     length: int
 
     def run(self, local: Tensor) -> Running:
-        return finished(local.narrow(self.dim, self.start, self.length).contiguous())
+        return immediate_result(local.narrow(self.dim, self.start, self.length).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +222,12 @@ class _PreparedMakePartial:
 
     def run(self, local: Tensor) -> Running:
         if self.region is None:
-            return finished(local if self.holds_value else torch.full_like(local, identity(self.op, local.dtype)))
+            return immediate_result(
+                local if self.holds_value else torch.full_like(local, identity(self.op, local.dtype))
+            )
         result = local.new_full(self.result_shape, identity(self.op, local.dtype))
         result.narrow(*self.region).copy_(local)
-        return finished(result)
+        return immediate_result(result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,23 +76,23 @@ def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: in
             local = layout.local_shape(shape, rank)
             if isinstance(step, AllReduce):
                 return 2 * (parts - 1) * -(-math.prod(local) // parts)
-            whole = local if isinstance(step, ReduceScatter) else layout_after(step, layout).local_shape(shape, rank)
-            return (parts - 1) * math.prod(padded_part(step, layout, whole))
+            full = local if isinstance(step, ReduceScatter) else layout_after(step, layout).local_shape(shape, rank)
+            return (parts - 1) * math.prod(padded_part(step, layout, full))
 
 
-def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence[int]) -> list[int]:
+def padded_part(step: AllGather | ReduceScatter, layout: Layout, full_shape: Sequence[int]) -> list[int]:
     """Shape of the largest part gathered or scattered by the step.
 
-    whole: shape of the local tensor after the gather, or before the scatter.
+    full_shape: shape of the local tensor after the gather, or before the scatter.
     """
-    part = list(whole)
+    part = list(full_shape)
     for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
         part[dim] = largest_part(part[dim], layout.mesh.axis_size(axis))
     return part
 
 
 def dual_messages(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], rank: int) -> Messages:
-    """The messages of the exchange run backwards by the ReduceExchange."""
+    """The messages of the ReduceExchange's dual, an Exchange. The step sends them in the opposite direction."""
     return messages_of(dual_layout(step.target), dual_layout(layout), shape, rank)
 
 
@@ -100,7 +100,7 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
     """Elements alive at the same time on `rank` during the step, its input and its result included."""
     shape = tuple(shape)
     after = layout_after(step, layout)
-    held, result = (math.prod(at.local_shape(shape, rank)) for at in (layout, after))
+    held, result = math.prod(layout.local_shape(shape, rank)), math.prod(after.local_shape(shape, rank))
     match step:
         case Relabel():
             return held
@@ -110,15 +110,15 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
             return held + result
         case AllGather():
             part = math.prod(padded_part(step, layout, after.local_shape(shape, rank)))
-            whole = part + received_elements(step, layout, shape, rank)
-            even = whole == result  # otherwise the part is padded first, and padding is cut from a gathered copy
-            return held + whole + result if even else held + part + whole + whole + result
+            padded = part + received_elements(step, layout, shape, rank)
+            even = padded == result  # otherwise the part is padded first, and padding is cut from a gathered copy
+            return held + padded + result if even else held + part + padded + padded + result
         case ReduceScatter():
             part = math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
-            whole = part * layout.mesh.axis_size(*axes_of(step))
+            padded = part * layout.mesh.axis_size(*axes_of(step))
             # Parts of several axes are put in order first. For min, max and product the parts are exchanged.
-            extra = whole if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
-            return held + extra + (whole + result if whole == held else whole + whole + part + result)
+            extra = padded if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
+            return held + extra + (padded + result if padded == held else padded + padded + part + result)
         case ReduceExchange():
             messages = dual_messages(layout, step, shape, rank).reversed()
         case AllToAll() | Exchange() | Permute():
@@ -164,17 +164,17 @@ def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     mesh = src.mesh
     addends = mesh.axis_size(*reduced)
     values = [a for a, p, q in triples if not isinstance(p, Partial) and isinstance(q, Partial)]
-    passing = [a for a, p, q in triples if isinstance(p, Partial) and isinstance(q, Partial)]
+    still_partial = [a for a, p, q in triples if isinstance(p, Partial) and isinstance(q, Partial)]
     if values:
         return busiest
-    instances = mesh.axis_size(*passing)
+    instances = mesh.axis_size(*still_partial)
     parts = mesh.axis_size(*(axis for order in dst.shard_order.values() for axis in order))
     copies = mesh.size // instances // parts
     elements = math.prod(shape) * instances
     messages = elements * (addends + copies - 2)
     if mesh.size <= INSPECTED_RANKS:
-        already_there = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
-        messages += max(0, elements - already_there)
+        held_elements = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
+        messages += max(0, elements - held_elements)
     return max(busiest, -(-messages // mesh.size))
 
 
@@ -182,10 +182,10 @@ def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, re
     """The most elements needed and not held by a rank. reduced: held elements are addends, and do not count."""
     most = 0
     for rank in islice(dst.mesh, INSPECTED_RANKS):
-        need = dst.local_slices(shape, rank)
-        needed = volume(need)
+        needed_box = dst.local_slices(shape, rank)
+        needed = volume(needed_box)
         if needed > most:
-            held = 0 if reduced else volume(overlap(need, src.local_slices(shape, rank)))
+            held = 0 if reduced else volume(overlap(needed_box, src.local_slices(shape, rank)))
             most = max(most, needed - held)
     return most
 
@@ -209,7 +209,7 @@ def _bound_with_shared_axes(
     for rank in islice(dst.mesh, INSPECTED_RANKS):
         group = dst.mesh.submesh(rank, *shared)
         assert group is not None, "a rank of the mesh"
-        need = dst.local_slices(shape, rank)
-        held = sum(volume(overlap(need, src.local_slices(shape, member))) for member in group)
-        most = max(most, -(-(volume(need) - held) // group.size))
+        needed_box = dst.local_slices(shape, rank)
+        held = sum(volume(overlap(needed_box, src.local_slices(shape, member))) for member in group)
+        most = max(most, -(-(volume(needed_box) - held) // group.size))
     return most

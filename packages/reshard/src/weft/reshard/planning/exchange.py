@@ -100,18 +100,18 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
     sends: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     local: dict[int, Box] = {}
-    wanted = [
+    pieces = [
         (receiver, holders, box)
         for receiver in group
         if receiver in dst.mesh
         for holders, box in cells.overlapping(dst.local_slices(shape, receiver))
     ]
-    for receiver, holders, box in wanted:
+    for receiver, holders, box in pieces:
         if receiver in holders:
             local[receiver] = box
             continue
-        near = _nearest(src, dst, receiver, holders)
-        sender = min(near, key=lambda holder: load[holder])
+        nearest = _nearest(src, dst, receiver, holders)
+        sender = min(nearest, key=lambda holder: load[holder])
         load[sender] += volume(box)
         sends[sender].append((receiver, box))
         receives[receiver].append((sender, box))
@@ -128,12 +128,13 @@ def _nearest(src: Layout, dst: Layout, receiver: int, holders: Sequence[int]) ->
     """
     if src.mesh != dst.mesh:
         return list(holders)
-    here = list((src.mesh.coordinate(receiver) or {}).values())
-    shared = []
+    receiver_index = list((src.mesh.coordinate(receiver) or {}).values())
+    depths = []  # for each holder, the number of outer axes in common
     for holder in holders:
-        there = list((src.mesh.coordinate(holder) or {}).values())
-        shared.append(next((depth for depth, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), len(here)))
-    return [holder for holder, depth in zip(holders, shared, strict=True) if depth == max(shared)]
+        holder_index = list((src.mesh.coordinate(holder) or {}).values())
+        equal = [a == b for a, b in zip(receiver_index, holder_index, strict=True)]
+        depths.append(equal.index(False) if False in equal else len(equal))
+    return [holder for holder, depth in zip(holders, depths, strict=True) if depth == max(depths)]
 
 
 class _Cells:
@@ -153,11 +154,11 @@ class _Cells:
         """The non-empty pieces of `box`, each with its holders."""
         if not volume(box):
             return
-        found = [
+        overlapping_cuts = [
             [cut for cut in cuts if cut[0] < part.stop and part.start < cut[1]]
             for cuts, part in zip(self._intervals, box, strict=True)
         ]
-        for cell in product(*found):
+        for cell in product(*overlapping_cuts):
             piece = tuple(
                 slice(max(start, part.start), min(stop, part.stop))
                 for (start, stop), part in zip(cell, box, strict=True)

@@ -1,10 +1,6 @@
-"""Layouts as the planner uses them: duals, gradients' layouts, identities of Partial ops, and specs.
+"""Layouts as the planner uses them: duals, layouts of gradients, ops of Partial, and specs.
 
-Functions of layouts for resharding: duals, layouts of gradients, checks of reductions.
-
-Identity elements and results of the ops of Partial.
-
-Specs: for each dim of a tensor, the axes sharding the dim, major first.
+A spec is a layout without its Partial axes: for each dim of a tensor, the axes that shard the dim, major first.
 """
 
 from __future__ import annotations

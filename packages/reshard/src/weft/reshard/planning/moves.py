@@ -84,7 +84,7 @@ class MoveBuilder:
             yield []
             return
         axes, dims = tuple(axis for axis, _ in cut), tuple(dim for _, dim in cut)
-        if self._in_one(src, dst, dims):
+        if self._in_one_collective(src, dst, dims):
             yield [self._move(AllGather, src, dst, axes, dims)]
             if self.thorough and len(axes) > 1:
                 for order in _orders(axes):
@@ -117,7 +117,7 @@ class MoveBuilder:
         way: Way = []
         axes, dims = tuple(scattered), tuple(scattered.values())
         after = append_axes(spec, scattered.items())
-        if axes and self._in_one(after, spec, dims):
+        if axes and self._in_one_collective(after, spec, dims):
             fast_first = tuple(axis for axis in reversed(self.sizes.slow_first) if axis in axes)
             apart = fast_first if self.apart and len(axes) > 1 else ()
             way.append(self._move(ReduceScatter, spec, after, axes, dims, apart))
@@ -134,7 +134,7 @@ class MoveBuilder:
         """A reduction and an exchange in a single collective."""
         return self._move(ReduceExchange, src, dst)
 
-    def _in_one(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
+    def _in_one_collective(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
         """Whether a single collective may gather or scatter these dims.
 
         Either each dim has a single axis, or all parts have the same size.
@@ -225,14 +225,14 @@ class Sizes:
     def _exchanged(self, src: Spec, dst: Spec) -> Traffic:
         """Traffic of an exchange: missing elements come from the nearest holder."""
         part = max(1, self.local(src))
-        found, traffic = self.overlap(src, dst), {}
-        near: set[str] = set()
+        available, traffic = self.overlap(src, dst), {}
+        near_axes: set[str] = set()
         for axis in self._fast_first(moved_axes(src, dst)):
-            near.add(axis)
-            reach = self.overlap(tuple(tuple(a for a in order if a not in near) for order in src), dst)
-            if reach > found:
-                traffic[axis] = (-(-(reach - found) // part), reach - found)
-                found = reach
+            near_axes.add(axis)
+            reachable = self.overlap(tuple(tuple(a for a in order if a not in near_axes) for order in src), dst)
+            if reachable > available:
+                traffic[axis] = (-(-(reachable - available) // part), reachable - available)
+                available = reachable
         return traffic
 
     def overlap(self, src: Spec, dst: Spec) -> int:

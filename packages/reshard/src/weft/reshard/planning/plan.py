@@ -1,7 +1,4 @@
-"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose.
-
-The steps of a plan as text and pictures.
-"""
+"""Plans: the steps from one layout to another, as a value to price, print as text and pictures, and transpose."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from .steps import Step, Targeted, dual, layout_after
 WIDTH = 105  # default columns of an explanation: room for two pictures of 48 columns side by side
 INDENT = "   "  # before each line of a picture
 
-LISTED = 16  # ranks at most whose bytes are listed rank by rank
+MOST_LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
 
 @dataclass(frozen=True)
@@ -145,15 +142,15 @@ class Plan:
             f"({self.src}) -> ({self.dst})",
             f"{self.dtype} {self.shape} on {self.src.mesh}{there}",
             f"received by the busiest rank: {received:,} bytes, {gap}",
-            *self._received_by_each(),
+            *self._bytes_by_rank(),
             f"alive at once on a rank: {self.peak_bytes:,} bytes at most",
             *([] if self.topology is None else [f"predicted time: {1e6 * self.seconds:,.1f} us"]),
         ]
 
-    def _received_by_each(self) -> list[str]:
+    def _bytes_by_rank(self) -> list[str]:
         """A line with the bytes received by each rank; no line where all are equal, or for more than LISTED ranks."""
-        received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
-        if len(self.ranks) > LISTED or len(set(received.values())) == 1:
+        received = {rank: self.received_bytes(rank) for rank in self.ranks[:MOST_LISTED]}
+        if len(self.ranks) > MOST_LISTED or len(set(received.values())) == 1:
             return []
         listed = ", ".join(f"rank {rank} {count:,}" for rank, count in received.items())
         return [f"received by each: {listed} bytes"]

@@ -39,25 +39,25 @@ def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
     Raises LayoutError where a rank is missing, or where its tensor does not have the shape of its part of the source.
     """
     for rank in plan.src.mesh.ranks:
-        want = plan.src.local_shape(plan.shape, rank)
-        got = tuple(shards[rank].shape) if rank in shards else None
-        if got != want:
+        expected_shape = plan.src.local_shape(plan.shape, rank)
+        shape = tuple(shards[rank].shape) if rank in shards else None
+        if shape != expected_shape:
             raise LayoutError(
-                f"rank {rank} has a tensor of shape {got}, but ({plan.src}) of {plan.shape} gives it {want}"
+                f"rank {rank} has a tensor of shape {shape}, but ({plan.src}) of {plan.shape} gives it {expected_shape}"
             )
     current = dict(shards)
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
-        current = _after(step, layout, plan.shape, current)
+        current = _apply_step(step, layout, plan.shape, current)
     return {rank: current[rank].clone() for rank in plan.dst.mesh.ranks}
 
 
-def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+def _apply_step(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
     """All ranks' tensors after the step."""
     match step:
         case AllToAll() | Exchange() | Permute() | Relabel():
-            return _exchanged(layout, layout_after(step, layout), shape, current)
+            return _apply_exchange(layout, layout_after(step, layout), shape, current)
         case ReduceExchange():
-            return _exchanged_backwards(layout, step, shape, current)
+            return _apply_reduce_exchange(layout, step, shape, current)
         case AllGather() | ReduceScatter():
             # Axis by axis, which has the same result as any collectives that run the step.
             changes = list(zip(axes_of(step), dims_of(step), strict=True))
@@ -65,10 +65,10 @@ def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) 
                 for group in layout.mesh.groups(axis):
                     parts = [current[rank] for rank in group.ranks]
                     if isinstance(step, AllGather):
-                        together = [torch.cat(parts, dim)] * len(parts)
+                        results = [torch.cat(parts, dim)] * len(parts)
                     else:
-                        together = _cut(reduce_parts(step.op, torch.stack(parts)), len(parts), dim)
-                    current = current | dict(zip(group.ranks, together, strict=True))
+                        results = _cut(reduce_parts(step.op, torch.stack(parts)), len(parts), dim)
+                    current = current | dict(zip(group.ranks, results, strict=True))
             return current
         case AllReduce(op=op):
             for axis in axes_of(step):
@@ -101,7 +101,7 @@ def _apply_local(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]
     raise AssertionError(f"{step} has an int or None as its dim")
 
 
-def _exchanged(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+def _apply_exchange(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
     """All ranks' tensors after an exchange of `src` for `dst`."""
     after = {}
     for rank in dst.mesh.ranks:
@@ -113,7 +113,7 @@ def _exchanged(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards
     return after
 
 
-def _exchanged_backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], current: Shards) -> Shards:
+def _apply_reduce_exchange(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], current: Shards) -> Shards:
     """All ranks' tensors after a ReduceExchange: the dual exchange's messages go back, and are added up."""
     after = {}
     for rank in step.target.mesh.ranks:

@@ -164,9 +164,9 @@ def layout_after(step: Step, layout: Layout) -> Layout:
         if layout[axis] != before:
             raise LayoutError(f"{step} starts from {before} on axis {axis!r}, but the layout is ({layout})")
     for dim in {before.dim for _, before, _ in changes if isinstance(before, Shard)}:
-        named = tuple(axis for axis, before, _ in changes if before == Shard(dim))
-        if layout.shard_order[dim][-len(named) :] != named:
-            minor = f"axis {named[0]!r} is not the minor axis" if len(named) == 1 else f"{named} are not the minor axes"
+        axes = tuple(axis for axis, before, _ in changes if before == Shard(dim))
+        if layout.shard_order[dim][-len(axes) :] != axes:
+            minor = f"axis {axes[0]!r} is not the minor axis" if len(axes) == 1 else f"{axes} are not the minor axes"
             raise LayoutError(f"{step}: {minor} of dim {dim} in ({layout})")
     return layout.replace(**{axis: after for axis, _, after in changes})
 

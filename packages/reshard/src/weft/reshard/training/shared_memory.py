@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moving.collectives import Running, all_reduce, by_exchange
+from ..moving.collectives import Running, all_reduce, uses_all_to_all
 from ..world.collective_bytes import count_as, received_bytes
 from ..world.groups import world_cache
 from ..world.world import world
@@ -47,7 +47,7 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
         flat_parts.clear()
         return (yield from all_reduce(flat, "sum", group))
     elements = sum(map(len, flat_parts))
-    places = memory.take(elements, flat_parts[0].dtype)
+    places = memory.acquire(elements, flat_parts[0].dtype)
     torch.cat(flat_parts, out=places[group.rank()])
     flat_parts.clear()
     nbytes = received_bytes("all-reduce", group.size(), elements * places.itemsize, 0, places.itemsize)
@@ -56,7 +56,7 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
     assert work is not None, "async_op=True returns the work"
     yield work
     flat = torch.add(*places) if len(places) == 2 else places.sum(0, dtype=places.dtype)
-    memory.give_back()
+    memory.release()
     return flat
 
 
@@ -70,12 +70,12 @@ class _Memory:
         self.shared, self.nbytes = shared.view(_PLACES, members, nbytes), nbytes
         self.in_use, self._turn = False, 0
 
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Each member's place for the next sum, [members, elements]; in use until `give_back`."""
+    def acquire(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Each member's place for the next sum, [members, elements]; in use until `release`."""
         self.in_use, self._turn = True, (self._turn + 1) % _PLACES
         return self.shared[self._turn, :, : elements * dtype.itemsize].view(dtype)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self.in_use = False
 
 
@@ -86,15 +86,15 @@ def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | 
     group.
     Communication: with the store, where the present memory is too small.
     """
-    like, nbytes = parts[0], sum(part.nbytes for part in parts)
-    if not (_LEAST <= nbytes <= _MOST and like.is_cpu and like.is_floating_point() and 2 <= group.size() <= _MEMBERS):
+    first, nbytes = parts[0], sum(part.nbytes for part in parts)
+    if not (_LEAST <= nbytes <= _MOST and first.is_cpu and first.is_floating_point() and 2 <= group.size() <= _MEMBERS):
         return None
-    if not by_exchange() or not hasattr(os, "memfd_create"):  # on Linux alone
+    if not uses_all_to_all() or not hasattr(os, "memfd_create"):  # on Linux alone
         return None
-    known: dict[str, _Memory | None] = world_cache().setdefault("shared memory", {})
-    memory = known.get(group.group_name)
-    if group.group_name not in known or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
-        known[group.group_name] = memory = _allocate_together(nbytes, group)
+    memories: dict[str, _Memory | None] = world_cache().setdefault("shared memory", {})
+    memory = memories.get(group.group_name)
+    if group.group_name not in memories or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
+        memories[group.group_name] = memory = _allocate_together(nbytes, group)
     return memory if memory is not None and memory.nbytes >= nbytes and not memory.in_use else None
 
 
@@ -122,7 +122,7 @@ class _Offer:
 
 def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
     """New shared memory with `nbytes` for each member; None on all members where the mapping fails on any member."""
-    here, rank, members = world(), group.rank(), group.size()
+    current, rank, members = world(), group.rank(), group.size()
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     size = _PLACES * members * nbytes
     name = f"shared memory of {group.group_name}, {nbytes} bytes"
@@ -135,13 +135,13 @@ def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
             token = secrets.token_hex(16)
             os.pwrite(file, token.encode(), 0)
             offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", token)
-        here.publish(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
+        current.publish(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
     else:
-        offer = _Offer(*here.wait_for_message(name).decode().split("\n"))
+        offer = _Offer(*current.wait_for_message(name).decode().split("\n"))
     with suppress(OSError, ValueError):
         mapped = offer.map(size)
-    here.publish(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
-    answers = [here.wait_for_message(f"{name}, member {member}") for member in range(members)]
+    current.publish(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
+    answers = [current.wait_for_message(f"{name}, member {member}") for member in range(members)]
     if file is not None:
         os.close(file)
     if mapped is None or b"no" in answers:

@@ -52,7 +52,7 @@ class Recorded:
     """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`."""
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
-        self.rank, self.size, self.device_type, self.by_exchange = rank, mesh.size, "cpu", False
+        self.rank, self.size, self.device_type, self.prefers_all_to_all = rank, mesh.size, "cpu", False
         self.peers_run = False
         self.device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.process_meshes: dict[DeviceMesh, ProcessMesh] = {}
@@ -85,10 +85,10 @@ class Recorded:
         if name not in self.groups:
             coordinate = part.coordinate(self.rank)
             assert coordinate is not None, "ranks outside the mesh have no groups"
-            place = 0
+            position = 0
             for axis, index in coordinate.items():
-                place = place * part.axis_size(axis) + index
-            self.groups[name] = _Group(place, part.size, name)
+                position = position * part.axis_size(axis) + index
+            self.groups[name] = _Group(position, part.size, name)
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
             self.axes[name] = nontrivial_axes(part)
         return self.groups[name]
@@ -191,8 +191,8 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     torch 2.13 calls these methods by public names, 2.11 and 2.12 by older names with an underscore in front.
     """
 
-    def __init__(self, place: int, size: int, name: str) -> None:
-        super().__init__(place, size)
+    def __init__(self, position: int, size: int, name: str) -> None:
+        super().__init__(position, size)
         self._name = name
 
     @property
