@@ -1,9 +1,9 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
-`prepare` returns the plan's `PreparedPlan`. Its first run finds the groups, shapes and messages of each step, and later
-runs reuse these. A prepared step runs as a generator: it yields every collective that it starts, and returns the local
-tensor after the step. `execute` waits for each collective at once; with `start_plan`, the caller computes something
-else between start and wait.
+`prepare` returns the `PreparedPlan` of a plan. The first run finds the groups, shapes and messages of each step, and
+later runs reuse these. A prepared step runs as a generator: yields every collective after starting the collective, and
+returns the local tensor after the step. `execute` waits for each collective at once; with `start_plan`, the caller
+computes between start and wait.
 
 Inside `record_received`, each plan that communicates passes its result to a callback. Inside `replay_received`, each
 such plan returns a recorded result, and sends nothing. So selective recomputation (weft.models' parallel/recompute.py)

@@ -169,10 +169,10 @@ class _LayoutChange(NamedTuple):
         return {"topology": self.topology, "memory_limit": self.memory_limit}
 
     def restate_as_input(self, grad: DTensor) -> DTensor:
-        """The input's gradient, with its layout stated by the same torch placements as the input's layout.
+        """The input's gradient, with the input's spec.
 
-        One layout may have two statements in torch: by a `_StridedShard`, or by a permuted mesh. Autograd compares
-        them.
+        torch can state a layout by a `_StridedShard` or, as Weft does, by permuting the mesh. The gradient must have
+        the same statement as the input.
         """
         return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 

@@ -1,9 +1,9 @@
 """The messages of an exchange, which changes any layout to any other in a single step, on one mesh or between two.
 
-Each rank lacks the elements of its target part outside its source part. A single holder sends each missing
-piece: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
-computes the same messages. A rank holds a single box of the tensor and needs a single box, so any rank sends another
-at most one box.
+A rank lacks the elements of its target part that are outside its source part. Each missing piece is sent by a single
+holder: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
+computes the same messages. A rank holds a single box of the tensor, and needs a single box: so a rank sends at most one
+box to any other rank.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def _with_partials(
     """The spec before the final steps, and these steps, which make axes Partial.
 
     partials: (axis, placement in the source, Partial) of every axis that becomes Partial.
-    An axis that shards a dim keeps the shard until then, as the minor axis of its dim: MakePartial surrounds the shard
-    with the op's identity. An average has no identity, so the axis of an average replicates before.
+    An axis that shards a dim keeps the shard until the final step, as the minor axis of the dim: MakePartial surrounds
+    the shard with the op's identity. An average has no identity, and an axis to average over replicates before.
     """
     steps: list[MakePartial] = []
     order = [axis for cut in start for axis in cut]

@@ -159,7 +159,7 @@ class Bucket(Generic[Owner]):
     def _run(self) -> Running:
         route = next(iter(self._routes.values()))
         grads, self._grads = self._grads, {}  # so that each gradient is freed once it is copied into the flat tensor
-        if route.local_shape is None:  # outside the mesh: each part is empty, and `finish` wraps any empty tensor
+        if route.local_shape is None:  # outside the mesh all parts are empty; `finish` splits an empty tensor
             return next(iter(grads.values()))
         scattered, all_reduced = route.reduction.axes
         group = group_along(self._mesh, all_reduced)[0] if all_reduced else None

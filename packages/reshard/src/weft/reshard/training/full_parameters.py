@@ -47,13 +47,14 @@ def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], r
 
 
 class FullParameter:
-    """The full-size copy of a sharded parameter, with which its module computes.
+    """The full-size copy of a sharded parameter, with which the parameter's module computes.
 
     An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. With
-    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, so the
-    parameter is held once. A shard that the program has views of keeps its own memory, so that these views stay valid.
+    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, and
+    takes no memory of its own. A shard of which the program has views keeps its memory, because the views must stay
+    valid.
     keep_between_calls: keep the buffer between calls (ZeRO 1, 2).
-    accumulate_grad: let the gradient accumulate (ZeRO 1).
+    accumulate_grad: let the gradient accumulate over backward passes (ZeRO 1).
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, keep_between_calls: bool, accumulate_grad: bool) -> None:

@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters gathered over the same ranks in one dtype share a collective. A unit (unit.py) runs a `GatherBatch` before
-each forward or backward that needs its parameters.
+Parameters gathered over the same ranks in the same dtype share a collective. A unit (unit.py) runs a `GatherBatch`
+before each forward or backward of the unit's module.
 """
 
 from __future__ import annotations

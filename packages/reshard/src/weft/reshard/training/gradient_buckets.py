@@ -144,7 +144,7 @@ def send_remaining(
     expected_set = set(expected)
     unexpected = [i for i, forms in enumerate(unsent) if forms and leaves[i] not in expected_set]
     to_resend = {i for i in unexpected if leaves[i].sent_forms}
-    # Whether this rank has every gradient once, in one layout. Then it sends what all ranks send, and need not ask.
+    # Whether this rank has every gradient once and in a single layout. Then no message of a peer could change anything.
     has_all = not to_resend and all(
         len(forms) == 1 for leaf, forms in zip(leaves, leaf_forms, strict=True) if leaf.expects_grad or forms
     )
@@ -192,7 +192,7 @@ def _send_with_peers(
         _check_alike(leaf, leaf_forms[i] or zero_forms.get(i, ()), peer_forms)
         if not leaf_forms[i]:
             all_forms[i] = next(iter(peer_forms.values()), ())
-        # Peers that send no gradient of this leaf now, and read no message that would tell them to give zeros.
+        # Peers that send no gradient of this leaf now, and read no messages, by which they could know to give zeros.
         unaware = [rank for rank, message in messages.items() if not message.reads and i not in message.unexpected]
         if i in to_resend and unaware:
             raise RuntimeError(

@@ -87,8 +87,8 @@ class Leaf:
     def unsent_forms(self) -> Forms:
         """The forms of the gradients that `GradientBuckets.add` would send now.
 
-        Without ZeRO, a gradient in the target layout is never sent, and stays in `.grad`. Its form is listed until
-        `add` has put it into `sent_forms`, so that other ranks learn of the gradient.
+        Without ZeRO, a gradient in the target layout is never sent, and stays in `.grad`. The form of this gradient is
+        listed until `add` has put the form into `sent_forms`; by the form, peers learn of the gradient.
         """
         if not self.is_hooked:
             return ()

@@ -24,9 +24,9 @@ from .hooks import backward_is_running, differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterSlot:
-    """Where a module of a unit has a sharded parameter: `module.name`. One for each parameter that the unit gathers.
+    """The attribute `module.name` which holds a sharded parameter. A unit has a slot for each parameter to gather.
 
-    The slot's content changes: the shard between the unit's calls, its full copy while the unit computes.
+    The slot holds the shard between the unit's calls, and the shard's full copy while the unit computes.
     """
 
     module: nn.Module
@@ -198,8 +198,8 @@ class Unit:
     def _start_gather(self, entries: Sequence[_Entry]) -> None:
         """Starts to gather the full copies that are stale.
 
-        A full copy is stale if its shard has changed since it was filled. In forward it is also stale if filled in an
-        earlier pass; backward computes with the values of forward.
+        A full copy is stale if the shard has changed since the copy was filled. In forward, a copy filled in an earlier
+        pass is stale, too; backward computes with the values of forward.
         """
         states = {full: (shard, full.state_of(shard)) for _, shard, full in entries}
         pass_number = self.model_gathering.pass_number

@@ -1,7 +1,7 @@
 """`in_graph`: functions that stay a single node in Dynamo's graph.
 
-Dynamo cannot trace layouts, which are Python values, so functions on DTensors are decorated with `in_graph`. Dynamo
-and Triton are slow to import: they are imported when DTensors are first used (`allow`), not before.
+Dynamo cannot trace layouts, which are Python values. Therefore functions on DTensors are decorated with `in_graph`.
+Dynamo and Triton are slow to import, and are imported when DTensors are first used (`allow`), not before.
 """
 
 from __future__ import annotations
