@@ -12,7 +12,7 @@ from ..extents import largest_part
 from ..layout import Layout, LayoutError
 from ..placement import Placement, Replicate, Shard
 from .nearest import nearest
-from .terms import Operation, checked_dims, infer, letters, one_reduction
+from .terms import Operation, check_dims, infer, letters, pass_same_reduction
 
 Slab = tuple[tuple[int, int, int], ...]  # per dim: its size, and the start and stop of the indices held
 
@@ -22,7 +22,7 @@ def transpose(layout: Layout, dims: Sequence[int]) -> Layout:
 
     Raises LayoutError for a layout that shards a further dim. Raises ValueError for dims that are not a permutation.
     """
-    return _transpose(layout, checked_dims("transpose", dims, len(tuple(dims))))
+    return _transpose(layout, check_dims("transpose", dims, len(tuple(dims))))
 
 
 @lru_cache(maxsize=65536)
@@ -30,7 +30,8 @@ def _transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
     term = letters(len(dims))
     output = "".join(term[dim] for dim in dims)
     return infer(
-        Operation(f"transpose to dims {dims}", (term,), output, one_reduction, operands=("the operand",)), (layout,)
+        Operation(f"transpose to dims {dims}", (term,), output, pass_same_reduction, operands=("the operand",)),
+        (layout,),
     )
 
 
@@ -51,9 +52,9 @@ def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...])
         raise ValueError(
             f"reshape from {shape} to {new_shape}: {math.prod(shape)} elements are not {math.prod(new_shape)}"
         )
-    reshaped = _reshaped(layout, shape, new_shape)
+    reshaped = _find_layout_after(layout, shape, new_shape)
     if reshaped is None:
-        near = nearest(layout, shape, lambda candidate: _reshaped(candidate, shape, new_shape) is not None)
+        near = nearest(layout, shape, lambda candidate: _find_layout_after(candidate, shape, new_shape) is not None)
         raise LayoutError(
             f"reshape from {shape} to {new_shape}: no layout of the new shape gives each rank of ({layout}) "
             f"the elements that it holds; reshard the operand to ({near})",
@@ -62,7 +63,7 @@ def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...])
     return reshaped
 
 
-def _reshaped(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
+def _find_layout_after(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
     """The layout of the new shape in which every rank holds the same elements as before; None for none.
 
     Found axis by axis, in the order of the elements. A layout that is right for some axes is also right for the first

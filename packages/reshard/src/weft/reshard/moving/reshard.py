@@ -245,7 +245,7 @@ class StartedReshard:
 class _GradientReshard:
     """Hands the gradient's reshard from `_WaitFunction.backward` to `_StartFunction.backward`."""
 
-    started: StartedReshard | None = None  # None before and after
+    started: StartedReshard | None = None  # set between these two calls
 
 
 def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:

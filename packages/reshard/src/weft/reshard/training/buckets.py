@@ -26,7 +26,7 @@ from ..planning.costs import padded_part
 from ..planning.layouts import drop_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
 from ..world.groups import group_along, process_mesh, this_rank
-from .shared_memory import summed
+from .shared_memory import sum_parts
 
 Owner = TypeVar("Owner")  # whom a gradient in a bucket belongs to: GradientSync's `Leaf`
 
@@ -170,7 +170,9 @@ class Bucket(Generic[Owner]):
             return flat if group is None else (yield from all_reduce(flat, "sum", group))
         parts = [*grads.values()]
         grads.clear()
-        return torch.cat([part.reshape(-1) for part in parts]) if group is None else (yield from summed(parts, group))
+        if group is None:
+            return torch.cat([part.reshape(-1) for part in parts])
+        return (yield from sum_parts(parts, group))
 
     def _description(self) -> str:
         route = next(iter(self._routes.values()))

@@ -70,11 +70,11 @@ def gathering_units(module: nn.Module) -> list[Unit]:
 
 @contextmanager
 def fixed_parameters(model: nn.Module) -> Iterator[None]:
-    """Promises that the parameters of `model` do not change in the block. Its forward passes then share a gather.
+    """Context manager: promises that the parameters of `model` do not change in the block.
 
-    Without the promise each forward pass gathers sharded parameters, because the program may have changed a parameter.
-    With zero=3 no full copies are kept, so each pass gathers in the block too. All ranks enter and leave together.
-    Communication: none.
+    With zero=1 and 2 the block's forward passes then share a gather. Without the promise each forward pass gathers the
+    sharded parameters, because the program may have changed a parameter. With zero=3 no full copies are kept, so each
+    pass gathers in the block, too. All ranks enter and leave together. Communication: none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """

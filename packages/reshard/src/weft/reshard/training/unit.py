@@ -31,7 +31,7 @@ class ParameterSlot:
 
     module: nn.Module
     name: str
-    layout: Layout  # of the full copy
+    layout: Layout  # the full copy's layout, in which the module computes
     keep_between_calls: bool  # keep the full copy between calls (ZeRO 1, 2)
     accumulate_grad: bool  # let the full copy's gradient accumulate over backward passes (ZeRO 1)
 
