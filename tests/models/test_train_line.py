@@ -133,9 +133,9 @@ def late(rank_late: int, seconds: float) -> list[float]:
         if dist.get_rank() == rank_late:
             time.sleep(seconds)
         reshard(addend)
-    first = waits.take()
+    first = waits.pop_seconds()
     reshard(addend)
-    return [first, waits.take()]
+    return [first, waits.pop_seconds()]
 
 
 def test_the_rank_that_is_not_late_waits(pool: Pool) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh
 from weft.models import LlamaConfig, lay_out_batch, lora, merge_lora, parallelize
 from weft.reshard import GradientSync, drop_gathered
-from weft.reshard.training import gathered_modules
+from weft.reshard.training import gathered_modules, unit
 from weft.reshard.training.full_parameters import contiguous_shard_slices
-from weft.reshard.training.gathering import Gathers
+from weft.reshard.training.gathering import GatherBatch
 
 from tests.models.cases import whole
 from tests.models.test_zero import CONFIG, LEVELS, Trained, assert_same, batch, make, truth_of
@@ -58,7 +58,7 @@ def events(steps: int) -> list[list[str]]:
     trained = Trained({"dp": 2}, SMALL, {"zero": 3})
     seen: list[str] = []
 
-    class Noted(Gathers):
+    class Noted(GatherBatch):
         def __init__(self, gathers: Any) -> None:
             super().__init__(gathers)
             self.shards = {id(each.shard) for each in gathers}
@@ -72,7 +72,7 @@ def events(steps: int) -> list[list[str]]:
         layer.register_forward_pre_hook(lambda *_, i=i: seen.append(f"forward {i}"))
         layer.mlp.down_proj.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
     found = []
-    with patch.object(gathered_modules, "Gathers", Noted):
+    with patch.object(unit, "GatherBatch", Noted):
         for step in range(steps):
             trained.step(step)
             found.append(list(seen))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute
-from weft.reshard.training.gathering import Gather, Gathers
+from weft.reshard.training.gathering import Gather, GatherBatch
 
 from tests.support.collectives import Collectives
 from tests.support.pool import Pool
@@ -37,7 +37,7 @@ def gathered(axes: dict[str, int]) -> tuple[list[str], int]:
     truths = [torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) for _, shape in cases]
     shards = [distribute(truth, layout) for truth, (layout, _) in zip(truths, cases, strict=True)]
     memory: list[Tensor] = [torch.full_like(truth, -1) for truth in truths]
-    gathers = Gathers(Gather(shard, Layout(mesh), into) for shard, into in zip(shards, memory, strict=True))
+    gathers = GatherBatch(Gather(shard, Layout(mesh), into) for shard, into in zip(shards, memory, strict=True))
     wrong = []
     for scale in (1, 3):
         for shard in shards:

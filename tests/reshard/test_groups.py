@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.mesh import ProcessMesh
-from weft.reshard.world.groups import device_mesh, group_named, group_of, group_over, name_of
+from weft.reshard.world.groups import device_mesh, graph_name_of, group_named, group_of, group_over
 
 from tests.support.pool import Pool
 
@@ -23,7 +23,7 @@ def members(group: dist.ProcessGroup) -> list[int]:
 
 def over_two_axes(mesh: ProcessMesh) -> tuple[list[int], str, bool]:
     group = group_over(device_mesh(mesh, "cpu"), ("cp", "tp"))
-    name = name_of(group)
+    name = graph_name_of(group)
     return members(group), name, group_named(name) is group
 
 
@@ -62,7 +62,7 @@ def test_a_graph_kept_of_another_program_has_its_groups_made(pool: Pool, halves,
 
 def over_everything() -> tuple[list[int], str]:
     group = group_over(device_mesh(ProcessMesh.grid(dp=2, tp=2), "cpu"), ("dp", "tp"))
-    return members(group), name_of(group)
+    return members(group), graph_name_of(group)
 
 
 def test_over_all_axes_it_is_the_worlds(pool: Pool):

@@ -58,11 +58,11 @@ def peaks(shape, ops, every, portion):
 
     gloo's exchanges are faster, but hold buffers besides the sent and received data.
     """
-    world().by_exchange = False
+    world().prefers_all_to_all = False
     try:
         return promised_too_little(shape, ops, every, portion)
     finally:
-        world().by_exchange = True
+        world().prefers_all_to_all = True
 
 
 def promised_too_little(shape, ops, every, portion):

@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import Link, Topology, reshard
 from weft.reshard.moving import collectives
-from weft.reshard.moving.collectives import in_turn, pieces_of
+from weft.reshard.moving.collectives import interleave, split_into_pieces
 from weft.reshard.moving.dtensor import wrap
 from weft.reshard.world.world import world
 
@@ -39,7 +39,7 @@ def test_while_a_piece_is_in_one_phase_the_next_is_in_another() -> None:
             said.append(f"start {name}{phase}")
             yield Sent(f"{name}{phase}")
 
-    for work in in_turn(map(piece, "abc")):  # type: ignore[attr-defined]
+    for work in interleave(map(piece, "abc")):  # type: ignore[attr-defined]
         said.append(f"wait {work.name}")  # type: ignore[attr-defined]
     order = (
         "start a1, start b1, wait a1, start a2, start c1, "
@@ -52,10 +52,10 @@ def test_while_a_piece_is_in_one_phase_the_next_is_in_another() -> None:
 def test_pieces_are_all_of_a_part(elements: int) -> None:
     two: Any = [(None, range(2)), (None, range(2))]
     tensor = torch.empty(())
-    covered = [i for piece in pieces_of(elements, tensor, two) for i in (piece.start, piece.stop)]
+    covered = [i for piece in split_into_pieces(elements, tensor, two) for i in (piece.start, piece.stop)]
     assert covered[0] == 0 and covered[-1] == elements and covered[1:-1:2] == covered[2::2]
-    assert len(pieces_of(elements, tensor, two)) == max(1, min(16, elements * 4 // (1 << 18)))
-    assert pieces_of(elements, tensor, two[:1]) == [slice(0, elements)]
+    assert len(split_into_pieces(elements, tensor, two)) == max(1, min(16, elements * 4 // (1 << 18)))
+    assert split_into_pieces(elements, tensor, two[:1]) == [slice(0, elements)]
 
 
 CHANGES = {
@@ -70,7 +70,7 @@ CHANGES = {
 
 def changed(src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype, piece: int) -> tuple[Tensor, int, int]:
     """A rank's part, the number of collectives started, and the most bytes alive at once."""
-    before, collectives._PIECE = collectives._PIECE, piece
+    before, collectives._LEAST_PIECE_BYTES = collectives._LEAST_PIECE_BYTES, piece
     try:
         layout = Layout(NODES, src)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -79,7 +79,7 @@ def changed(src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype, piec
             found = reshard(wrap(mine, layout, shape), placements=Layout(NODES, dst), topology=SLOW).to_local()
         return found, len(seen.kinds), alive.peak
     finally:
-        collectives._PIECE = before
+        collectives._LEAST_PIECE_BYTES = before
 
 
 def in_one_piece_and_in_many(src: str, dst: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -91,11 +91,11 @@ def in_one_piece_and_in_many(src: str, dst: str, shape: tuple[int, int], dtype: 
 
 def held(src: str, dst: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Bytes alive at once in many pieces and in one, with the backend's own gathers; gloo's threads may let go late."""
-    world().by_exchange = False
+    world().prefers_all_to_all = False
     try:
         many, one = (min(changed(src, dst, shape, torch.float32, each)[2] for _ in range(3)) for each in (MANY, ONE))
     finally:
-        world().by_exchange = True
+        world().prefers_all_to_all = True
     return many, one
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from weft.reshard.moving.collectives import Pending
 from weft.reshard.training import shared_memory
-from weft.reshard.training.shared_memory import summed
+from weft.reshard.training.shared_memory import sum_parts
 from weft.reshard.world.collective_bytes import received_bytes
 from weft.reshard.world.groups import world_cache
 
@@ -31,7 +31,7 @@ def numbers(rank: int, round: int, elements: int = ELEMENTS, dtype: torch.dtype 
 def start(round: int, elements: int = ELEMENTS, dtype: torch.dtype = torch.float32) -> Pending:
     mine = numbers(dist.get_rank(), round, elements, dtype)
     parts = [mine[:10].view(2, 5), mine[10:10], mine[10:]]
-    pending = Pending(summed(parts, dist.group.WORLD))
+    pending = Pending(sum_parts(parts, dist.group.WORLD))
     assert not parts, "they live no longer"
     return pending
 
@@ -62,7 +62,7 @@ def test_it_is_the_sum_in_every_dtype_and_size(pool, ranks: int) -> None:
 
 def to_the_bit() -> torch.Tensor:
     torch.manual_seed(dist.get_rank())
-    return Pending(summed([torch.randn(ELEMENTS)], dist.group.WORLD)).wait()
+    return Pending(sum_parts([torch.randn(ELEMENTS)], dist.group.WORLD)).wait()
 
 
 def test_all_members_have_the_same_bits(pool) -> None:

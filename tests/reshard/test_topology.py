@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import Link, Topology, plan
-from weft.reshard.moving.topology import _fitted
+from weft.reshard.moving.topology import _fit_link
 
 F32 = torch.float32
 GIVEN = Topology({"dp": Link(5e-6, 50e9), "tp": Link(2e-6, 400e9)})
@@ -62,15 +62,15 @@ def test_errors(make, message):
 
 def test_a_fit_finds_what_the_times_were_made_from():
     sizes = [10**3, 10**5, 10**7]
-    link = _fitted(sizes, [3 * 4e-6 + n / 2e9 for n in sizes], messages=3)
+    link = _fit_link(sizes, [3 * 4e-6 + n / 2e9 for n in sizes], messages=3)
     assert link.latency == pytest.approx(4e-6)
     assert link.bandwidth == pytest.approx(2e9)
-    free = _fitted(sizes, [n / 2e9 for n in sizes], messages=3)
+    free = _fit_link(sizes, [n / 2e9 for n in sizes], messages=3)
     assert free.latency == pytest.approx(0, abs=1e-12)
-    flat = _fitted(sizes, [3e-5, 2e-5, 1e-5], messages=1)  # larger ones faster: no bandwidth explains that
+    flat = _fit_link(sizes, [3e-5, 2e-5, 1e-5], messages=1)  # larger ones faster: no bandwidth explains that
     assert flat.latency > 0
     assert flat.bandwidth == math.inf
-    convex = _fitted([1000, 2000], [1e-6, 4e-6], messages=1)  # the line through them starts below 0
+    convex = _fit_link([1000, 2000], [1e-6, 4e-6], messages=1)  # the line through them starts below 0
     assert convex.latency == 0
 
 

@@ -68,9 +68,9 @@ class Layout:
     def _set(self, mesh: ProcessMesh, placements: Mapping[Any, Any], names: Sequence[str] | None = None) -> None:
         """names: the axes, major first where several shard the same dim; by default in the order of `placements`."""
         if not set(placements).issubset(mesh.axis_names):
-            placements = _named(mesh, placements)
-        listed = dict.fromkeys((*placements, *mesh.axis_names) if names is None else names)
-        by_name = {str.__str__(name): as_placement(placements.get(name, Replicate())) for name in listed}
+            placements = _by_axis_name(mesh, placements)
+        ordered_names = dict.fromkeys((*placements, *mesh.axis_names) if names is None else names)
+        by_name = {str.__str__(name): as_placement(placements.get(name, Replicate())) for name in ordered_names}
         order: dict[int, list[str]] = {}
         for name, placement in by_name.items():
             if isinstance(placement, Shard):
@@ -89,17 +89,17 @@ class Layout:
 
         Raises LayoutError for a repeated axis, and for an axis outside the mesh.
         """
-        written: dict[str, Placement] = {}
+        placements_by_name: dict[str, Placement] = {}
         for dim, axes in enumerate(spec):
             if not isinstance(axes, str | Sequence | None):
                 raise LayoutError(
                     f"spec {list(spec)} has {axes!r} for dim {dim}; give the name of an axis, several names, or None"
                 )
             for name in (axes,) if isinstance(axes, str) else axes or ():
-                if name in written:
+                if name in placements_by_name:
                     raise LayoutError(f"spec {list(spec)} uses axis {name!r} twice; an axis can shard only one dim")
-                written[name] = Shard(dim)
-        return cls.in_order(mesh, written)
+                placements_by_name[name] = Shard(dim)
+        return cls.in_order(mesh, placements_by_name)
 
     @classmethod
     def in_order(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Layout:
@@ -161,8 +161,8 @@ class Layout:
 
         An axis that newly shards a dim becomes the dim's minor axis. Several such axes keep the order given.
         """
-        wanted = {name: as_placement(placement) for name, placement in placements.items()}
-        changed = {name: placement for name, placement in wanted.items() if placement != self[name]}
+        replacements = {name: as_placement(placement) for name, placement in placements.items()}
+        changed = {name: placement for name, placement in replacements.items() if placement != self[name]}
         still_sharding = {name: self[name] for order in self._orders for name in order if name not in changed}
         unchanged = {name: self[name] for name in self.mesh.axis_names if name not in changed}
         return Layout.in_order(self.mesh, still_sharding | unchanged | changed)
@@ -178,8 +178,8 @@ class Layout:
         global_shape: adds the indices of each part to the picture.
         width: the columns that the picture should fit in; to fit, fewer cells and shorter lists of ranks are drawn.
         """
-        drawn = self if global_shape is None else self.resolved(global_shape)
-        return "\n".join([f"{self} on {self.mesh}", *draw(drawn, global_shape, width=width)])
+        layout = self if global_shape is None else self.resolved(global_shape)
+        return "\n".join([f"{self} on {self.mesh}", *draw(layout, global_shape, width=width)])
 
     def __rich__(self) -> Any:
         """What `rich.print(layout)` shows: the text of `explain()`, in colour where the terminal has it."""
@@ -216,9 +216,9 @@ class Layout:
         self.check_shape(global_shape)
         if min(self.shard_order, default=0) >= 0:
             return self
-        listed = dict.fromkeys([*(name for order in self._orders for name in order), *self.mesh.axis_names])
+        ordered_names = dict.fromkeys([*(name for order in self._orders for name in order), *self.mesh.axis_names])
         ndim = len(global_shape)
-        placements = {name: Shard(p.dim % ndim) if isinstance(p := self[name], Shard) else p for name in listed}
+        placements = {name: Shard(p.dim % ndim) if isinstance(p := self[name], Shard) else p for name in ordered_names}
         return Layout.in_order(self.mesh, placements)
 
     def local_slices(self, global_shape: Sequence[int], rank: int) -> tuple[slice, ...]:
@@ -255,7 +255,7 @@ def _local_slices(layout: Layout, global_shape: tuple[int, ...], rank: int) -> t
     return tuple(parts)
 
 
-def _named(mesh: ProcessMesh, placements: Mapping[Any, Any]) -> dict[str, Any]:
+def _by_axis_name(mesh: ProcessMesh, placements: Mapping[Any, Any]) -> dict[str, Any]:
     """`placements` by the names of axes, where some axes are given by position."""
     named: dict[str, Any] = {}
     for axis, placement in placements.items():
@@ -271,13 +271,13 @@ def _named(mesh: ProcessMesh, placements: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _parse(text: str) -> dict[str, Placement]:
     """The placements in `text` by the names of axes, in the order written."""
-    written: dict[str, Placement] = {}
+    placements_by_name: dict[str, Placement] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, colon, placement = item.partition(":")
         name = name.strip()
         if not colon:
             raise LayoutError(f"{item!r} in layout {text!r} is not 'axis: placement'; write it like 'dp: S(0), tp: R'")
-        if name in written:
+        if name in placements_by_name:
             raise LayoutError(f"axis {name!r} appears twice in layout {text!r}")
-        written[name] = as_placement(placement.strip())
-    return written
+        placements_by_name[name] = as_placement(placement.strip())
+    return placements_by_name

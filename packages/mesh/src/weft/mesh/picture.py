@@ -104,7 +104,7 @@ def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coor
 
     row, column: the dims drawn. fixed: the part of every further dim, as indices along the axes that cut the dim.
     """
-    down, most = _drawn(layout, row, CELLS), _drawn(layout, column, CELLS)
+    down, most = _parts_to_draw(layout, row, CELLS), _parts_to_draw(layout, column, CELLS)
     cells: dict[tuple[Index, Index], Cell] = {
         (i, j): _cell(layout, fixed | _coordinate(layout, row, i) | _coordinate(layout, column, j))
         for i, j in product(down, most)
@@ -114,7 +114,7 @@ def _grid(layout: Drawable, shape: Shape, row: Index, column: Index, fixed: Coor
     top = {j: _label(layout, shape, column, _coordinate(layout, column, j)) for j in most if j is not None}
     lines: list[str] = []
     for columns, items in FITS:
-        across = _drawn(layout, column, columns)
+        across = _parts_to_draw(layout, column, columns)
         grid = [["..." if None in (i, j) else _text(cells[i, j], items) for j in across] for i in down]
         if shape is not None:
             names = ["", *("..." if j is None else top[j] for j in across)]
@@ -139,7 +139,7 @@ def _table(layout: Drawable, shape: Shape, cut: list[int]) -> list[str]:
     return lines + ([f"... {mesh.size} ranks"] if mesh.size > LINES else [])
 
 
-def _drawn(layout: Drawable, dim: Index, most: int) -> list[Index]:
+def _parts_to_draw(layout: Drawable, dim: Index, most: int) -> list[Index]:
     """The parts of a dim to draw; None stands for the parts left out."""
     count = 1 if dim is None else layout.parts(dim)
     return [*range(most - 2), None, count - 1] if count > most else [*range(count)]
@@ -147,11 +147,11 @@ def _drawn(layout: Drawable, dim: Index, most: int) -> list[Index]:
 
 def _coordinate(layout: Drawable, dim: Index, part: Index) -> Coordinate:
     """The coordinate of part `part` of a dim: an index along each axis that cuts the dim."""
-    found: Coordinate = {}
+    coordinate: Coordinate = {}
     if dim is not None and part is not None:
         for axis in reversed(layout.shard_order[dim]):
-            part, found[axis] = divmod(part, layout.mesh.axis_size(axis))
-    return found
+            part, coordinate[axis] = divmod(part, layout.mesh.axis_size(axis))
+    return coordinate
 
 
 def _label(layout: Drawable, shape: Shape, dim: Index, at: Coordinate) -> str:
@@ -187,15 +187,15 @@ def _ranks(mesh: ProcessMesh, at: Coordinate) -> list[int]:
 
 def _text(cell: Cell, items: int) -> str:
     """The cell as text, with at most `items` addends and at most `items` ranges of ranks in each."""
-    shown = cell.addends if cell.total <= max(items, 1) else cell.addends[: min(2, items)]
+    listed_addends = cell.addends if cell.total <= max(items, 1) else cell.addends[: min(2, items)]
     pattern = "({})" if min(cell.replicas, cell.total) > 1 else "{}"
-    addends = [pattern.format(_listed(runs, cell.replicas, items)) for runs in shown]
-    if len(shown) < cell.total:
-        addends.append(f"... {cell.total} addends" if shown else f"{cell.total} addends")
+    addends = [pattern.format(_ranks_text(runs, cell.replicas, items)) for runs in listed_addends]
+    if len(listed_addends) < cell.total:
+        addends.append(f"... {cell.total} addends" if listed_addends else f"{cell.total} addends")
     return "+".join(addends) if cell.op == "sum" else f"{cell.op}({', '.join(addends)})"
 
 
-def _listed(runs: list[str], count: int, items: int) -> str:
+def _ranks_text(runs: list[str], count: int, items: int) -> str:
     """The ranges of ranks as text; of more than `items`, the first two and the number of ranks."""
     if len(runs) <= max(items, 1):
         return " ".join(runs)

@@ -37,7 +37,7 @@ class ProcessMesh:
     def __init__(self, ranks: Sequence[Any] | int, axis_names: Sequence[str] | None = None) -> None:
         shape, flat = _flatten(ranks)
         shape = shape or (1,)
-        names = _checked_names(shape, _numbered(len(shape)) if axis_names is None else axis_names)
+        names = _check_names(shape, _default_names(len(shape)) if axis_names is None else axis_names)
         flat = [_as_rank(rank) for rank in flat]
         if len(set(flat)) != len(flat):
             [(repeated, _)] = Counter(flat).most_common(1)
@@ -56,7 +56,7 @@ class ProcessMesh:
                 f"a mesh of sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} is too large; "
                 f"a mesh has {MOST_RANKS:,} ranks at most"
             )
-        return cls._make(_checked_names(shape, tuple(sizes)), Ranks.consecutive(shape, _as_rank(first_rank)))
+        return cls._make(_check_names(shape, tuple(sizes)), Ranks.consecutive(shape, _as_rank(first_rank)))
 
     @classmethod
     def _make(cls, axis_names: tuple[str, ...], ranks: Ranks) -> ProcessMesh:
@@ -171,9 +171,9 @@ class ProcessMesh:
             index = dict(zip(self.axis_names, position, strict=True))
         if set(index) != set(self.axis_names):
             raise ValueError(f"rank_at got {sorted(index)}; give one index for each of {', '.join(self.axis_names)}")
-        return self._ranks.at([self._checked(name, index[name]) for name in self.axis_names])
+        return self._ranks.at([self._check_index(name, index[name]) for name in self.axis_names])
 
-    def _checked(self, name: str, index: int) -> int:
+    def _check_index(self, name: str, index: int) -> int:
         """`index` counted from the front. Raises ValueError outside the axis."""
         size, index = self.axis_size(name), as_int(f"the index along axis {name!r}", index)
         if not -size <= index < size:
@@ -197,7 +197,7 @@ class ProcessMesh:
         picks: list[range | int] = [range(size) for size in self.shape]
         for axis, at in index.items():
             name = self.axis_names[axis]
-            picks[axis] = _picked(name, self.shape[axis], at) if isinstance(at, slice) else self._checked(name, at)
+            picks[axis] = _pick(name, self.shape[axis], at) if isinstance(at, slice) else self._check_index(name, at)
         return tuple(n for n, pick in zip(self.axis_names, picks, strict=True) if isinstance(pick, range)), picks
 
     @overload
@@ -270,7 +270,7 @@ class ProcessMesh:
         for name in names:
             self.axis(name)
         renamed = tuple(names.get(name, name) for name in self.axis_names)
-        return self._make(_checked_names(self.shape, renamed), self._ranks)
+        return self._make(_check_names(self.shape, renamed), self._ranks)
 
     def flatten(self, names: Sequence[Axis], *, into: str) -> ProcessMesh:
         """The mesh with the neighbouring axes `names`, major first, merged into axis `into`."""
@@ -280,7 +280,7 @@ class ProcessMesh:
         first, end = axes[0], axes[-1] + 1
         ranks = self._ranks.merge(first, end)
         flat = (*self.axis_names[:first], into, *self.axis_names[end:])
-        return self._make(_checked_names(ranks.shape, flat), ranks)
+        return self._make(_check_names(ranks.shape, flat), ranks)
 
     def unflatten(self, name: Axis, /, **sizes: int) -> ProcessMesh:
         """The mesh with axis `name` split into `sizes`, major first: `mesh.unflatten("dp", replica=2, shard=4)`."""
@@ -290,7 +290,7 @@ class ProcessMesh:
             raise ValueError(f"axis {name!r} of size {self.shape[at]} cannot be unflattened into sizes {sizes}")
         ranks = self._ranks.split(at, tuple(sizes.values()))
         names = (*self.axis_names[:at], *sizes, *self.axis_names[at + 1 :])
-        return self._make(_checked_names(ranks.shape, names), ranks)
+        return self._make(_check_names(ranks.shape, names), ranks)
 
 
 def as_mesh(value: Any) -> ProcessMesh:
@@ -326,12 +326,12 @@ def _this_rank(names: tuple[str, ...]) -> int:
     return int(distributed.get_rank())
 
 
-def _numbered(count: int) -> tuple[str, ...]:
+def _default_names(count: int) -> tuple[str, ...]:
     """Default names of `count` axes."""
     return tuple(f"axis{position}" for position in range(count))
 
 
-def _checked_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
+def _check_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
     """The axis names as a tuple. Raises ValueError for repeated names, or a number of names unlike the axes'."""
     if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
         raise ValueError(f"axis_names is {axis_names!r}; give a sequence of names, one for each level of ranks")
@@ -347,7 +347,7 @@ def _checked_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
 
 
 def _as_rank(value: Any) -> int:
-    return _at_least(
+    return _as_int_from(
         0,
         value,
         lambda: f"rank {value!r} is not an int >= 0; name processes as torch.distributed does, from 0 on",
@@ -355,10 +355,10 @@ def _as_rank(value: Any) -> int:
 
 
 def _as_size(name: str, value: Any) -> int:
-    return _at_least(1, value, lambda: f"axis {name!r} has size {value!r}; a size is an int >= 1")
+    return _as_int_from(1, value, lambda: f"axis {name!r} has size {value!r}; a size is an int >= 1")
 
 
-def _at_least(least: int, value: Any, message: Callable[[], str]) -> int:
+def _as_int_from(least: int, value: Any, message: Callable[[], str]) -> int:
     """`value` as an int. Raises ValueError with the text `message()` for anything but an int >= `least`."""
     try:
         number = as_int("a number", value)
@@ -369,7 +369,7 @@ def _at_least(least: int, value: Any, message: Callable[[], str]) -> int:
     raise ValueError(message())
 
 
-def _picked(name: str, size: int, at: slice) -> range:
+def _pick(name: str, size: int, at: slice) -> range:
     """The indices picked by a slice along an axis. Raises ValueError for none."""
     try:
         pick = range(size)[at]

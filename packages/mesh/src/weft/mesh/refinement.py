@@ -76,17 +76,17 @@ def coarsened(layout: Layout, coarse: ProcessMesh, shape: Sequence[int]) -> Layo
     parts = parts_of_axes(layout.mesh, coarse)
     if parts is None:
         return None
-    wanted: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for part in _axes_in_order(layout):
         axis = next(axis for axis, names in parts.items() if part in names)
-        if wanted.setdefault(axis, layout[part]) != layout[part]:
+        if placements.setdefault(axis, layout[part]) != layout[part]:
             return None
-    found = Layout.in_order(coarse, wanted)
+    layout_on_coarse = Layout.in_order(coarse, placements)
     try:
-        same = refined(found, layout.mesh, shape) == layout
+        same = refined(layout_on_coarse, layout.mesh, shape) == layout
     except LayoutError:
         return None
-    return found if same else None
+    return layout_on_coarse if same else None
 
 
 def _axes_in_order(layout: Layout) -> list[str]:

@@ -11,7 +11,7 @@ from .moving.dtensor import (
     dtensor_spec,
     layout_on,
     memory_of,
-    one_mesh,
+    mesh_argument,
     shape_of,
     torch_layout,
     wrap,
@@ -19,10 +19,9 @@ from .moving.dtensor import (
 )
 from .moving.executor import record_received, replay_received, start_plan
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
-from .planning.layouts import cotangent, sharded_over
+from .planning.layouts import cotangent, shard_replicated_axes
 from .training.full_parameters import contiguous_shard_slices
 from .training.gathered_modules import (
-    Place,
     gather_when_called,
     gathering_units,
     keep_gathered,
@@ -30,8 +29,9 @@ from .training.gathered_modules import (
     with_fixed_parameters,
 )
 from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
+from .training.hooks import differentiable, tensors_of
 from .training.pending_gradient import GradPlaceholder
-from .training.trees import differentiable, tensors_of
+from .training.unit import ParameterSlot
 from .world.collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
 from .world.groups import (
@@ -39,10 +39,10 @@ from .world.groups import (
     axis_group,
     device_mesh,
     format_ranks,
+    graph_name_of,
     group_for,
     group_named,
     group_over,
-    name_of,
     process_mesh,
     this_rank,
     world_cache,
@@ -55,8 +55,8 @@ __all__ = [
     "COMMUNICATING",
     "Collective",
     "GradPlaceholder",
+    "ParameterSlot",
     "Pending",
-    "Place",
     "Recorded",
     "Running",
     "StartedReshard",
@@ -75,6 +75,7 @@ __all__ = [
     "format_ranks",
     "gather_when_called",
     "gathering_units",
+    "graph_name_of",
     "group_for",
     "group_named",
     "group_of_call",
@@ -89,15 +90,14 @@ __all__ = [
     "local_grad_callback",
     "measure_waits",
     "memory_of",
-    "name_of",
-    "one_mesh",
+    "mesh_argument",
     "process_mesh",
     "record_received",
     "recording",
     "reduce_scatter",
     "replay_received",
     "shape_of",
-    "sharded_over",
+    "shard_replicated_axes",
     "start_all_gather",
     "start_plan",
     "tensors_of",

@@ -43,27 +43,27 @@ def _gradient(output: Layout, grad: Layout, operand: Layout, operands: tuple[Lay
     needed: dict[str, Placement] = {}
     placements: dict[str, Placement] = {}
     for axis in mesh.axis_names:
-        got, out, own = grad[axis], output[axis], operand[axis]
+        upstream, out, placement = grad[axis], output[axis], operand[axis]
         if isinstance(out, Partial) and out.op != "sum" and not (out.op == "avg" and _any(operands, axis, out)):
             raise LayoutError(
                 f"the output is {out} on axis {axis!r}: no rank knows its part's share of the gradient; "
                 f"reshard the operands to Replicate() on {axis!r} before the operation"
             )
         replicated = all(isinstance(each[axis], Replicate) for each in operands)
-        passes = replicated and got == Partial("sum")
-        needed[axis] = got if passes else Replicate() if isinstance(out, Partial) else out
-        if passes:
-            placements[axis] = got
-        elif isinstance(own, Replicate) and not replicated:
+        passes_through = replicated and upstream == Partial("sum")
+        needed[axis] = upstream if passes_through else Replicate() if isinstance(out, Partial) else out
+        if passes_through:
+            placements[axis] = upstream
+        elif isinstance(placement, Replicate) and not replicated:
             placements[axis] = out if out == Partial("avg") else Partial("sum")
         else:
-            placements[axis] = own if isinstance(own, Shard) else Replicate()
-    wanted = output.replace(**needed)
-    if wanted != grad:
+            placements[axis] = placement if isinstance(placement, Shard) else Replicate()
+    needed_layout = output.replace(**needed)
+    if needed_layout != grad:
         raise LayoutError(
             f"the output is ({output}), but its gradient arrived as ({grad}); reshard the output before it is used, so "
-            f"that its gradient comes as ({wanted})",
-            (wanted,),
+            f"that its gradient comes as ({needed_layout})",
+            (needed_layout,),
         )
     averaged = [axis for axis, placement in placements.items() if placement == Partial("avg")]
     if averaged and Partial("sum") in placements.values():

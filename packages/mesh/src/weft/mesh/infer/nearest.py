@@ -23,12 +23,12 @@ def nearest(layout: Layout, shape: tuple[int, ...], takes: Callable[[Layout], bo
 
     Among equally cheap layouts, the fewest axes change. Where `takes` accepts no candidate, all axes replicate.
     """
-    whole = Layout(layout.mesh)
+    replicated = Layout(layout.mesh)
     ranked = sorted(
         dict.fromkeys(_candidates(layout, shape)),
         key=lambda after: (_received(layout, after, shape), sum(after[a] != layout[a] for a in layout.mesh.axis_names)),
     )
-    return next((after for after in ranked[:TRIED] if takes(after)), whole)
+    return next((after for after in ranked[:TRIED] if takes(after)), replicated)
 
 
 def _candidates(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..arguments import as_shape
 from ..layout import Layout
 from ..placement import Placement
-from .terms import Operation, Placements, checked_dims, infer, least_ndim, letters, never, one_reduction
+from .terms import Operation, Placements, check_dims, infer, least_ndim, letters, never, pass_same_reduction
 
 
 def elementwise(
@@ -83,7 +83,7 @@ def _broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[st
 
 def _linear(placements: Placements) -> Placement | None:
     """The Partial placement that passes through a linear operation; None for any other mix."""
-    partial = one_reduction(placements)
+    partial = pass_same_reduction(placements)
     return partial if partial is not None and partial.op in ("sum", "avg") else None
 
 
@@ -94,7 +94,7 @@ def whole(name: str, what: str, layout: Layout, dims: int | Sequence[int]) -> La
     Raises LayoutError where a dim of `dims` is sharded or the operand is Partial. Raises ValueError for a negative
     dim.
     """
-    return _whole(name, what, layout, checked_dims(name, dims))
+    return _whole(name, what, layout, check_dims(name, dims))
 
 
 @lru_cache(maxsize=65536)

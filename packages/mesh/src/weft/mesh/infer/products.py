@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement
-from .terms import Operation, Placements, infer, one_reduction
+from .terms import Operation, Placements, infer, pass_same_reduction
 
 
 @lru_cache(maxsize=65536)
@@ -32,11 +32,11 @@ def einsum(equation: str, *layouts: Layout, name: str = "", operands: tuple[str,
     contracts = not set(inputs) - {","} <= set(output)
 
     def partial(placements: Placements) -> Placement | None:
-        found = [placement for placement in placements if isinstance(placement, Partial)]
-        if len(found) == 1 and (found[0].op in ("sum", "avg") or (len(placements) == 1 and not contracts)):
-            return found[0]
+        partials = [placement for placement in placements if isinstance(placement, Partial)]
+        if len(partials) == 1 and (partials[0].op in ("sum", "avg") or (len(placements) == 1 and not contracts)):
+            return partials[0]
         product = Partial("product")
-        return product if one_reduction(placements) == product and not contracts else None
+        return product if pass_same_reduction(placements) == product and not contracts else None
 
     if operands and len(operands) != len(terms):
         raise ValueError(f"{name or equation}: {len(operands)} names for {len(terms)} operands; give one for each")

@@ -9,10 +9,10 @@ from ..arguments import as_shape
 from ..layout import Layout, LayoutError
 from ..placement import Partial, Placement
 from .nearest import nearest
-from .terms import Operation, Placements, checked_dims, judge, letters
+from .terms import Operation, Placements, check_dims, judge, letters
 
 # Reduction -> ops of the Partial operands accepted by the reduction.
-PASSING = {"sum": ("sum", "avg"), "avg": ("sum", "avg"), "min": ("min",), "max": ("max",), "product": ("product",)}
+PASSING_OPS = {"sum": ("sum", "avg"), "avg": ("sum", "avg"), "min": ("min",), "max": ("max",), "product": ("product",)}
 
 
 def reduction(
@@ -27,11 +27,11 @@ def reduction(
     Raises LayoutError where the result would be wrong. Raises ValueError for an unknown op or a dim outside the
     tensor.
     """
-    if op not in PASSING:
-        raise ValueError(f"no reduction {op!r}; use one of {', '.join(PASSING)}, or infer.whole for any other")
+    if op not in PASSING_OPS:
+        raise ValueError(f"no reduction {op!r}; use one of {', '.join(PASSING_OPS)}, or infer.whole for any other")
     sizes = as_shape(shape)
     every = range(len(sizes)) if dims is None else dims
-    return _reduction(op, layout, sizes, checked_dims(op, every, len(sizes)), keepdim)
+    return _reduction(op, layout, sizes, check_dims(op, every, len(sizes)), keepdim)
 
 
 @lru_cache(maxsize=65536)
@@ -43,18 +43,18 @@ def _reduction(op: str, layout: Layout, shape: tuple[int, ...], dims: tuple[int,
 
     def partial(placements: Placements) -> Placement | None:
         (placement,) = placements
-        return placement if isinstance(placement, Partial) and (placement.op in PASSING[op] or not dims) else None
+        return placement if isinstance(placement, Partial) and (placement.op in PASSING_OPS[op] or not dims) else None
 
-    def judged(candidate: Layout) -> Layout | str:
+    def judge_candidate(candidate: Layout) -> Layout | str:
         misfits, why = _misfits(op, candidate, shape, dims)
         whole = "".join(term[dim] for dim in misfits)
         operation = Operation(name, (term,), output, partial, Partial(op), whole, why, operands=("the operand",))
         return judge(operation, (candidate,))
 
-    answer = judged(layout)
+    answer = judge_candidate(layout)
     if isinstance(answer, Layout):
         return answer
-    near = nearest(layout, shape, lambda candidate: isinstance(judged(candidate), Layout))
+    near = nearest(layout, shape, lambda candidate: isinstance(judge_candidate(candidate), Layout))
     raise LayoutError(f"{name}: {answer}; reshard the operand to ({near})", (near,))
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..arguments import as_shape
 from ..layout import Layout
 from ..placement import Partial, Placement, Replicate
-from .terms import Operation, Placements, checked_dims, infer, least_ndim, letters, one_reduction
+from .terms import Operation, Placements, check_dims, infer, least_ndim, letters, pass_same_reduction
 
 
 def embedding(tokens: Layout, weight: Layout, tokens_ndim: int) -> Layout:
@@ -41,7 +41,7 @@ def gather(input: Layout, index: Layout, dim: int, ndim: int) -> Layout:
     must shard this dim in both tensors.
     Raises LayoutError for other layouts, and for Partial indices. Raises ValueError for a dim outside `ndim`.
     """
-    (dim,) = checked_dims("gather", dim, ndim)
+    (dim,) = check_dims("gather", dim, ndim)
     return _gather(input, index, dim, ndim)
 
 
@@ -64,7 +64,7 @@ def concat(dim: int, *layouts: Layout) -> Layout:
     max.
     Raises LayoutError for other layouts. Raises ValueError for a negative dim.
     """
-    return _concat(*checked_dims("concat", dim), layouts)
+    return _concat(*check_dims("concat", dim), layouts)
 
 
 @lru_cache(maxsize=65536)
@@ -72,7 +72,7 @@ def _concat(dim: int, layouts: tuple[Layout, ...]) -> Layout:
     term = letters(least_ndim(layouts, dim))
     why = f"shards of dim {dim} side by side are not a shard of the output"
     return infer(
-        Operation("concat", (term,) * len(layouts), term, one_reduction, whole=term[dim], why_whole=why), layouts
+        Operation("concat", (term,) * len(layouts), term, pass_same_reduction, whole=term[dim], why_whole=why), layouts
     )
 
 
@@ -81,7 +81,7 @@ def split(layout: Layout, dim: int) -> Layout:
 
     Raises LayoutError where the dim is sharded. Raises ValueError for a negative dim.
     """
-    return _split(layout, *checked_dims("split", dim))
+    return _split(layout, *check_dims("split", dim))
 
 
 @lru_cache(maxsize=65536)
@@ -89,7 +89,9 @@ def _split(layout: Layout, dim: int) -> Layout:
     term = letters(least_ndim((layout,), dim))
     why = f"only some ranks would hold elements of a piece of dim {dim}"
     return infer(
-        Operation("split", (term,), term, one_reduction, whole=term[dim], why_whole=why, operands=("the operand",)),
+        Operation(
+            "split", (term,), term, pass_same_reduction, whole=term[dim], why_whole=why, operands=("the operand",)
+        ),
         (layout,),
     )
 

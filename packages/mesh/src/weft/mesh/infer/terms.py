@@ -17,7 +17,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..process_mesh import ProcessMesh
 
 Placements = tuple[Placement, ...]  # an axis's placement for each operand
-Why = Callable[[], str]  # the text of a reason, made on demand: the search for a remedy fails many times
+Reason = Callable[[], str]  # the text of a reason, made on demand: the search for a remedy fails many times
 SHOWN = 4  # operands to reshard listed in a message
 IDEMPOTENT = ("avg", "min", "max")  # ops with op(x, x) == x
 
@@ -56,19 +56,19 @@ def infer(operation: Operation, layouts: Sequence[Layout]) -> Layout:
     Raises LayoutError where the operands' shards do not fit together, or would not give parts of the output. The
     message and `nearest` name the nearest layouts that the operation takes.
     """
-    layouts = [_resolved(operation, position, layout) for position, layout in enumerate(layouts)]
+    layouts = [_resolve_dims(operation, position, layout) for position, layout in enumerate(layouts)]
     answer = judge(operation, layouts)
     if isinstance(answer, Layout):
         return answer
-    wanted = _nearest(operation, layouts)
+    nearest = _nearest(operation, layouts)
     changes = [
         f"{operation.operand(position)} to ({after})"
-        for position, (before, after) in enumerate(zip(layouts, wanted, strict=True))
+        for position, (before, after) in enumerate(zip(layouts, nearest, strict=True))
         if before != after
     ]
     if len(changes) > SHOWN:
         changes[SHOWN:] = [f"{len(changes) - SHOWN} more"]
-    raise LayoutError(f"{operation.name}: {answer}; reshard {' and '.join(changes)}", tuple(wanted))
+    raise LayoutError(f"{operation.name}: {answer}; reshard {' and '.join(changes)}", tuple(nearest))
 
 
 def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
@@ -79,7 +79,7 @@ def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
         placement = _output_on_axis(operation, tuple(layout[axis] for layout in layouts))
         if callable(placement):
             return f"on axis {axis!r} {placement()}"
-        if not _can_be_with(placement, placements.values()):
+        if not _is_compatible(placement, placements.values()):
             return f"the output would be {placement} on axis {axis!r} and Partial by another op on another axis"
         placements[axis] = placement
     orders: dict[str, tuple[str, ...]] = {}  # index -> the axes that shard the index, major first
@@ -94,7 +94,7 @@ def judge(operation: Operation, layouts: Sequence[Layout]) -> Layout | str:
     return Layout.in_order(mesh, majors_first | placements)
 
 
-def _resolved(operation: Operation, position: int, layout: Layout) -> Layout:
+def _resolve_dims(operation: Operation, position: int, layout: Layout) -> Layout:
     """An operand's layout with each dim counted from the front.
 
     Raises LayoutError where a sharded dim is outside the operand.
@@ -144,7 +144,7 @@ def letters(count: int) -> str:
     return "".join(chr(ord("a") + i) if i < 26 else chr(0x100 + i) for i in range(count))
 
 
-def checked_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) -> tuple[int, ...]:
+def check_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) -> tuple[int, ...]:
     """`dims` as a tuple of ints. name: the operation, in messages.
 
     Raises ValueError for a negative dim, a repeated dim, and, where `ndim` is given, a dim beyond it.
@@ -159,7 +159,7 @@ def checked_dims(name: str, dims: int | Sequence[int], ndim: int | None = None) 
     return chosen
 
 
-def one_reduction(placements: Placements) -> Partial | None:
+def pass_same_reduction(placements: Placements) -> Partial | None:
     """The rule for Partial operands of an operation that only moves or picks elements.
 
     Where all operands are Partial by the same op, the output is Partial by this op; None for any other mix. A
@@ -176,32 +176,32 @@ def never(placements: Placements) -> None:
     """The rule for Partial operands of an operation that no reduction passes through."""
 
 
-def _output_on_axis(operation: Operation, placements: Placements) -> Placement | Why:
+def _output_on_axis(operation: Operation, placements: Placements) -> Placement | Reason:
     """The output's placement on an axis, or the reason why there is none."""
     indices = {term[p.dim] for term, p in zip(operation.terms, placements, strict=True) if isinstance(p, Shard)}
     if any(isinstance(placement, Partial) for placement in placements):
         result = None if indices else operation.partial(placements)
-        return result or (lambda: f"{_shown(placements)}: the ranks' outputs would not reduce to the result")
+        return result or (lambda: f"{_placements_text(placements)}: the ranks' outputs would not reduce to the result")
     if not indices:
         return Replicate()
     if len(indices) > 1:
-        return lambda: f"{_sharded(operation, placements)}, which do not go together"
+        return lambda: f"{_shards_text(operation, placements)}, which do not go together"
     (index,) = indices
     for position, (term, placement) in enumerate(zip(operation.terms, placements, strict=True)):
         if term.count(index) > 1:
-            return lambda: f"{_sharded(operation, placements)}, which is the same index as another of its dims"
+            return lambda: f"{_shards_text(operation, placements)}, which is the same index as another of its dims"
         if index in term and not isinstance(placement, Shard):
             unsharded = f"dim {term.index(index)} of {operation.operand(position)}"
-            return lambda: f"{_sharded(operation, placements)}, but not {unsharded}"
+            return lambda: f"{_shards_text(operation, placements)}, but not {unsharded}"
     if index not in operation.whole:
         if index in operation.output:
             return Shard(operation.output.index(index))
         if operation.contracted:
             return operation.contracted
-    return lambda: f"{_shown(placements)}: {operation.why_whole}"
+    return lambda: f"{_placements_text(placements)}: {operation.why_whole}"
 
 
-def _shown(placements: Placements) -> str:
+def _placements_text(placements: Placements) -> str:
     return (
         "the placement is " + str(placements[0])
         if len(placements) == 1
@@ -209,17 +209,19 @@ def _shown(placements: Placements) -> str:
     )
 
 
-def _sharded(operation: Operation, placements: Placements) -> str:
+def _shards_text(operation: Operation, placements: Placements) -> str:
     dims = (f"dim {p.dim} of {operation.operand(i)}" for i, p in enumerate(placements) if isinstance(p, Shard))
-    return f"{_shown(placements)}: the axis shards {' and '.join(dims)}"
+    return f"{_placements_text(placements)}: the axis shards {' and '.join(dims)}"
 
 
-def _can_be_with(placement: Placement, rest: Iterable[Placement]) -> bool:
-    """Whether a tensor can have this placement on an axis and `rest` on the remaining axes.
+def _is_compatible(placement: Placement, remaining_placements: Iterable[Placement]) -> bool:
+    """Whether a tensor can have this placement on an axis and `remaining_placements` on the remaining axes.
 
     Partial by two different ops would make the value depend on the order of the reductions.
     """
-    return not isinstance(placement, Partial) or all(o == placement for o in rest if isinstance(o, Partial))
+    return not isinstance(placement, Partial) or all(
+        o == placement for o in remaining_placements if isinstance(o, Partial)
+    )
 
 
 def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
@@ -233,7 +235,7 @@ def _nearest(operation: Operation, layouts: Sequence[Layout]) -> list[Layout]:
     for axis in mesh.axis_names:
         current = tuple(layout[axis] for layout in layouts)
         answers = {choice: _output_on_axis(operation, choice) for choice in _choices(operation, current)}
-        fitting = {c: a for c, a in answers.items() if not callable(a) and _can_be_with(a, output)}
+        fitting = {c: a for c, a in answers.items() if not callable(a) and _is_compatible(a, output)}
         chosen[axis] = min(fitting, key=partial(_cost, mesh.axis_size(axis), current))
         output.append(fitting[chosen[axis]])
     orders: dict[str, list[str]] = {}  # index -> the axes that will shard the index; present axes first
@@ -269,12 +271,12 @@ def _choices(operation: Operation, current: Placements) -> list[Placements]:
     return [*choices, whole]
 
 
-def _cost(parts: int, current: Placements, wanted: Placements) -> tuple[int, int]:
+def _cost(parts: int, current: Placements, target: Placements) -> tuple[int, int]:
     """(bytes that a rank receives, in units of L (p - 1) / p**2; number of operands that change)
 
     parts: the axis's size p. L: the size of every operand, taken to be equal.
     """
-    changed = [(before, after) for before, after in zip(current, wanted, strict=True) if before != after]
+    changed = [(before, after) for before, after in zip(current, target, strict=True) if before != after]
     return sum(_received(parts, before, after) for before, after in changed), len(changed)
 
 

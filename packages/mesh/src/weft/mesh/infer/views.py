@@ -12,7 +12,7 @@ from ..extents import largest_part
 from ..layout import Layout, LayoutError
 from ..placement import Placement, Replicate, Shard
 from .nearest import nearest
-from .terms import Operation, checked_dims, infer, letters, one_reduction
+from .terms import Operation, check_dims, infer, letters, pass_same_reduction
 
 Slab = tuple[tuple[int, int, int], ...]  # per dim: its size, and the start and stop of the indices held
 
@@ -22,7 +22,7 @@ def transpose(layout: Layout, dims: Sequence[int]) -> Layout:
 
     Raises LayoutError for a layout that shards a further dim. Raises ValueError for dims that are not a permutation.
     """
-    return _transpose(layout, checked_dims("transpose", dims, len(tuple(dims))))
+    return _transpose(layout, check_dims("transpose", dims, len(tuple(dims))))
 
 
 @lru_cache(maxsize=65536)
@@ -30,7 +30,8 @@ def _transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
     term = letters(len(dims))
     output = "".join(term[dim] for dim in dims)
     return infer(
-        Operation(f"transpose to dims {dims}", (term,), output, one_reduction, operands=("the operand",)), (layout,)
+        Operation(f"transpose to dims {dims}", (term,), output, pass_same_reduction, operands=("the operand",)),
+        (layout,),
     )
 
 
@@ -51,18 +52,18 @@ def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...])
         raise ValueError(
             f"reshape from {shape} to {new_shape}: {math.prod(shape)} elements are not {math.prod(new_shape)}"
         )
-    found = _reshaped(layout, shape, new_shape)
-    if found is None:
-        near = nearest(layout, shape, lambda candidate: _reshaped(candidate, shape, new_shape) is not None)
+    reshaped = _find_layout_after(layout, shape, new_shape)
+    if reshaped is None:
+        near = nearest(layout, shape, lambda candidate: _find_layout_after(candidate, shape, new_shape) is not None)
         raise LayoutError(
             f"reshape from {shape} to {new_shape}: no layout of the new shape gives each rank of ({layout}) "
             f"the elements that it holds; reshard the operand to ({near})",
             (near,),
         )
-    return found
+    return reshaped
 
 
-def _reshaped(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
+def _find_layout_after(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
     """The layout of the new shape in which every rank holds the same elements as before; None for none.
 
     Found axis by axis, in the order of the elements. A layout that is right for some axes is also right for the first
@@ -70,23 +71,23 @@ def _reshaped(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]
     """
     sharding = [axis for axes in layout.shard_order.values() for axis in axes]
 
-    def with_rest_replicated(chosen: dict[str, Placement]) -> dict[str, Placement]:
+    def replicate_remaining(chosen: dict[str, Placement]) -> dict[str, Placement]:
         """`chosen` for some axes; every other axis that shards is replicated."""
-        rest = (axis for axis in layout.mesh.axis_names if axis not in chosen)
-        return chosen | {axis: Replicate() if axis in sharding else layout[axis] for axis in rest}
+        remaining_axes = (axis for axis in layout.mesh.axis_names if axis not in chosen)
+        return chosen | {axis: Replicate() if axis in sharding else layout[axis] for axis in remaining_axes}
 
-    found: list[dict[str, Placement]] = [{}]
+    candidates: list[dict[str, Placement]] = [{}]
     options: list[Placement] = [*map(Shard, range(len(new_shape))), Replicate()]
     for count in range(1, len(sharding) + 1):
-        before = Layout.in_order(layout.mesh, with_rest_replicated({axis: layout[axis] for axis in sharding[:count]}))
-        wider = [{**chosen, sharding[count - 1]: placement} for chosen in found for placement in options]
-        found = []
+        before = Layout.in_order(layout.mesh, replicate_remaining({axis: layout[axis] for axis in sharding[:count]}))
+        wider = [{**chosen, sharding[count - 1]: placement} for chosen in candidates for placement in options]
+        candidates = []
         for chosen in wider:
-            after = Layout.in_order(layout.mesh, with_rest_replicated(chosen))
+            after = Layout.in_order(layout.mesh, replicate_remaining(chosen))
             ranks = _deciding_ranks(sharding[:count], before, shape, after, new_shape)
             if all(_held(before, shape, rank) == _held(after, new_shape, rank) for rank in ranks):
-                found.append(chosen)
-    return Layout.in_order(layout.mesh, with_rest_replicated(found[0])) if found else None
+                candidates.append(chosen)
+    return Layout.in_order(layout.mesh, replicate_remaining(candidates[0])) if candidates else None
 
 
 def _deciding_ranks(
@@ -108,7 +109,7 @@ def _deciding_ranks(
 def _deciding_indices(layout: Layout, shape: tuple[int, ...], axis: str) -> set[int]:
     """Indices of an axis to compare: the first two, the last, and those around the first short or empty part."""
     size = layout.mesh.axis_size(axis)
-    found = {0, 1, size - 1}
+    indices = {0, 1, size - 1}
     placement = layout[axis]
     if isinstance(placement, Shard):
         extents = {shape[placement.dim]}  # sizes of the parts that the axis cuts, made by the axes before
@@ -116,10 +117,10 @@ def _deciding_indices(layout: Layout, shape: tuple[int, ...], axis: str) -> set[
             parts = layout.mesh.axis_size(outer)
             steps = {extent: largest_part(extent, parts) for extent in extents if extent}
             if outer == axis:
-                found |= {extent // step + near for extent, step in steps.items() for near in (-1, 0, 1)}
+                indices |= {extent // step + near for extent, step in steps.items() for near in (-1, 0, 1)}
                 break
             extents = {part for extent, step in steps.items() for part in (step, extent % step)}
-    return {index for index in found if 0 <= index < size}
+    return {index for index in indices if 0 <= index < size}
 
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
-from weft.reshard.extension import one_mesh, wrap
+from weft.reshard.extension import mesh_argument, wrap
 
 from ..data.tokenizer import Tokenizer
 from ..families import FAMILIES, family_of, foreign_part, make_model
@@ -62,7 +62,7 @@ def from_pretrained(
     Raises ValueError, before any weight is read, for an absent or incomplete folder and for an unsupported model;
     DamagedCheckpoint for a folder changed after Weft wrote it.
     """
-    mesh = one_mesh(mesh, device_mesh)
+    mesh = mesh_argument(mesh, device_mesh)
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
         return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import distribute
-from weft.reshard.extension import as_process_mesh, one_mesh, this_rank
+from weft.reshard.extension import as_process_mesh, mesh_argument, this_rank
 
 from ..schedules.pipeline_plan import PipelinePlan
 from .boundaries import check_prepared, hook_prepared, hook_tensor_parallel
@@ -64,7 +64,7 @@ def parallelize(
     axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a prepared input
     unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
     """
-    chosen_mesh = one_mesh(mesh, device_mesh)
+    chosen_mesh = mesh_argument(mesh, device_mesh)
     if chosen_mesh is None:
         raise ValueError("parallelize needs a mesh to lay the model out on")
     return _laid_out_on(model, as_process_mesh(chosen_mesh), own_plan(model) if plan is None else plan)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard.extension import Place, gather_when_called, sharded_over
+from weft.reshard.extension import ParameterSlot, gather_when_called, shard_replicated_axes
 
 from .plan import ParallelPlan
 from .resolve import Part
@@ -50,7 +50,9 @@ def shard_layouts(parts: Sequence[Part], layouts: Mapping[str, Layout], model: n
         shape = tuple(model.get_parameter(name).shape)
         axes = plan.zero_over or _data_axes(layout.mesh)
         at_rest[name] = (
-            sharded_over(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1]) if plan.zero else layout
+            shard_replicated_axes(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1])
+            if plan.zero
+            else layout
         )
     return at_rest
 
@@ -73,7 +75,7 @@ def hook_zero(
     already. With zero=3, backward issues the all-gathers again (not with regather=False).
     """
     names = {module: name for name, module in model.named_modules()}
-    units: dict[nn.Module, dict[tuple[nn.Module, str], Place]] = {}
+    units: dict[nn.Module, dict[tuple[nn.Module, str], ParameterSlot]] = {}
     plans: dict[nn.Module, ParallelPlan] = {}
     for module, unit in _modules_with_units(model):
         for leaf, _ in module.named_parameters(recurse=False):
@@ -81,7 +83,7 @@ def hook_zero(
             if layouts[name] == at_rest[name]:
                 continue
             plan = plans.setdefault(unit, plan_of(parts, name))
-            units.setdefault(unit, {})[module, leaf] = Place(
+            units.setdefault(unit, {})[module, leaf] = ParameterSlot(
                 module=module,
                 name=leaf,
                 layout=layouts[name],

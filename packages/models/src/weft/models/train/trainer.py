@@ -155,7 +155,7 @@ class Trainer:
 
     def begin_reading(self) -> None:
         """Restart the clock from which the next `read` measures speed and waiting."""
-        self.waits.take()
+        self.waits.pop_seconds()
         self._read_at = time.perf_counter()
 
     def read(self, last: Callable[[], Path | None] = lambda: None) -> list[Metrics]:
@@ -169,7 +169,7 @@ class Trainer:
         steps, self._unread = self._unread, []
         losses = torch.stack([each.found.loss for each in steps]).tolist()
         norms = torch.stack([each.found.grad_norm for each in steps if each.found.grad_norm is not None]).tolist()
-        seconds, waited = time.perf_counter() - self._read_at, self.waits.take()
+        seconds, waited = time.perf_counter() - self._read_at, self.waits.pop_seconds()
         waited_for_data, self._rows.waited = self._rows.waited, 0.0
         self.begin_reading()
         for each, loss, norm in zip(steps, losses, norms, strict=True):

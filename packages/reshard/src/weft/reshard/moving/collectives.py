@@ -5,7 +5,7 @@ buckets.py, shared_memory.py and clip.py (gradients), gathering.py (parameters),
 and weft.models' pipeline. This file decides how a backend performs a collective: on gloo, all-gathers and
 reduce-scatters go as all-to-alls.
 
-Measures how long a process waits for collectives; the training loop of weft.models logs the time.
+`measure_waits` measures how long a process waits for collectives; the training loop of weft.models logs the time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from weft.mesh.extension import Box, volume
 
-from ..planning.exchange import Messages, run_of, within
-from ..planning.layouts import reduced
-from ..world.collective_bytes import counted_as
+from ..planning.exchange import Messages, contiguous_run, relative_box
+from ..planning.layouts import reduce_parts
+from ..world.collective_bytes import count_as
 from ..world.world import Positions, world
 
 Running = Generator[dist.Work, None, Tensor]
-Phase = tuple[dist.ProcessGroup, Positions]  # a group and its members' positions along the mesh axes
+# One axis of a collective that runs axis by axis: the axis's group, and the members' positions (a range: in order).
+Phase = tuple[dist.ProcessGroup, Positions]
 
 # torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,16 +44,16 @@ REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# The largest tensor, in bytes, that two ranks on gloo swap and add. Gloo's all-reduce takes 1.2 to 2 times as long at
-# these sizes, and less time above 1 MB.
-_SMALL = 1 << 19
+# The largest tensor, in bytes, that two ranks on gloo all-reduce by swapping and adding. Gloo's own all-reduce takes
+# 1.2 to 2 times as long at these sizes, and less time above 1 MB.
+_MOST_SWAPPED_BYTES = 1 << 19
 
 # The smallest piece, in bytes: 256 KiB on CPUs (2 ms at 1 Gbit/s, 20 times the latency of 0.1 ms); 4 MiB on GPUs (84 us
 # at 400 Gbit/s, 4 to 8 times the 10 to 20 us in which a collective starts).
-# Only one phase works during the first piece, and only one during the last: the more pieces, the less time that costs.
-_PIECE, _PIECE_ON_GPU = 1 << 18, 1 << 22
+# More pieces keep more links busy: only one phase works during the first piece, and only one during the last.
+_LEAST_PIECE_BYTES, _LEAST_PIECE_BYTES_ON_GPU = 1 << 18, 1 << 22
 _MOST_PIECES = 16
-_EXTRA_IN_FLIGHT = 1  # pieces in flight beside the newest; more would share a link and end at the same time
+_EXTRA_IN_FLIGHT = 1  # older pieces in flight beside the newest; more would compete for a link, and end no sooner
 
 
 class Pending:
@@ -65,7 +66,7 @@ class Pending:
     @classmethod
     def finished(cls, result: Tensor) -> Pending:
         """A Pending whose result is there already."""
-        return cls(finished(result))
+        return cls(immediate_result(result))
 
     def wait(self) -> Tensor:
         """Waits for the started collective, runs the rest, and returns the result."""
@@ -82,30 +83,32 @@ class Pending:
             self._result: Tensor = done.value
 
 
-def finished(result: Tensor) -> Running:
+def immediate_result(result: Tensor) -> Running:
     """A `Running` without collectives, which returns `result`."""
     return result
-    yield
+    yield  # unreachable, but makes the function a generator
 
 
-def pieces_of(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[slice]:
-    """Cuts a rank's part, `elements` elements of `tensor`, into pieces for a pipeline of phases.
+def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Phase]) -> list[slice]:
+    """Cuts a rank's part into pieces that pass through the phases of a collective as through a pipeline.
 
-    While a piece is in a phase, the next piece is in the phase before: links of different speeds work at once. A single
-    phase, or little data, takes a single piece.
+    While a piece is in a phase, the next piece is in the phase before, so that links of different speeds work at once.
+    A single phase, or little data, takes a single piece.
+    elements: of the part. tensor: has the part's device and dtype.
     """
     if len(phases) == 1:
         return [slice(0, elements)]
-    least = _PIECE_ON_GPU if tensor.is_cuda else _PIECE
+    least = _LEAST_PIECE_BYTES_ON_GPU if tensor.is_cuda else _LEAST_PIECE_BYTES
     pieces = max(1, min(_MOST_PIECES, elements * tensor.itemsize // least))
     ends = [elements * i // pieces for i in range(pieces + 1)]
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
-    """Interleaves the generators of several pieces, which must issue the same collectives.
+def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
+    """Runs the generators of several pieces, with collectives of two pieces in flight at a time.
 
-    Two pieces have a collective in flight at a time; the older collective is waited for.
+    The older collective is waited for; its piece then starts its next collective, or the next piece begins. All ranks
+    must interleave the same pieces.
     """
     active: deque[tuple[Running, dist.Work]] = deque()
 
@@ -126,7 +129,7 @@ def in_turn(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
-    """All-gathers `part` phase by phase: returns all members' parts stacked by position, the last phase outermost."""
+    """All-gathers `part` phase by phase; returns all members' parts by position, the last phase's axis outermost."""
     for group, positions in phases:
         gathered = part.new_empty((len(positions), part.numel()))
         yield start_all_gather(gathered, part, group)
@@ -137,67 +140,67 @@ def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
 def gather_pieces(
     part: Tensor, phases: Sequence[Phase], pieces: Sequence[slice], into: Tensor
 ) -> Generator[dist.Work, None, None]:
-    """`all_gather` piece by piece.
+    """`all_gather` piece by piece, into a tensor that may have any strides.
 
-    part: flat. into: receives the parts, [*sizes, elements of a part].
+    part: flat. into: receives the parts, [*sizes of the phases, last phase first, elements of a part].
     """
 
     def gather(piece: slice) -> Running:
-        place = into[..., piece]
-        return place.copy_((yield from all_gather(part[piece], phases)).view(place.shape))
+        target = into[..., piece]
+        return target.copy_((yield from all_gather(part[piece], phases)).view(target.shape))
 
-    yield from in_turn(gather(piece) for piece in pieces)
+    yield from interleave(gather(piece) for piece in pieces)
 
 
-def by_exchange() -> bool:
+def uses_all_to_all() -> bool:
     """Whether all-gathers and reduce-scatters are run as all-to-alls.
 
     False with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then checks that ranks gather equal shapes, a check that
     all-to-alls would skip.
     """
-    return world().by_exchange and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+    return world().prefers_all_to_all and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to fill `whole` with the parts of the group's members, in the order of the group's ranks.
+def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to fill `gathered` with the parts of the group's members, in the order of the group's ranks.
 
     On gloo an all-to-all does this in half the time or less, but holds the result's memory a second time while it runs.
     Two ranks need no extra memory.
     """
-    if not by_exchange():
-        return _as_work(all_gather_single(whole.view(-1), part.reshape(-1), group, async_op=True))
+    if not uses_all_to_all():
+        return _as_work(all_gather_single(gathered.view(-1), part.reshape(-1), group, async_op=True))
     if group.size() == 2:
-        rows, mine = whole.view(2, -1), part.reshape(-1)
-        if rows[group.rank()].data_ptr() != mine.data_ptr():
-            rows[group.rank()].copy_(mine)
-        return _start_swap(rows[1 - group.rank()], mine, group, "all-gather")
+        rows, own_part = gathered.view(2, -1), part.reshape(-1)
+        if rows[group.rank()].data_ptr() != own_part.data_ptr():
+            rows[group.rank()].copy_(own_part)
+        return _start_swap(rows[1 - group.rank()], own_part, group, "all-gather")
     copies = part.reshape(1, -1).expand(group.size(), -1).contiguous()
-    return _start_exchange(whole, copies, group, "all-gather")
+    return _start_exchange(gathered, copies, group, "all-gather")
 
 
-def all_reduce(whole: Tensor, op: str, group: dist.ProcessGroup) -> Running:
-    """Reduces the members' tensors into the memory of `whole`; bool is reduced as uint8, which every backend supports.
+def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Running:
+    """Reduces the members' tensors into the memory of `tensor`; bool is reduced as uint8, which every backend supports.
 
-    On gloo, two ranks swap small tensors and add: the same bytes, in one step instead of two. For up to two elements
-    gloo's own all-reduce does the same.
+    On gloo, two ranks swap small tensors and add the received one: the same bytes as an all-reduce, in one step instead
+    of two. Gloo's own all-reduce swaps and adds up to two elements, too.
     """
-    result = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
-    small = whole.numel() > 2 and whole.nbytes <= _SMALL
-    if small and op in ("sum", "avg") and group.size() == 2 and by_exchange():
-        theirs = torch.empty_like(result)
-        yield _start_swap(theirs, result, group, "all-reduce")
-        result.add_(theirs)
+    result = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    is_small = tensor.numel() > 2 and tensor.nbytes <= _MOST_SWAPPED_BYTES
+    if is_small and op in ("sum", "avg") and group.size() == 2 and uses_all_to_all():
+        received = torch.empty_like(result)
+        yield _start_swap(received, result, group, "all-reduce")
+        result.add_(received)
     else:
         yield _as_work(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
-    return whole.div_(dist.get_world_size(group)) if op == "avg" else whole
+    return tensor.div_(dist.get_world_size(group)) if op == "avg" else tensor
 
 
 def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
-    """This rank's part of the reduction of all members' stacked parts; the first phase is outermost.
+    """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result.
 
-    stacked: [*sizes, elements of a part], with any strides; not changed.
+    stacked: [*sizes of the phases in order, elements of a part], with any strides; not changed.
     """
-    pieces = pieces_of(stacked.shape[-1], stacked, phases)
+    pieces = split_into_pieces(stacked.shape[-1], stacked, phases)
     return _scatter_pieces(stacked, op, phases, pieces) if len(pieces) > 1 else _reduce_scatter(stacked, op, phases)
 
 
@@ -207,7 +210,7 @@ def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: S
     def scatter(piece: slice) -> Running:
         return part[piece].copy_((yield from _reduce_scatter(stacked[..., piece], op, phases)))
 
-    yield from in_turn(scatter(piece) for piece in pieces)
+    yield from interleave(scatter(piece) for piece in pieces)
     return part
 
 
@@ -222,7 +225,7 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
         stacked = stacked.reshape(len(positions), -1).contiguous()
         if not isinstance(positions, range):
             stacked = stacked[list(positions)]
-        if op in ("sum", "avg") and not by_exchange():
+        if op in ("sum", "avg") and not uses_all_to_all():
             part = stacked.new_empty(stacked.shape[1])
             yield _as_work(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
         elif op in ("sum", "avg") and group.size() == 2:
@@ -232,41 +235,41 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
         else:
             rows = torch.empty_like(stacked)
             yield _start_exchange(rows, stacked, group, "reduce-scatter")
-            part = reduced("sum" if op == "avg" else op, rows)
+            part = reduce_parts("sum" if op == "avg" else op, rows)
         stacked = part.div_(len(positions)) if op == "avg" else part
     return stacked
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An exchange of boxes as this rank runs it, in slices of its local tensors; made once by `Transfer.of`."""
+    """An exchange as this rank runs it; made once by `Transfer.of`. A Box is a slice for each dim of a tensor."""
 
-    sent: list[Box]  # slices of the local tensor, in the order of receivers
-    sent_run: slice | None  # where these slices form one run of a contiguous local tensor; None: they are packed first
+    sent: list[Box]  # parts of the local tensor to send, in the order of receivers
+    send_slice: slice | None  # all sent parts in the flat local tensor, if contiguous; None: they are packed first
     sizes_out: list[int]  # elements sent to each member of the group
-    received: list[Box]  # slices of the result, in the order of senders
-    received_run: slice | None  # the contiguous run of the result's memory that these slices fill
+    received: list[Box]  # parts of the result to receive, in the order of senders
+    receive_slice: slice | None  # all received parts in the flat result; None: they are unpacked afterwards
     sizes_in: list[int]  # elements received from each member of the group
-    local: tuple[Box, Box] | None  # slices of the result and of the local tensor that this rank copies by itself
+    local: tuple[Box, Box] | None  # parts of the result and of the local tensor: what this rank copies by itself
 
     @classmethod
-    def of(cls, held: Box, wanted: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
-        """The exchange that fills the box `wanted` from a local tensor that is the box `held`.
+    def of(cls, held: Box, needed: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
+        """The exchange that fills the box `needed` from a local tensor that is the box `held`.
 
         ranks: the group's members, ascending.
         """
         sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
         sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.sends, messages.receives)]
-        sizes_out, sizes_in = ([each.get(rank, 0) for rank in ranks] for each in sizes)
+        sizes_out, sizes_in = ([elements.get(rank, 0) for rank in ranks] for elements in sizes)
         local = messages.local
         return cls(
-            [within(box, held) for box in sent],
-            run_of(sent, held),
+            [relative_box(box, held) for box in sent],
+            contiguous_run(sent, held),
             sizes_out,
-            [within(box, wanted) for box in received],
-            run_of(received, wanted),
+            [relative_box(box, needed) for box in received],
+            contiguous_run(received, needed),
             sizes_in,
-            None if local is None else (within(local, wanted), within(local, held)),
+            None if local is None else (relative_box(local, needed), relative_box(local, held)),
         )
 
 
@@ -275,28 +278,28 @@ def exchange(
 ) -> Running:
     """Fills `result` from the local tensors of the group's members.
 
-    Without a group nothing is sent, and this rank's own overlap is copied.
-    add: adds the received parts to `result` instead of overwriting.
+    Without a group nothing is sent, and only `transfer.local` is copied.
+    add: adds the parts to `result` instead of overwriting.
     """
-    run = None if add else transfer.received_run
-    arrived = result.new_empty(sum(transfer.sizes_in)) if run is None else result.view(-1)[run]
+    receive_slice = None if add else transfer.receive_slice
+    received = result.new_empty(sum(transfer.sizes_in)) if receive_slice is None else result.view(-1)[receive_slice]
     if group is not None:
-        sent_run = transfer.sent_run if local.is_contiguous() else None
-        outgoing = local.new_empty(sum(transfer.sizes_out)) if sent_run is None else local.view(-1)[sent_run]
-        if sent_run is None:
-            pieces = [local[box] for box in transfer.sent]
-            for part, piece in zip(_split_as(pieces, outgoing), pieces, strict=True):
-                part.copy_(piece)
+        send_slice = transfer.send_slice if local.is_contiguous() else None
+        sent = local.new_empty(sum(transfer.sizes_out)) if send_slice is None else local.view(-1)[send_slice]
+        if send_slice is None:
+            parts = [local[box] for box in transfer.sent]
+            for packed, part in zip(_split_as(parts, sent), parts, strict=True):
+                packed.copy_(part)
         sizes_in, sizes_out = transfer.sizes_in, transfer.sizes_out
-        yield _as_work(dist.all_to_all_single(arrived, outgoing, sizes_in, sizes_out, group, async_op=True))
-    parts: list[tuple[Tensor, Tensor]] = []
-    if run is None:
-        places = [result[box] for box in transfer.received]
-        parts += zip(places, _split_as(places, arrived), strict=True)
+        yield _as_work(dist.all_to_all_single(received, sent, sizes_in, sizes_out, group, async_op=True))
+    copies: list[tuple[Tensor, Tensor]] = []  # (part of the result, its values)
+    if receive_slice is None:
+        targets = [result[box] for box in transfer.received]
+        copies += zip(targets, _split_as(targets, received), strict=True)
     if transfer.local is not None:
-        place, source = transfer.local
-        parts.append((result[place], local[source]))
-    for target, part in parts:
+        target_box, source_box = transfer.local
+        copies.append((result[target_box], local[source_box]))
+    for target, part in copies:
         if add:
             target.add_(part)
         else:
@@ -306,8 +309,8 @@ def exchange(
 
 def _split_as(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     """`flat` cut into consecutive tensors of the shapes of `parts`."""
-    cut = torch.split(flat, [part.numel() for part in parts])
-    return [each.view(part.shape) for each, part in zip(cut, parts, strict=True)]
+    pieces = torch.split(flat, [part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _inverse(positions: Positions) -> list[int]:
@@ -319,9 +322,9 @@ def _start_exchange(
 ) -> dist.Work:
     """Starts an all-to-all of equal rows, or with `counts[i]` elements to and from member i.
 
-    instead_of: the kind of collective for which the all-to-all stands (see `collective_bytes.counted_as`).
+    instead_of: the kind of collective for which the all-to-all stands (see `collective_bytes.count_as`).
     """
-    with counted_as(instead_of):
+    with count_as(instead_of):
         return _as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
 
 
@@ -361,8 +364,8 @@ class WaitTimer:
             work.wait()
             self._seconds += time.perf_counter() - start
 
-    def take(self) -> float:
-        """Seconds waited since the last `take`. On a GPU the host waits until all recorded waits are over."""
+    def pop_seconds(self) -> float:
+        """Seconds waited since the last call. On a GPU the host waits until all recorded waits are over."""
         for before, after in self._events:
             after.synchronize()
             self._seconds += before.elapsed_time(after) / 1000
@@ -371,17 +374,20 @@ class WaitTimer:
         return seconds
 
 
-_measuring: list[WaitTimer] = []  # of the `measure_waits` blocks, innermost last
+_measuring: list[WaitTimer] = []  # timers of the running `measure_waits` blocks, innermost last
 
 
 @contextmanager
-def measure_waits(waits: WaitTimer) -> Iterator[None]:
-    """Inside, `waits` adds up waits of `wait_for`; of nested blocks only the innermost counts. Communication: none."""
-    _measuring.append(waits)
+def measure_waits(timer: WaitTimer) -> Iterator[None]:
+    """Context manager: in the block, `timer` adds up the time of `wait_for` calls. Communication: none.
+
+    In nested blocks only the innermost timer counts.
+    """
+    _measuring.append(timer)
     try:
         yield
     finally:
-        _measuring.remove(waits)
+        _measuring.remove(timer)
 
 
 def wait_for(work: dist.Work | None) -> None:

@@ -1,7 +1,7 @@
 """Plans under torch.compile: local steps are traced through; a plan with communication becomes custom ops.
 
-`traced` adds a single op for a plan. `begin` and `finish` add an op each, to start the plan and to wait: the
-graph's ops between the two overlap with the communication. reshard.py calls these while a graph is traced.
+`add_plan_node` adds a single op for a plan. `add_start_node` and `add_wait_node` add an op each, to start the plan and
+to wait: the graph's ops between the two overlap with the communication. reshard.py calls these while a graph is traced.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import base64
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, library
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from weft.mesh import Partial, Replicate, Shard
 
 from ..planning.plan import Plan
 from ..planning.steps import Local
@@ -24,7 +28,7 @@ from .collectives import Pending
 from .executor import execute, start_plan
 
 
-def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
+def add_plan_node(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """`executor.start_plan` while a graph is traced: adds a node for the whole plan.
 
     Communication: the plan's steps, whenever the graph runs.
@@ -34,7 +38,7 @@ def traced(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     return Pending.finished(_reshard(local, _text(replace(plan)), this_rank()))
 
 
-def begin(plan: Plan, local: Tensor) -> Tensor:
+def add_start_node(plan: Plan, local: Tensor) -> Tensor:
     """Adds a node that starts a plan, each time the graph runs.
 
     Returns the number of the started plan as a float64 tensor of shape [1]: a tensor of floats can have a gradient.
@@ -43,14 +47,35 @@ def begin(plan: Plan, local: Tensor) -> Tensor:
     return number
 
 
-def finish(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Adds a node that waits for the plan started by `begin`.
+def add_wait_node(number: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """Adds a node that waits for the plan started by `add_start_node`.
 
-    local: the argument of `begin`, given again so that the compiler does not reuse its memory in between.
-    shape: of the result.
+    local: the same tensor as for `add_start_node`; a use here keeps the compiler from reusing its memory in between.
+    shape: the result's shape.
     """
     result: Tensor = _finish(number, local, list(shape))
     return result
+
+
+def graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
+    """The placements of a `reshard` as arguments of Dynamo's node: mesh axes and texts.
+
+    The mesh axes are None where the placements are in the mesh's order, or a single text.
+    """
+    if placements is None or isinstance(placements, str):
+        return None, placements or ()
+    if isinstance(placements, Mapping):
+        return tuple(placements), tuple([_placement_text(each) for each in placements.values()])
+    return None, tuple([_placement_text(each) for each in placements])
+
+
+def _placement_text(placement: Any) -> str:
+    """`str(placement)`, in code that Dynamo can trace; also for torch's placements."""
+    if isinstance(placement, Shard | TorchShard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Replicate | TorchReplicate):
+        return "R"
+    return f"P({placement.op if isinstance(placement, Partial) else placement.reduce_op})"
 
 
 @lru_cache(maxsize=4096)
@@ -72,15 +97,15 @@ def _reshard(local: Tensor, plan: str, rank: int) -> Tensor:
     rank: this process's. Only a part of the key of the compiler's disk cache, which must not give a rank another rank's
         graph.
     """
-    made = _plan(plan)
-    moved = execute(made, local, device_mesh(made.src.mesh, local.device.type)).contiguous()
-    return moved.clone() if moved is local else moved  # a custom op must not return its input
+    plan_value = _plan(plan)
+    result = execute(plan_value, local, device_mesh(plan_value.src.mesh, local.device.type)).contiguous()
+    return result.clone() if result is local else result  # a custom op must not return its input
 
 
 @_reshard.register_fake
 def _(local: Tensor, plan: str, rank: int) -> Tensor:
-    made = _plan(plan)
-    return local.new_empty(made.dst.local_shape(made.shape, rank))
+    plan_value = _plan(plan)
+    return local.new_empty(plan_value.dst.local_shape(plan_value.shape, rank))
 
 
 _pending: dict[int, Pending] = {}  # by number, the plans that are started and not finished
@@ -89,8 +114,8 @@ _numbers = itertools.count()
 
 @library.custom_op("weft::begin_reshard", mutates_args=())
 def _begin(local: Tensor, plan: str, rank: int) -> Tensor:
-    made, number = _plan(plan), next(_numbers)
-    _pending[number] = start_plan(made, local, device_mesh(made.src.mesh, local.device.type))
+    plan_value, number = _plan(plan), next(_numbers)
+    _pending[number] = start_plan(plan_value, local, device_mesh(plan_value.src.mesh, local.device.type))
     return torch.tensor([number], dtype=torch.float64)
 
 
@@ -101,8 +126,8 @@ def _(local: Tensor, plan: str, rank: int) -> Tensor:
 
 @library.custom_op("weft::finish_reshard", mutates_args=())
 def _finish(number: Tensor, local: Tensor, shape: list[int]) -> Tensor:
-    moved = _pending.pop(int(number)).wait().contiguous()
-    return moved.clone() if moved is local else moved
+    result = _pending.pop(int(number)).wait().contiguous()
+    return result.clone() if result is local else result
 
 
 @_finish.register_fake

@@ -53,18 +53,18 @@ def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
 
 @lru_cache(maxsize=65536)
 def _layout(mesh: ProcessMesh, names: tuple[str, ...], placements: tuple[Any, ...]) -> Layout:
-    given = dict(zip(names, placements, strict=True))
+    placement_of = dict(zip(names, placements, strict=True))
     placed: dict[str, Placement] = {}
     for name in reversed(names):
-        placement = given[name]
+        placement = placement_of[name]
         if type(placement).__name__ == STRIDED:
             placed = _with_strided_shard(mesh, name, placement, placed)
         else:
-            placed = {name: _known(name, placement)} | placed
+            placed = {name: _as_weft_placement(name, placement)} | placed
     return Layout.in_order(mesh, placed)
 
 
-def _known(axis: str, placement: Any) -> Placement:
+def _as_weft_placement(axis: str, placement: Any) -> Placement:
     try:
         return as_placement(placement)
     except ValueError:
@@ -85,19 +85,19 @@ def _with_strided_shard(
     Raises LayoutError where the axes after `axis` do not cut the dim into this number of parts.
     """
     majors, parts = [], 1
-    for other, later_placement in later.items():
+    for later_axis, later_placement in later.items():
         if parts == placement.split_factor:
             break
         if isinstance(later_placement, Shard) and later_placement.dim == placement.dim:
-            parts *= mesh.axis_size(other)
-        majors.append(other)
+            parts *= mesh.axis_size(later_axis)
+        majors.append(later_axis)
     if parts != placement.split_factor:
         raise LayoutError(
             f"axis {axis!r} has the placement {placement!r}, which cuts every {placement.split_factor}th part of dim "
             f"{placement.dim}, and no axes after {axis!r} cut that dim into so many; bring the DTensor to Shard or "
             f"Replicate there by its redistribute() first"
         )
-    first = {other: later[other] for other in majors}
+    first = {later_axis: later[later_axis] for later_axis in majors}
     return first | {axis: Shard(placement.dim)} | later
 
 
@@ -246,10 +246,10 @@ def distribute(
     """
     rank = this_rank()
     if not isinstance(layout, Layout):
-        mesh = one_mesh(layout, device_mesh)
+        mesh = mesh_argument(layout, device_mesh)
         if mesh is None:
             raise ValueError("distribute needs a layout, or a mesh and placements on it")
-        layout = layout_given(mesh, placements)
+        layout = layout_from_arguments(mesh, placements)
     elif placements or device_mesh is not None:
         raise ValueError(
             f"distribute got the layout ({layout}) and a mesh or placements beside it; give one of the two"
@@ -269,7 +269,7 @@ def distribute(
     return result
 
 
-def layout_given(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layout:
+def layout_from_arguments(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layout:
     """The Layout of a mesh and placements as a caller gives them.
 
     A sequence with a placement for each axis of a DeviceMesh is in the DeviceMesh's axis order.
@@ -279,7 +279,7 @@ def layout_given(mesh: ProcessMesh | DeviceMesh, placements: Placements) -> Layo
     return Layout(as_process_mesh(mesh), placements)
 
 
-def one_mesh(
+def mesh_argument(
     mesh: ProcessMesh | DeviceMesh | None, device_mesh: ProcessMesh | DeviceMesh | None
 ) -> ProcessMesh | DeviceMesh | None:
     """The mesh given as `mesh` or, by torch's name, as `device_mesh`; None for neither. Raises ValueError for both."""

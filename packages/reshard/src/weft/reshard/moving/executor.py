@@ -1,13 +1,13 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
-`prepared` returns the plan's `PreparedPlan`. Its first run works out all that does not depend on the tensor's values,
-and later runs reuse this. Each prepared step runs as a generator: it yields every collective that it starts, and
+`prepare` returns the `PreparedPlan` of a plan. The first run finds the groups, shapes and messages of each step, and
+later runs reuse these. A prepared step runs as a generator: yields every collective after starting the collective, and
 returns the local tensor after the step. `execute` waits for each collective at once; with `start_plan`, the caller
-computes something else between start and wait.
+computes between start and wait.
 
-Inside `record_received`, each plan that communicates passes its result to a callback. Inside `replay_received`, it
-returns the next kept result and sends nothing. So selective recomputation (weft.models' parallel/recompute.py) repeats
-a forward without communication.
+Inside `record_received`, each plan that communicates passes its result to a callback. Inside `replay_received`, each
+such plan returns a recorded result, and sends nothing. So selective recomputation (weft.models' parallel/recompute.py)
+repeats a forward without communication.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout
 from weft.mesh.extension import chunk
 
-from ..planning.costs import backwards, padded_part
-from ..planning.exchange import Messages, exchanging_axes, messages_of, taking_part
+from ..planning.costs import dual_messages, padded_part
+from ..planning.exchange import Messages, exchange_axes, exchange_members, messages_of
 from ..planning.layouts import dual_layout, identity
 from ..planning.plan import Plan
 from ..planning.steps import (
@@ -44,7 +44,7 @@ from ..planning.steps import (
     Step,
     Targeted,
     axes_of,
-    follow,
+    layout_after,
 )
 from ..world.groups import device_mesh, group_along, group_of, group_over, this_rank, world_cache
 from .collectives import (
@@ -55,16 +55,16 @@ from .collectives import (
     all_gather,
     all_reduce,
     exchange,
-    finished,
     gather_pieces,
-    pieces_of,
+    immediate_result,
     reduce_scatter,
+    split_into_pieces,
 )
 from .order_check import announce
-from .stacking import Stacking, cut_to, padded, stacking_of
+from .stacking import Stacking, crop, pad, stacking_of
 
-Store = Callable[[Tensor], None]  # keeps a received tensor
-_thread = threading.local()  # autograd runs the backward of each device on a separate thread
+OnReceived = Callable[[Tensor], None]  # is called with a received tensor
+_thread_state = threading.local()  # autograd runs the backward of each device on a separate thread
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -77,13 +77,13 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
     """`execute` with its first collective started; `wait()` runs the rest. See `PreparedPlan.start`."""
-    return prepared(plan, mesh).start(local)
+    return prepare(plan, mesh).start(local)
 
 
-def prepared(plan: Plan, mesh: DeviceMesh) -> PreparedPlan:
+def prepare(plan: Plan, mesh: DeviceMesh) -> PreparedPlan:
     """The plan made ready for this rank; the same value for the same plan and mesh, as long as the process groups last.
 
-    mesh: of the tensor before the plan. Communication: none.
+    mesh: the mesh of the tensor before the plan. Communication: none.
     """
     cache, key = world_cache(), (PreparedPlan, plan, mesh)
     found: PreparedPlan | None = cache.get(key)
@@ -99,7 +99,7 @@ class PreparedPlan:
         self._plan, self._mesh, self._rank = plan, mesh, this_rank()
         self._takes_part = self._rank in plan.src.mesh or self._rank in plan.dst.mesh
         self._communicates = not all(isinstance(step, Local) for step in plan.steps)
-        self._steps: list[_Prepared] | None = None
+        self._steps: list[_PreparedStep] | None = None
 
     def start(self, local: Tensor) -> Pending:
         """Starts the first collective on this rank's local tensor; `wait()` runs the rest.
@@ -116,66 +116,68 @@ class PreparedPlan:
         if self._communicates:
             announce(self._plan, meshes=(self._plan.src.mesh, self._plan.dst.mesh))
         if self._steps is None:
-            self._steps = [*self._prepared_steps()]
+            self._steps = [*self._prepare_steps()]
         for step in self._steps:
             local = yield from step.run(local)
         return local
 
-    def _prepared_steps(self) -> Iterator[_Prepared]:
+    def _prepare_steps(self) -> Iterator[_PreparedStep]:
         plan, rank, mesh = self._plan, self._rank, self._mesh
         for step, layout in zip(plan.steps, plan.layouts, strict=True):
             if rank in layout.mesh or (isinstance(step, Targeted) and rank in step.target.mesh):
-                on = mesh if layout.mesh == plan.src.mesh else device_mesh(layout.mesh, mesh.device_type)
-                yield _StepStart(layout, plan.shape, on, rank).prepared(step)
+                step_mesh = mesh if layout.mesh == plan.src.mesh else device_mesh(layout.mesh, mesh.device_type)
+                yield _StepPreparer(layout, plan.shape, step_mesh, rank).prepare(step)
 
 
-class _Prepared(Protocol):
-    """A step with all that does not depend on the tensor's values: what runs in every call."""
+class _PreparedStep(Protocol):
+    """A step with its groups, shapes and messages: made once by `_StepPreparer`, run in each call."""
 
     def run(self, local: Tensor) -> Running: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _AllGather:
+class _PreparedAllGather:
     phases: list[Phase]  # the groups to gather over, in order, with the members' positions
-    stacking: Stacking
-    whole: tuple[int, ...]  # shape of the result
+    stacking: Stacking  # how the collectives return the parts
+    result_shape: tuple[int, ...]  # shape of the result, without padding
 
     def run(self, local: Tensor) -> Running:
         stacking = self.stacking
-        local = padded(local, stacking.part)
-        pieces = pieces_of(local.numel(), local, self.phases)
+        local = pad(local, stacking.part)
+        pieces = split_into_pieces(local.numel(), local, self.phases)
         if len(pieces) == 1:
             gathered = yield from all_gather(local, self.phases)
-        elif stacking.whole == self.whole and stacking.is_of_rows:
-            result = local.new_empty(self.whole)
-            rows = stacking.of_whole(result).flatten(len(stacking.sizes))
+        elif stacking.padded_shape == self.result_shape and stacking.parts_are_rows:
+            # Without padding, and with rows as parts, the stacked parts are the result's memory in order. So the pieces
+            # are received into a view of the result, [*sizes, elements of a part], and nothing is copied afterwards.
+            result = local.new_empty(self.result_shape)
+            rows = stacking.as_stacked(result).flatten(len(stacking.sizes))
             yield from gather_pieces(local.view(-1), self.phases, pieces, rows)
             return result
         else:
             gathered = local.new_empty((*stacking.sizes, local.numel()))
             yield from gather_pieces(local.view(-1), self.phases, pieces, gathered)
-        return cut_to(stacking.side_by_side(gathered), self.whole)
+        return crop(stacking.unstack(gathered), self.result_shape)
 
 
 @dataclass(frozen=True, slots=True)
-class _ReduceScatter:
+class _PreparedReduceScatter:
     phases: list[Phase]  # the groups to scatter over, in order, with the members' positions
-    stacking: Stacking
+    stacking: Stacking  # how the collectives take the parts
     op: str
-    mine: tuple[int, ...]  # shape of this rank's part
+    result_shape: tuple[int, ...]  # shape of this rank's part, without padding
 
     def run(self, local: Tensor) -> Running:
         stacking = self.stacking
-        # Passed without a name: a local variable would keep the stacked tensor alive through the last phase.
+        # The stacked tensor has no name here: a local variable would keep its memory until the last phase ends.
         scattered = yield from reduce_scatter(
-            stacking.of_whole(padded(local, stacking.whole)).flatten(len(stacking.sizes)), self.op, self.phases
+            stacking.as_stacked(pad(local, stacking.padded_shape)).flatten(len(stacking.sizes)), self.op, self.phases
         )
-        return cut_to(scattered.view(stacking.part), self.mine)
+        return crop(scattered.view(stacking.part), self.result_shape)
 
 
 @dataclass(frozen=True, slots=True)
-class _AllReduce:
+class _PreparedAllReduce:
     group: dist.ProcessGroup
     op: str
 
@@ -184,7 +186,7 @@ class _AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class _PreparedExchange:
     transfer: Transfer
     shape: tuple[int, ...]  # of the result
     group: dist.ProcessGroup | None  # None where every rank has what it needs
@@ -197,74 +199,78 @@ class _Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class _PreparedSlice:
     dim: int
     start: int
     length: int
 
     def run(self, local: Tensor) -> Running:
-        return finished(local.narrow(self.dim, self.start, self.length).contiguous())
+        return immediate_result(local.narrow(self.dim, self.start, self.length).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
-class _MakePartial:
-    """This rank's values in their place, `op`'s identity elsewhere.
+class _PreparedMakePartial:
+    """From a shard: this rank's values in their region of the result, and `op`'s identity (as 0 for sums) elsewhere.
 
-    With `place` None: all values (`holds_value`) or all identity.
+    From a replica (`region` is None): the whole replica if `holds_value`, else the identity everywhere.
     """
 
     op: str
-    place: tuple[int, int, int] | None  # dim, start, length
-    whole: tuple[int, ...]  # shape of the result
-    holds_value: bool = True  # whether this rank holds the value, where place is None
+    region: tuple[int, int, int] | None  # dim, start, length
+    result_shape: tuple[int, ...]
+    holds_value: bool = True  # whether this rank keeps its replica
 
     def run(self, local: Tensor) -> Running:
-        if self.place is None:
-            return finished(local if self.holds_value else torch.full_like(local, identity(self.op, local.dtype)))
-        result = local.new_full(self.whole, identity(self.op, local.dtype))
-        result.narrow(*self.place).copy_(local)
-        return finished(result)
+        if self.region is None:
+            return immediate_result(
+                local if self.holds_value else torch.full_like(local, identity(self.op, local.dtype))
+            )
+        result = local.new_full(self.result_shape, identity(self.op, local.dtype))
+        result.narrow(*self.region).copy_(local)
+        return immediate_result(result)
 
 
 @dataclass(frozen=True, slots=True)
-class _StepStart:
-    """Where a step starts: the layout before the step, the global shape, the mesh and this rank."""
+class _StepPreparer:
+    """Prepares a step for this rank: finds its groups, shapes and messages."""
 
-    layout: Layout
-    shape: tuple[int, ...]
-    mesh: DeviceMesh
+    layout: Layout  # before the step
+    shape: tuple[int, ...]  # of the global tensor
+    mesh: DeviceMesh  # of `layout`
     rank: int
 
-    def prepared(self, step: Step) -> _Prepared:
+    def prepare(self, step: Step) -> _PreparedStep:
+        """The step, ready to run. Communication: groups that are new to this world are made."""
         match step:
             case AllGather():
-                whole = self._shape_after(step)
-                part = padded_part(step, self.layout, whole)
-                leading = step.apart[::-1] or axes_of(step)  # the axis gathered last is outermost in memory
-                return _AllGather(self._phases(step), self._stacking(step, part, leading), whole)
+                result_shape = self._shape_after(step)
+                part = padded_part(step, self.layout, result_shape)
+                # With a collective for each axis (`apart`), the axis gathered last is outermost in memory.
+                leading = step.apart[::-1] or axes_of(step)
+                return _PreparedAllGather(self._phases(step), self._stacking(step, part, leading), result_shape)
             case ReduceScatter():
                 part = padded_part(step, self.layout, self.layout.local_shape(self.shape, self.rank))
-                leading = step.apart or axes_of(step)  # the axis scattered first is outermost in memory
+                leading = step.apart or axes_of(step)  # with `apart`, the axis scattered first is outermost in memory
                 stacking = self._stacking(step, part, leading)
-                return _ReduceScatter(self._phases(step), stacking, step.op, self._shape_after(step))
+                return _PreparedReduceScatter(self._phases(step), stacking, step.op, self._shape_after(step))
             case AllReduce(op=op):
-                return _AllReduce(group_along(self.mesh, axes_of(step))[0], op)
+                return _PreparedAllReduce(group_along(self.mesh, axes_of(step))[0], op)
             case AllToAll() | Exchange() | Permute():
-                target = follow(step, self.layout)
-                return self._exchange(target, *self._exchanging(self.layout, target))
+                target = layout_after(step, self.layout)
+                return self._prepare_exchange(target, *self._members_and_group(self.layout, target))
             case ReduceExchange():
-                return self._reduce_exchange(step)
+                return self._prepare_reduce_exchange(step)
             case Slice(axis=axis, dim=dim):
                 size = self.layout.local_shape(self.shape, self.rank)[dim]
                 start, stop = chunk(size, self.layout.mesh.axis_size(axis), self._index(axis))
-                return _Slice(dim, start, stop - start)
+                return _PreparedSlice(dim, start, stop - start)
             case MakePartial():
-                return self._make_partial(step)
+                return self._prepare_make_partial(step)
             case Relabel(target=target):
-                return self._exchange(target, (), None)
+                return self._prepare_exchange(target, (), None)
 
     def _shape_after(self, step: Step) -> tuple[int, ...]:
-        return follow(step, self.layout).local_shape(self.shape, self.rank)
+        return layout_after(step, self.layout).local_shape(self.shape, self.rank)
 
     def _index(self, axis: str) -> int:
         coordinate = self.layout.mesh.coordinate(self.rank)
@@ -277,73 +283,75 @@ class _StepStart:
     def _stacking(self, step: AllGather | ReduceScatter, part: Sequence[int], leading: Sequence[str]) -> Stacking:
         return stacking_of(tuple(part), tuple(leading), tuple(map(self.layout.mesh.axis_size, leading)), step)
 
-    def _exchange(
-        self, target: Layout, ranks: tuple[int, ...], group: dist.ProcessGroup | None, back: Messages | None = None
-    ) -> _Exchange:
-        """back: for a reduce-exchange, the messages of the dual exchange: sent in the opposite direction, and added.
+    def _prepare_exchange(
+        self, target: Layout, ranks: tuple[int, ...], group: dist.ProcessGroup | None, dual: Messages | None = None
+    ) -> _PreparedExchange:
+        """The exchange for `target` on this rank, with the given members and group.
 
-        None for a plain exchange.
+        dual: for a reduce-exchange, the messages of its dual exchange, which go in the opposite direction and are
+            added. None for a plain exchange.
         """
-        messages = messages_of(self.layout, target, self.shape, self.rank) if back is None else back.reversed()
-        held, wanted = (layout.local_slices(self.shape, self.rank) for layout in (self.layout, target))
+        messages = messages_of(self.layout, target, self.shape, self.rank) if dual is None else dual.reversed()
+        held, needed = (layout.local_slices(self.shape, self.rank) for layout in (self.layout, target))
         shape = target.local_shape(self.shape, self.rank)
-        return _Exchange(Transfer.of(held, wanted, messages, ranks), shape, group, add=back is not None)
+        return _PreparedExchange(Transfer.of(held, needed, messages, ranks), shape, group, add=dual is not None)
 
-    def _reduce_exchange(self, step: ReduceExchange) -> _Exchange:
-        ranks, group = self._exchanging(dual_layout(step.target), dual_layout(self.layout))
-        return self._exchange(step.target, ranks, group, backwards(self.layout, step, self.shape, self.rank))
+    def _prepare_reduce_exchange(self, step: ReduceExchange) -> _PreparedExchange:
+        ranks, group = self._members_and_group(dual_layout(step.target), dual_layout(self.layout))
+        dual = dual_messages(self.layout, step, self.shape, self.rank)
+        return self._prepare_exchange(step.target, ranks, group, dual)
 
-    def _exchanging(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """The ranks, ascending, in this rank's exchange, this rank included, and the group of these ranks."""
-        ranks = taking_part(src, dst, self.rank)
-        axes = exchanging_axes(src, dst) if src.mesh == dst.mesh else ()
+    def _members_and_group(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], dist.ProcessGroup]:
+        """The members of this rank's exchange, ascending, and their process group."""
+        ranks = exchange_members(src, dst, self.rank)
+        axes = exchange_axes(src, dst) if src.mesh == dst.mesh else ()
         return ranks, group_over(self.mesh, axes) if axes else group_of(ranks)
 
-    def _make_partial(self, step: MakePartial) -> _MakePartial:
-        index, whole = self._index(step.axis), self._shape_after(step)
+    def _prepare_make_partial(self, step: MakePartial) -> _PreparedMakePartial:
+        index, result_shape = self._index(step.axis), self._shape_after(step)
         if step.dim is None:
-            return _MakePartial(step.op, None, whole, holds_value=step.op == "avg" or index == 0)
-        start, stop = chunk(whole[step.dim], self.layout.mesh.axis_size(step.axis), index)
-        return _MakePartial(step.op, (step.dim, start, stop - start), whole)
+            return _PreparedMakePartial(step.op, None, result_shape, holds_value=step.op == "avg" or index == 0)
+        start, stop = chunk(result_shape[step.dim], self.layout.mesh.axis_size(step.axis), index)
+        return _PreparedMakePartial(step.op, (step.dim, start, stop - start), result_shape)
 
 
 @contextmanager
-def record_received(begin: Callable[[], Store]) -> Iterator[None]:
-    """Inside, every reshard with communication passes the tensor that it receives to a callback.
+def record_received(make_callback: Callable[[], OnReceived]) -> Iterator[None]:
+    """Context manager: in the block, every reshard with communication passes its received tensor to a callback.
 
-    begin: called when a reshard starts; returns a function, which is called with the received tensor.
+    make_callback: called when a reshard starts; returns the callback for the tensor which this reshard receives.
     """
-    with _set("begin", begin):
+    with _set_in_block("make_callback", make_callback):
         yield
 
 
 @contextmanager
 def replay_received(next_received: Callable[[], Tensor]) -> Iterator[None]:
-    """Inside, a reshard that would communicate returns `next_received()` instead, and sends nothing."""
-    with _set("next_received", next_received):
+    """Context manager: in the block, a reshard that would communicate returns `next_received()`, and sends nothing."""
+    with _set_in_block("next_received", next_received):
         yield
 
 
 def run_or_replay(run: Callable[[Tensor], Running], local: Tensor) -> Pending:
     """Starts the collectives of `run(local)`; inside `replay_received`, returns the tensor received earlier instead."""
-    next_received: Callable[[], Tensor] | None = getattr(_thread, "next_received", None)
+    next_received: Callable[[], Tensor] | None = getattr(_thread_state, "next_received", None)
     if next_received is not None:
         return Pending.finished(next_received())
-    begin: Callable[[], Store] | None = getattr(_thread, "begin", None)
-    return Pending(run(local) if begin is None else _then_store(run(local), begin()))
+    make_callback: Callable[[], OnReceived] | None = getattr(_thread_state, "make_callback", None)
+    return Pending(run(local) if make_callback is None else _then_call(run(local), make_callback()))
 
 
-def _then_store(running: Running, store: Store) -> Running:
+def _then_call(running: Running, on_received: OnReceived) -> Running:
     result = yield from running
-    store(result)
+    on_received(result)
     return result
 
 
 @contextmanager
-def _set(name: str, value: object) -> Iterator[None]:
-    before = getattr(_thread, name, None)
-    setattr(_thread, name, value)
+def _set_in_block(name: str, value: object) -> Iterator[None]:
+    before = getattr(_thread_state, name, None)
+    setattr(_thread_state, name, value)
     try:
         yield
     finally:
-        setattr(_thread, name, before)
+        setattr(_thread_state, name, before)

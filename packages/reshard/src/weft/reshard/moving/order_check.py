@@ -51,15 +51,15 @@ def check_order(timeout: float = 60.0) -> Iterator[None]:
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout!r} s; give a finite number of seconds > 0")
     _check = check = _Check(timeout)
-    why = ""
+    reason = ""
     try:
         yield
     except BaseException as error:
-        why = f"with {type(error).__name__}: {error}"
+        reason = f"with {type(error).__name__}: {error}"
         raise
     finally:
         _check = None
-        check.leave(why)
+        check.leave(reason)
 
 
 def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[ProcessMesh] = ()) -> None:
@@ -73,10 +73,10 @@ def announce(plan: object, ranks: Sequence[int] | None = None, meshes: Sequence[
     """
     check = _check
     if check is not None:
-        taking_part = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
+        member_ranks = sorted({rank for mesh in meshes for rank in mesh} if ranks is None else ranks)
         digests = tuple(mesh.digest for mesh in meshes)
-        on = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or format_ranks(taking_part)
-        check.announce(_Announced(f"{plan} on {on}", tuple(taking_part), digests))
+        location = " to ".join(dict.fromkeys(str(mesh) for mesh in meshes)) or format_ranks(member_ranks)
+        check.announce(_Announced(f"{plan} on {location}", tuple(member_ranks), digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,45 +123,45 @@ class _Check:
         self._rank, self._size = this_rank(), dist.get_world_size()
         self._lock = threading.Lock()
         self._count: dict[int, int] = defaultdict(int)
-        where: list[object] = [None, None]
+        address: list[object] = [None, None]
         if self._rank == 0:
             try:
                 _last_store = self._store = _store(_host(), 0, master=True)
-                where = [self._store.host, self._store.port]
+                address = [self._store.host, self._store.port]
             except dist.DistError as error:  # the broadcast tells the waiting ranks
-                where = [None, str(error)]
-        dist.broadcast_object_list(where, src=0)
-        if where[0] is None:
+                address = [None, str(error)]
+        dist.broadcast_object_list(address, src=0)
+        if address[0] is None:
             raise RuntimeError(
-                f"check_order cannot make its store on rank 0, at {_host()}: {where[1]}; "
+                f"check_order cannot make its store on rank 0, at {_host()}: {address[1]}; "
                 f"set MASTER_ADDR to an address of rank 0's host"
             )
         if self._rank != 0:
-            self._store = _store(str(where[0]), int(str(where[1])), master=False)
+            self._store = _store(str(address[0]), int(str(address[1])), master=False)
 
-    def announce(self, mine: _Announced) -> None:
-        peers = [rank for rank in mine.ranks if rank != self._rank]
-        if not peers or self._rank not in mine.ranks:
+    def announce(self, own_plan: _Announced) -> None:
+        peers = [rank for rank in own_plan.ranks if rank != self._rank]
+        if not peers or self._rank not in own_plan.ranks:
             return
         with self._lock:
             try:
                 self._raise_if_failed()
                 for peer in peers:
-                    self._store.set(f"{self._rank}>{peer}/{self._count[peer]}", mine.encode())
-                self._store.set(f"latest/{self._rank}", mine.encode())
-                self._meet(mine, peers)
+                    self._store.set(f"{self._rank}>{peer}/{self._count[peer]}", own_plan.encode())
+                self._store.set(f"latest/{self._rank}", own_plan.encode())
+                self._meet(own_plan, peers)
                 for peer in peers:
                     self._store.delete_key(self._key(peer))
                     self._count[peer] += 1
             except dist.DistError as error:
                 raise OrderError(
-                    f"rank {self._rank} is about to run {mine.text}, but cannot reach rank 0, which keeps the store of "
-                    f"check_order; see whether the process of rank 0 has ended"
+                    f"rank {self._rank} is about to run {own_plan.text}, but cannot reach rank 0, which keeps the "
+                    f"store of check_order; see whether the process of rank 0 has ended"
                 ) from error
 
-    def _meet(self, mine: _Announced, peers: Sequence[int]) -> None:
+    def _meet(self, own_plan: _Announced, peers: Sequence[int]) -> None:
         """Waits until all peers have announced the same plan as this rank."""
-        announced_by = {self._rank: mine}
+        announced_by = {self._rank: own_plan}
         end = time.monotonic() + self._timeout
         different, pause = False, 1e-4
         while True:
@@ -173,7 +173,7 @@ class _Check:
                 if self._has(self._key(peer)):
                     announced_by[peer] = _Announced.decode(self._store.get(self._key(peer)))
             missing = [rank for rank in peers if rank not in announced_by]
-            if not different and any(announced != mine for announced in announced_by.values()):
+            if not different and any(announced != own_plan for announced in announced_by.values()):
                 different, end = True, min(end, time.monotonic() + STRAGGLER_SECONDS)
             if not missing and not different:
                 return
@@ -188,22 +188,23 @@ class _Check:
                     "longer timeout"
                 )
                 self._fail(
-                    f"rank {self._rank} {waited} for other ranks to run {mine.text}:", announced_by, missing, remedy
+                    f"rank {self._rank} {waited} for other ranks to run {own_plan.text}:", announced_by, missing, remedy
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
-    def _fail(self, what: str, announced_by: Mapping[int, _Announced], missing: Sequence[int], remedy: str) -> None:
+    def _fail(self, problem: str, announced_by: Mapping[int, _Announced], missing: Sequence[int], remedy: str) -> None:
         """Raises OrderError here and on all ranks; the first rank to fail sets the message."""
         by_plan: dict[_Announced, list[int]] = defaultdict(list)
         for rank, announced in sorted(announced_by.items()):
             by_plan[announced].append(rank)
-        lines = [what, *(f"  {format_ranks(ranks)}: {announced.text}" for announced, ranks in by_plan.items())]
+        lines = [problem, *(f"  {format_ranks(ranks)}: {announced.text}" for announced, ranks in by_plan.items())]
         for rank in missing:
-            latest, left = f"latest/{rank}", f"left/{rank}"
-            latest_plan = _Announced.decode(self._store.get(latest)).text if self._has(latest) else "none yet"
-            gone = f" (it left check_order {self._store.get(left).decode()}".rstrip() + ")" if self._has(left) else ""
-            lines.append(f"  rank {rank} did not come; its latest plan: {latest_plan}{gone}")
+            latest_key, left_key, departure = f"latest/{rank}", f"left/{rank}", ""
+            latest_plan = _Announced.decode(self._store.get(latest_key)).text if self._has(latest_key) else "none yet"
+            if self._has(left_key):
+                departure = f" (it left check_order {self._store.get(left_key).decode()}".rstrip() + ")"
+            lines.append(f"  rank {rank} did not come; its latest plan: {latest_plan}{departure}")
         message = "\n".join([*lines, remedy])
         raise OrderError(self._store.compare_set("failed", "", message).decode())
 
@@ -217,13 +218,13 @@ class _Check:
     def _key(self, peer: int) -> str:
         return f"{peer}>{self._rank}/{self._count[peer]}"
 
-    def leave(self, why: str) -> None:
+    def leave(self, reason: str) -> None:
         """Rank 0 stays until all ranks have left or time is up: the store ends with rank 0's process."""
         with suppress(dist.DistError):  # the process of rank 0 has ended
-            self._store.set(f"left/{self._rank}", why)
-            end = time.monotonic() + (min(FAREWELL_SECONDS, self._timeout) if why else self._timeout)
-            others = [f"left/{rank}" for rank in range(self._size)]
-            while self._rank == 0 and time.monotonic() < end and not self._store.check(others):
+            self._store.set(f"left/{self._rank}", reason)
+            end = time.monotonic() + (min(FAREWELL_SECONDS, self._timeout) if reason else self._timeout)
+            left_keys = [f"left/{rank}" for rank in range(self._size)]
+            while self._rank == 0 and time.monotonic() < end and not self._store.check(left_keys):
                 time.sleep(0.002)
 
 

@@ -14,29 +14,27 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
-from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard, as_placement
+from weft.mesh import Layout, LayoutError, ProcessMesh, Replicate, as_placement
 
 from ..planning.layouts import cotangent
 from ..planning.plan import Plan, plan
 from ..world.dynamo import in_graph, is_compiling
 from ..world.groups import this_rank, world_cache
 from .collectives import Pending
-from .compiled import begin, finish, traced
+from .compiled import add_plan_node, add_start_node, add_wait_node, graph_arguments
 from .dtensor import (
     Placements,
     as_process_mesh,
     dtensor_spec,
     is_strided,
-    layout_given,
+    layout_from_arguments,
     layout_of,
-    one_mesh,
+    mesh_argument,
     shape_of,
     wrap,
     wrap_with_spec,
 )
-from .executor import PreparedPlan, prepared
+from .executor import PreparedPlan, prepare
 from .topology import Topology
 
 
@@ -51,15 +49,16 @@ def reshard(
 ) -> DTensor:
     """Brings `dtensor` to the layout of `placements` on `mesh`, and returns the result as a new DTensor.
 
-    mesh: of the same ranks or any others; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local part
-        with the result's metadata. A Layout gives mesh and placements at once.
-    placements: mesh axes without a placement replicate.
+    mesh: of the same ranks or any other ranks; None is the mesh of `dtensor`. Ranks outside `mesh` get an empty local
+        part with the result's metadata. A Layout gives mesh and placements at once.
+    placements: as for `Layout`: a placement for each mesh axis in order, a mapping from axes, or text as "dp: S(0)".
+        Axes without a placement replicate; None replicates on all axes.
     device_mesh: torch's name for `mesh`; do not give both.
     topology, memory_limit: see `plan`.
 
-    Differentiable, also twice: the backward brings the gradient to the layout of `dtensor`, or to Replicate where
-    `dtensor` is Partial, even where the forward moves nothing. Where this rank receives nothing, the result may share
-    memory with `dtensor`.
+    Differentiable, and so is the backward. Even where the forward moves nothing, the backward brings the gradient to
+    the layout of `dtensor`, with Replicate on axes where `dtensor` is Partial. Where this rank receives nothing, the
+    result may share memory with `dtensor`.
     Communication: the steps of `plan(layout_of(dtensor), target, shape, dtype)`, on the ranks of both meshes. Where the
     target's mesh is new to this world of process groups, its ranks also make its groups.
     Raises LayoutError for a target without a plan, or a local part of another shape than its layout gives; ValueError
@@ -67,19 +66,19 @@ def reshard(
     code can give placements alone.
     """
     if torch.compiler.is_dynamo_compiling():
-        on_mesh, placements = _one_target(mesh, device_mesh, placements)
+        on_mesh, placements = _mesh_and_placements(mesh, device_mesh, placements)
         if on_mesh is not None or isinstance(placements, Layout) or topology is not None or memory_limit is not None:
             # ValueError: Dynamo cannot construct a LayoutError.
             raise ValueError(
                 "compiled code reshards by placements, on the tensor's mesh; call reshard outside the compiled "
                 "function to give a mesh, a Layout, a topology or a memory_limit"
             )
-        return _in_graph(dtensor, *_graph_arguments(placements))
+        return _graph_node(dtensor, *graph_arguments(placements))
     result: DTensor = _Reshard.apply(*_start(dtensor, mesh, placements, device_mesh, topology, memory_limit))  # type: ignore[no-untyped-call]
     return result
 
 
-def _one_target(
+def _mesh_and_placements(
     mesh: ProcessMesh | DeviceMesh | Layout | None,
     device_mesh: ProcessMesh | DeviceMesh | None,
     placements: Placements | Layout | None,
@@ -94,34 +93,16 @@ def _one_target(
                 f"reshard was given the layout ({mesh}) and a mesh or placements beside it; give the layout alone"
             )
         return None, mesh
-    return one_mesh(mesh, device_mesh), placements
+    return mesh_argument(mesh, device_mesh), placements
 
 
 @in_graph
-def _in_graph(dtensor: DTensor, axes: tuple[str, ...] | None, texts: str | tuple[str, ...]) -> DTensor:
-    """`reshard` while Dynamo traces: a node of the graph. axes, texts: from `_graph_arguments`."""
+def _graph_node(dtensor: DTensor, axes: tuple[str, ...] | None, texts: str | tuple[str, ...]) -> DTensor:
+    """`reshard` while Dynamo traces: a node of the graph. axes, texts: from `graph_arguments`."""
     placements = texts if isinstance(texts, str) else tuple(map(as_placement, texts))
-    named: Any = placements if axes is None else dict(zip(axes, placements, strict=True))
-    result: DTensor = _Reshard.apply(*_start(dtensor, None, named))  # type: ignore[no-untyped-call]
+    placements_argument: Any = placements if axes is None else dict(zip(axes, placements, strict=True))
+    result: DTensor = _Reshard.apply(*_start(dtensor, None, placements_argument))  # type: ignore[no-untyped-call]
     return result
-
-
-def _graph_arguments(placements: Any) -> tuple[tuple[str, ...] | None, str | tuple[str, ...]]:
-    """The mesh axes, if placements are given by axis, and the placements as strings: arguments for Dynamo's graph."""
-    if placements is None or isinstance(placements, str):
-        return None, placements or ()
-    if isinstance(placements, Mapping):
-        return tuple(placements), tuple([_placement_text(each) for each in placements.values()])
-    return None, tuple([_placement_text(each) for each in placements])
-
-
-def _placement_text(placement: Any) -> str:
-    """`str(placement)`, in code that Dynamo can trace; also for torch's placements."""
-    if isinstance(placement, Shard | TorchShard):
-        return f"S({placement.dim})"
-    if isinstance(placement, Replicate | TorchReplicate):
-        return "R"
-    return f"P({placement.op if isinstance(placement, Partial) else placement.reduce_op})"
 
 
 def start_reshard(
@@ -150,11 +131,11 @@ def _start(
     device_mesh: ProcessMesh | DeviceMesh | None = None,
     topology: Topology | None = None,
     memory_limit: int | None = None,
-) -> tuple[DTensor, _Change, Pending]:
-    """Plans a reshard and starts the first collective. Returns `dtensor`, the plan with its layouts, and the run."""
+) -> tuple[DTensor, _LayoutChange, Pending]:
+    """Plans a reshard and starts the first collective. Returns `dtensor`, the layout change, and the running plan."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
-    on_mesh, placements = _one_target(mesh, device_mesh, placements)
+    on_mesh, placements = _mesh_and_placements(mesh, device_mesh, placements)
     change = _cached_change(dtensor, on_mesh, placements, topology, memory_limit)
     with torch.no_grad():
         local = dtensor.to_local()
@@ -162,23 +143,23 @@ def _start(
             raise _wrong_local_shape(local, change.src, dtensor.shape)
         if not change.plan.steps:
             pending = Pending.finished(local)
+        elif is_compiling():
+            pending = add_plan_node(change.plan, local, dtensor.device_mesh)
         else:
-            traces = is_compiling()
-            pending = traced(change.plan, local, dtensor.device_mesh) if traces else change.prepared.start(local)
+            pending = change.prepared_plan.start(local)
     return dtensor, change, pending
 
 
-class _Change(NamedTuple):
-    """A reshard's plan and layouts, the same for all DTensors of a kind; see `_cached_change`."""
+class _LayoutChange(NamedTuple):
+    """A reshard's plan and layouts: the same for all DTensors with one spec, and one target. Made by `_plan_change`."""
 
-    src: Layout  # of the input
-    target: Layout  # of the result
-    cotangent: Layout  # of the input's gradient
+    src: Layout  # the input's layout
+    target: Layout  # the result's layout
+    cotangent: Layout  # the layout of the input's gradient
     plan: Plan
-    prepared: PreparedPlan
-    local_shape: tuple[int, ...]  # of this rank's part of the input
-    # The spec of an input whose layout torch states by a `_StridedShard`: the gradient must have this spec; else None.
-    strided_spec: Any
+    prepared_plan: PreparedPlan
+    local_shape: tuple[int, ...]  # shape of this rank's part of the input
+    strided_spec: Any  # the input's spec, if torch states the layout by a `_StridedShard`; else None
     topology: Topology | None
     memory_limit: int | None
 
@@ -187,8 +168,12 @@ class _Change(NamedTuple):
         """Keyword arguments for the reshard of the gradient."""
         return {"topology": self.topology, "memory_limit": self.memory_limit}
 
-    def as_input(self, grad: DTensor) -> DTensor:
-        """The gradient, with its layout stated by torch's placements of the input."""
+    def restate_as_input(self, grad: DTensor) -> DTensor:
+        """The input's gradient, with the input's spec.
+
+        torch can state a layout by a `_StridedShard` or, as Weft does, by permuting the mesh. The gradient must have
+        the same statement as the input.
+        """
         return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
 
@@ -198,45 +183,52 @@ def _cached_change(
     placements: Placements | Layout | None,
     topology: Topology | None,
     memory_limit: int | None,
-) -> _Change:
-    """`_change`, computed once for each kind of DTensor and target, except while a graph is traced."""
+) -> _LayoutChange:
+    """`_plan_change`, computed once for each spec of a DTensor and target; while a graph is traced, each time."""
     if is_compiling():
-        return _change(dtensor, mesh, placements, topology, memory_limit)
+        return _plan_change(dtensor, mesh, placements, topology, memory_limit)
     target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
     target = tuple(target) if isinstance(target, list) else target
     cache, key = world_cache(), (dtensor_spec(dtensor), mesh, target, topology, memory_limit)
-    change = cache.get(key)
+    change: _LayoutChange | None = cache.get(key)
     if change is None:
-        change = cache[key] = _change(dtensor, mesh, placements, topology, memory_limit)
-    found: _Change = change
-    return found
+        change = cache[key] = _plan_change(dtensor, mesh, placements, topology, memory_limit)
+    return change
 
 
-def _change(
+def _plan_change(
     dtensor: DTensor,
     mesh: ProcessMesh | DeviceMesh | None,
     placements: Placements | Layout | None,
     topology: Topology | None,
     memory_limit: int | None,
-) -> _Change:
+) -> _LayoutChange:
     src, shape = layout_of(dtensor), shape_of(dtensor)
     target = _target(src, mesh, placements).resolved(shape)
-    made = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
-    local_shape = src.local_shape(shape, this_rank())
+    reshard_plan = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
     strided_spec = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
-    run = prepared(made, dtensor.device_mesh)
-    return _Change(src, target, cotangent(src), made, run, local_shape, strided_spec, topology, memory_limit)
+    return _LayoutChange(
+        src=src,
+        target=target,
+        cotangent=cotangent(src),
+        plan=reshard_plan,
+        prepared_plan=prepare(reshard_plan, dtensor.device_mesh),
+        local_shape=src.local_shape(shape, this_rank()),
+        strided_spec=strided_spec,
+        topology=topology,
+        memory_limit=memory_limit,
+    )
 
 
 class StartedReshard:
     """A reshard under way; made by `start_reshard`, finished by `wait()`."""
 
-    def __init__(self, dtensor: DTensor, change: _Change, pending: Pending) -> None:
+    def __init__(self, dtensor: DTensor, change: _LayoutChange, pending: Pending) -> None:
         self._arguments = dtensor, change, pending
         self._gradient_reshard = _GradientReshard()
         self._token: Tensor | None = None
         if dtensor.requires_grad and torch.is_grad_enabled() and not is_compiling():
-            self._token = _Started.apply(dtensor, change, self._gradient_reshard)  # type: ignore[no-untyped-call]
+            self._token = _StartFunction.apply(dtensor, change, self._gradient_reshard)  # type: ignore[no-untyped-call]
 
     def wait(self) -> DTensor:
         """Returns the resharded tensor. Communication: the plan's collectives after the first."""
@@ -246,21 +238,14 @@ class StartedReshard:
         if token is None:  # no gradient is needed, or wait() was called before
             result = _Reshard.apply(dtensor, change, pending)  # type: ignore[no-untyped-call]
         else:
-            result = _Waited.apply(token, dtensor.shape, change, pending, self._gradient_reshard)  # type: ignore[no-untyped-call]
+            result = _WaitFunction.apply(token, dtensor.shape, change, pending, self._gradient_reshard)  # type: ignore[no-untyped-call]
         return result
-
-    def token(self, grad: DTensor) -> Tensor:
-        """An empty tensor that `_Waited.backward` returns, so that autograd calls `_Started.backward`.
-
-        The gradient itself is in `_GradientReshard`.
-        """
-        return grad.to_local().new_empty(0) if self._token is None else self._token
 
 
 class _GradientReshard:
-    """Hands the gradient's reshard from `_Waited.backward` to `_Started.backward`."""
+    """Hands the gradient's reshard from `_WaitFunction.backward` to `_StartFunction.backward`."""
 
-    started: StartedReshard | None = None  # None before and after
+    started: StartedReshard | None = None  # set between these two calls
 
 
 def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
@@ -278,7 +263,7 @@ def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutE
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
     if not isinstance(placements, Layout):
-        return layout_given(src.mesh if mesh is None else mesh, () if placements is None else placements)
+        return layout_from_arguments(src.mesh if mesh is None else mesh, () if placements is None else placements)
     if mesh is not None and as_process_mesh(mesh) != placements.mesh:
         raise LayoutError(
             f"the target is a layout on {placements.mesh}, but mesh={mesh} was given too; give the layout alone"
@@ -295,47 +280,51 @@ class _Reshard(torch.autograd.Function):
     """A reshard, for autograd. Its dual is a reshard of the gradient, from any layout to `change.cotangent`."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _Change, pending: Pending) -> DTensor:
+    def forward(ctx: Any, dtensor: DTensor, change: _LayoutChange, pending: Pending) -> DTensor:
         ctx.change = change
         return wrap(pending.wait(), change.target, dtensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        change: _Change = ctx.change
-        wanted, options = change.cotangent, change.options
-        if layout_of(grad) != wanted:
-            grad = reshard(grad, placements=wanted, **options)
-        elif this_rank() not in wanted.mesh:
-            # A new DTensor, with a single reference, is stored by autograd without a copy; on a rank outside the mesh
-            # DTensor cannot copy.
-            grad = wrap(grad.to_local(), wanted, grad.shape)
-        return change.as_input(grad), None, None
+        change: _LayoutChange = ctx.change
+        cotangent_layout, options = change.cotangent, change.options
+        if layout_of(grad) != cotangent_layout:
+            grad = reshard(grad, placements=cotangent_layout, **options)
+        elif this_rank() not in cotangent_layout.mesh:
+            # Autograd copies a gradient before storing it in `.grad`, unless nothing else refers to the gradient. On a
+            # rank outside the mesh DTensor cannot copy. So a new DTensor is returned.
+            grad = wrap(grad.to_local(), cotangent_layout, grad.shape)
+        return change.restate_as_input(grad), None, None
 
 
-class _Started(torch.autograd.Function):
-    """The start of a reshard, for autograd; returns a token for `_Waited`. Its dual is `_Waited` of the gradient."""
+class _StartFunction(torch.autograd.Function):
+    """The start of a reshard, for autograd. Returns an empty tensor, the token, which `_WaitFunction` takes.
+
+    The token joins the two functions in autograd's graph. So autograd runs `_WaitFunction.backward` first, which starts
+    the gradient's reshard; the backward here waits for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _Change, gradient_reshard: _GradientReshard) -> Tensor:
+    def forward(ctx: Any, dtensor: DTensor, change: _LayoutChange, gradient_reshard: _GradientReshard) -> Tensor:
         ctx.change, ctx.gradient_reshard = change, gradient_reshard
         return dtensor.to_local().new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[DTensor, None, None]:
         started, ctx.gradient_reshard.started = ctx.gradient_reshard.started, None
-        assert started is not None, "the backward of wait() has run: only the token from wait() leads here"
-        return ctx.change.as_input(started.wait()), None, None
+        assert started is not None, "the backward of wait() ran first: only its token leads autograd here"
+        return ctx.change.restate_as_input(started.wait()), None, None
 
 
-class _Waited(torch.autograd.Function):
-    """The end of a started reshard, for autograd. Its dual is `_Started` of the gradient."""
+class _WaitFunction(torch.autograd.Function):
+    """The end of a started reshard, for autograd. Its backward starts the gradient's reshard."""
 
     @staticmethod
     def forward(
         ctx: Any,
         token: Tensor,
         shape: torch.Size,
-        change: _Change,
+        change: _LayoutChange,
         pending: Pending,
         gradient_reshard: _GradientReshard,
     ) -> DTensor:
@@ -346,54 +335,62 @@ class _Waited(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None, None]:
         started = start_reshard(grad, placements=ctx.change.cotangent, **ctx.change.options)
         ctx.gradient_reshard.started = started
-        return started.token(grad), None, None, None, None
+        # For `_StartFunction.backward`, in place of a gradient. In a double backward, the token of the gradient's own
+        # reshard: it joins the functions in the graph of the second backward.
+        token = grad.to_local().new_empty(0) if started._token is None else started._token
+        return token, None, None, None, None
 
 
 def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor]:
-    """`start_reshard` inside an `in_graph` function.
+    """`start_reshard` inside an `in_graph` function, as weft.models' parallel/context.py calls it.
 
-    Returns two tensors, both for `finish_in_graph`: the reshard's number and an unfilled tensor.
+    Returns two tensors for `finish_in_graph`: a number, which names the started reshard while the graph runs, and an
+    uninitialized tensor of the result's local shape (see `_BeginInGraph`).
     """
-    made: tuple[Tensor, Tensor] = _Begun.apply(dtensor, _change(dtensor, None, placements, None, None))  # type: ignore[no-untyped-call]
-    return made
+    change = _plan_change(dtensor, None, placements, None, None)
+    outputs: tuple[Tensor, Tensor] = _BeginInGraph.apply(dtensor, change)  # type: ignore[no-untyped-call]
+    return outputs
 
 
-def finish_in_graph(number: Tensor, unfilled: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
+def finish_in_graph(number: Tensor, uninitialized: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
     """Waits for the reshard started by `begin_in_graph` with the same `dtensor`; returns the resharded DTensor."""
-    change = _change(dtensor, None, placements, None, None)
-    result: DTensor = _Finished.apply(number, unfilled, dtensor.detach(), change)  # type: ignore[no-untyped-call]
+    change = _plan_change(dtensor, None, placements, None, None)
+    result: DTensor = _FinishInGraph.apply(number, uninitialized, dtensor.detach(), change)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Begun(torch.autograd.Function):
-    """The start of a reshard in a graph: returns the reshard's number (`compiled.begin`) and an unfilled tensor.
+class _BeginInGraph(torch.autograd.Function):
+    """The start of a reshard in a graph. Returns the reshard's number (`add_start_node`) and an uninitialized tensor.
 
-    The unfilled tensor is never read; autograd needs a tensor of the result's local shape. In backward the two outputs
-    receive, in place of gradients, the number of the gradient's reshard and the local gradient being sent. The number
-    is a float tensor, as only these have gradients.
+    No element of either output is used by the forward: they make room for what `_FinishInGraph.backward` hands to the
+    backward here, in place of the outputs' gradients. These are the number of the gradient's reshard, and the local
+    gradient that is being sent, of the result's local shape. The number is a float because only float tensors have
+    gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _Change) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, dtensor: DTensor, change: _LayoutChange) -> tuple[Tensor, Tensor]:
         ctx.change, ctx.shape, local = change, dtensor.shape, dtensor.to_local()
-        return begin(change.plan, local), local.new_empty(change.target.local_shape(shape_of(dtensor), this_rank()))
+        result_shape = change.target.local_shape(shape_of(dtensor), this_rank())
+        return add_start_node(change.plan, local), local.new_empty(result_shape)
 
     @staticmethod
-    def backward(ctx: Any, number: Tensor, grad: Tensor) -> tuple[DTensor, None]:
-        change: _Change = ctx.change
-        return change.as_input(wrap(finish(number, grad, change.local_shape), change.cotangent, ctx.shape)), None
+    def backward(ctx: Any, number: Tensor, sent_grad: Tensor) -> tuple[DTensor, None]:
+        change: _LayoutChange = ctx.change
+        grad = wrap(add_wait_node(number, sent_grad, change.local_shape), change.cotangent, ctx.shape)
+        return change.restate_as_input(grad), None
 
 
-class _Finished(torch.autograd.Function):
-    """The end of a reshard begun in a graph. Its dual is `_Begun` of the gradient."""
+class _FinishInGraph(torch.autograd.Function):
+    """The end of a reshard begun in a graph. Its backward starts the gradient's reshard."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, unfilled: Tensor, dtensor: DTensor, change: _Change) -> DTensor:
+    def forward(ctx: Any, number: Tensor, uninitialized: Tensor, dtensor: DTensor, change: _LayoutChange) -> DTensor:
         ctx.change = change
-        return wrap(finish(number, dtensor.to_local(), unfilled.shape), change.target, dtensor.shape)
+        return wrap(add_wait_node(number, dtensor.to_local(), uninitialized.shape), change.target, dtensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, Tensor, None, None]:
-        change: _Change = ctx.change
-        back, local = _change(grad, None, change.cotangent, change.topology, change.memory_limit), grad.to_local()
-        return begin(back.plan, local), local, None, None
+        change: _LayoutChange = ctx.change
+        dual, local = _plan_change(grad, None, change.cotangent, change.topology, change.memory_limit), grad.to_local()
+        return add_start_node(dual.plan, local), local, None, None

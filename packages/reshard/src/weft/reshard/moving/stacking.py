@@ -1,7 +1,7 @@
 """A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
 
 Parts are padded to equal shapes for the collective. The executor and buckets.py (gradients) use this;
-gathering.py (parameters) uses only `stacking_of` and `pairs`.
+gathering.py (parameters) uses only `stacking_of` and `view_pairs`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..planning.steps import AllGather, ReduceScatter, axes_of, dims_of
 from ..world.world import Positions
 
 
-def padded(local: Tensor, shape: Sequence[int]) -> Tensor:
+def pad(local: Tensor, shape: Sequence[int]) -> Tensor:
     """`local`, contiguous, padded with zeros at the end of each dim up to `shape`."""
     if list(local.shape) == list(shape):
         return local.contiguous()
@@ -26,7 +26,7 @@ def padded(local: Tensor, shape: Sequence[int]) -> Tensor:
     return larger
 
 
-def cut_to(part: Tensor, shape: Sequence[int]) -> Tensor:
+def crop(part: Tensor, shape: Sequence[int]) -> Tensor:
     """A padded part without its padding: the first `shape[i]` elements of each dim i."""
     if tuple(part.shape) != tuple(shape):
         part = part[tuple([slice(size) for size in shape])]
@@ -38,37 +38,37 @@ class Stacking:
     """How equal parts of a tensor are stacked along mesh axes; made by `stacking_of`."""
 
     part: tuple[int, ...]  # shape of each part
-    sizes: tuple[int, ...]  # of the mesh axes, in stacking order
-    whole: tuple[int, ...]  # shape of the tensor, padded to whole parts
-    along: tuple[tuple[int, ...], ...]  # for each dim, the positions in `sizes` of the axes that cut it, major first
-
-    split: tuple[int, ...]  # `whole`, each dim split into the sizes of the axes that cut it and the part's size
-    order: tuple[int, ...]  # the dims of [*sizes, *part] in the order of `split`
+    sizes: tuple[int, ...]  # sizes of the mesh axes, outermost in the stack first
+    padded_shape: tuple[int, ...]  # shape of the tensor, padded so that all parts have the shape `part`
+    axes_of_dim: tuple[tuple[int, ...], ...]  # for each dim, the axes that cut it, as indices of `sizes`, major first
+    split_shape: tuple[int, ...]  # each dim of `padded_shape` split into its axes' sizes and its size in a part
+    dim_order: tuple[int, ...]  # the dims of [*sizes, *part] in the order of `split_shape`
 
     @property
-    def is_of_rows(self) -> bool:
-        """Whether no dim but the first is cut; then each part is a contiguous run of rows."""
-        return not any(self.along[1:])
+    def parts_are_rows(self) -> bool:
+        """Whether only the first dim is cut: each part is then a contiguous run of rows, in the stack's order."""
+        return not any(self.axes_of_dim[1:])
 
-    def of_whole(self, whole: Tensor) -> Tensor:
-        """A view of a tensor of shape `whole` as its stacked parts: [*sizes, *part]."""
-        return whole.reshape(self.split).permute([self.order.index(dim) for dim in range(len(self.order))])
+    def as_stacked(self, tensor: Tensor) -> Tensor:
+        """A view of a contiguous tensor of shape `padded_shape` as its stacked parts: [*sizes, *part]."""
+        inverse = [self.dim_order.index(dim) for dim in range(len(self.dim_order))]
+        return tensor.reshape(self.split_shape).permute(inverse)
 
-    def side_by_side(self, stacked: Tensor) -> Tensor:
-        """The tensor of shape `whole` made of stacked parts; a copy where the parts' rows are interleaved.
+    def unstack(self, stacked: Tensor) -> Tensor:
+        """The tensor of shape `padded_shape` made of stacked parts; a copy where the parts' rows are interleaved.
 
         stacked: of any shape, with the elements of [*sizes, *part] in order.
         """
-        return stacked.view(*self.sizes, *self.part).permute(self.order).reshape(self.whole)
+        return stacked.view(*self.sizes, *self.part).permute(self.dim_order).reshape(self.padded_shape)
 
-    def pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
+    def view_pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of views, of `rows` and `tensor`, with the same elements, for copying between the two; without padding.
 
-        rows: [parts, elements of a part]. tensor: contiguous, no larger than `whole`. positions: of the part in each
-            row.
+        rows: [parts, elements of a part]. tensor: contiguous, no larger than `padded_shape`.
+        positions: the position in the stack of the part in each row.
         """
-        if tuple(tensor.shape) == self.whole and isinstance(positions, range):
-            yield rows.view(*self.sizes, *self.part), self.of_whole(tensor)
+        if tuple(tensor.shape) == self.padded_shape and isinstance(positions, range):
+            yield rows.view(*self.sizes, *self.part), self.as_stacked(tensor)
             return
         for row, position in zip(rows, positions, strict=True):
             starts = [index * size for index, size in zip(self._indices(position), self.part, strict=True)]
@@ -80,13 +80,13 @@ class Stacking:
     def _indices(self, position: int) -> list[int]:
         """The index along each dim, in parts, of the part at a position."""
         coordinate = [position // math.prod(self.sizes[axis + 1 :]) % size for axis, size in enumerate(self.sizes)]
-        found = []
-        for axes in self.along:
+        indices = []
+        for axes in self.axes_of_dim:
             index = 0
             for axis in axes:
                 index = index * self.sizes[axis] + coordinate[axis]
-            found.append(index)
-        return found
+            indices.append(index)
+        return indices
 
 
 @lru_cache(maxsize=65536)
@@ -97,11 +97,13 @@ def stacking_of(
 
     leading, sizes: the mesh axes in stacking order, outermost first, and their sizes.
     """
-    along = tuple(tuple(leading.index(axis) for axis in _axes_over(step, dim)) for dim in range(len(part)))
-    whole = tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(part, along, strict=True))
-    order = [dim for inner, axes in enumerate(along) for dim in (*axes, len(sizes) + inner)]
-    split = [(*sizes, *part)[dim] for dim in order]
-    return Stacking(part, sizes, whole, along, tuple(split), tuple(order))
+    axes_of_dim = tuple(tuple(leading.index(axis) for axis in _axes_over(step, dim)) for dim in range(len(part)))
+    padded_shape = tuple(
+        size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(part, axes_of_dim, strict=True)
+    )
+    dim_order = [dim for inner, axes in enumerate(axes_of_dim) for dim in (*axes, len(sizes) + inner)]
+    split_shape = [(*sizes, *part)[dim] for dim in dim_order]
+    return Stacking(part, sizes, padded_shape, axes_of_dim, tuple(split_shape), tuple(dim_order))
 
 
 def _axes_over(step: AllGather | ReduceScatter, dim: int) -> list[str]:

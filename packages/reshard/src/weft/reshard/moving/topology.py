@@ -48,17 +48,17 @@ class Topology(Links):
             raise ValueError(
                 f"sizes is {tuple(sizes)}, and a line needs two points; give two different numbers of bytes at least"
             )
-        on = device_mesh(mesh, device)
+        torch_mesh = device_mesh(mesh, device)
         seconds = torch.zeros(mesh.ndim, len(sizes), dtype=torch.float64)
         if dist.get_rank() in mesh:
             for number, (_axis, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True)):
                 if size > 1:
-                    seconds[number] = _time_all_gathers(on.get_group(number), size, sizes, device)
+                    seconds[number] = _time_all_gathers(torch_mesh.get_group(number), size, sizes, device)
         seconds = seconds.to(device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return cls(
             {
-                axis: _fitted([(size - 1) * nbytes for nbytes in sizes], times, size - 1) if size > 1 else UNUSED
+                axis: _fit_link([(size - 1) * nbytes for nbytes in sizes], times, size - 1) if size > 1 else UNUSED
                 for axis, size, times in zip(mesh.axis_names, mesh.shape, seconds.tolist(), strict=True)
             }
         )
@@ -67,26 +67,26 @@ class Topology(Links):
 def _time_all_gathers(group: dist.ProcessGroup, ranks: int, sizes: Sequence[int], device_type: str) -> torch.Tensor:
     """Median seconds of an all-gather of each size. Each round times all sizes, so a disturbance hits all alike."""
     parts = [torch.zeros(nbytes, dtype=torch.uint8, device=device_type) for nbytes in sizes]
-    wholes = [part.new_empty(ranks * part.numel()) for part in parts]
+    outputs = [part.new_empty(ranks * part.numel()) for part in parts]
     times: list[list[float]] = [[] for _ in sizes]
     for turn in range(WARMUP + ROUNDS):
-        for samples, part, whole in zip(times, parts, wholes, strict=True):
+        for samples, part, gathered in zip(times, parts, outputs, strict=True):
             dist.barrier(group)
-            _finish(device_type)
+            _synchronize(device_type)
             start = time.perf_counter()
-            all_gather_single(whole, part, group)
-            _finish(device_type)
+            all_gather_single(gathered, part, group)
+            _synchronize(device_type)
             if turn >= WARMUP:
                 samples.append(time.perf_counter() - start)
     return torch.tensor([statistics.median(samples) for samples in times], dtype=torch.float64)
 
 
-def _finish(device_type: str) -> None:
+def _synchronize(device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.synchronize()
 
 
-def _fitted(nbytes: Sequence[int], seconds: Sequence[float], messages: int) -> Link:
+def _fit_link(nbytes: Sequence[int], seconds: Sequence[float], messages: int) -> Link:
     """The link with seconds = latency * messages + bytes / bandwidth, by least squares of relative errors.
 
     Absolute errors would let the longest times decide alone. A negative latency or time per byte is set to 0, and the

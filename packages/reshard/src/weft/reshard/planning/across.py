@@ -10,7 +10,7 @@ from __future__ import annotations
 from weft.mesh import Layout, Partial, Replicate, Shard
 
 from .exchange import messages_of
-from .layouts import without_partial
+from .layouts import replicate_partials
 from .links import Links
 from .search import Fits, cheapest
 from .steps import Exchange, MakePartial, Relabel, Step
@@ -26,48 +26,48 @@ def cheapest_across(
     Between disjoint meshes each byte crosses once. Between meshes that share ranks, the plan found has the fewest
     bytes received by the busiest rank.
     """
-    target = without_partial(dst)
+    target = replicate_partials(dst)
     partials = tuple(
         MakePartial(axis, placement.op)
         for axis, placement in zip(dst.mesh.axis_names, dst.placements, strict=True)
         if isinstance(placement, Partial)
     )
-    reduced = _scattered(src, target, shape)
-    sharded = _fully_sharded(target, shape)
+    reduced = _scatter_partials(src, target, shape)
+    sharded = _shard_replicated(target, shape)
     ways = (
         [sharded]
-        if _disjoint(src, dst)
+        if _are_disjoint(src, dst)
         else sorted((target, sharded), key=lambda way: _received(reduced, way, target, shape))
     )
-    for first in dict.fromkeys((*ways, target, sharded)):
+    for middle in dict.fromkeys((*ways, target, sharded)):
         before = cheapest(src, reduced, shape, itemsize=itemsize, topology=topology)
-        after = cheapest(first, target, shape, itemsize=itemsize, topology=topology)
+        after = cheapest(middle, target, shape, itemsize=itemsize, topology=topology)
         assert before is not None and after is not None, "without `fits` there is always a way"
-        moved = any(messages_of(reduced, first, shape, rank).receives for rank in first.mesh.ranks)
-        crossing: Step = Exchange(first) if moved else Relabel(first)
+        communicates = any(messages_of(reduced, middle, shape, rank).receives for rank in middle.mesh.ranks)
+        crossing: Step = Exchange(middle) if communicates else Relabel(middle)
         steps = (*before, crossing, *after, *partials)
         if fits is None or fits(steps):
             return steps
     return None
 
 
-def _disjoint(src: Layout, dst: Layout) -> bool:
+def _are_disjoint(src: Layout, dst: Layout) -> bool:
     return not any(rank in src.mesh for rank in dst.mesh.ranks)
 
 
-def _received(reduced: Layout, first: Layout, target: Layout, shape: Shape) -> tuple[int, int, int]:
-    """Elements received where `reduced` is exchanged for `first`, and `first` is then gathered to `target`.
+def _received(reduced: Layout, middle: Layout, target: Layout, shape: Shape) -> tuple[int, int, int]:
+    """Elements received in an exchange from `reduced` to `middle`, and a gather from `middle` to `target`.
 
     Returns the elements of the busiest rank, of all ranks, and of all ranks in the exchange alone.
     """
-    ranks = first.mesh.ranks
-    crossing = [messages_of(reduced, first, shape, rank).received_elements for rank in ranks]
-    gathered = [messages_of(first, target, shape, rank).received_elements for rank in ranks]
-    each = [a + b for a, b in zip(crossing, gathered, strict=True)]
-    return max(each), sum(each), sum(crossing)
+    ranks = middle.mesh.ranks
+    exchanged = [messages_of(reduced, middle, shape, rank).received_elements for rank in ranks]
+    gathered = [messages_of(middle, target, shape, rank).received_elements for rank in ranks]
+    totals = [a + b for a, b in zip(exchanged, gathered, strict=True)]
+    return max(totals), sum(totals), sum(exchanged)
 
 
-def _scattered(src: Layout, target: Layout, shape: Shape) -> Layout:
+def _scatter_partials(src: Layout, target: Layout, shape: Shape) -> Layout:
     """`src` with Shard for every Partial, over a dim sharded by the target where possible, else over the largest."""
     for axis, placement in zip(src.mesh.axis_names, src.placements, strict=True):
         if isinstance(placement, Partial):
@@ -76,7 +76,7 @@ def _scattered(src: Layout, target: Layout, shape: Shape) -> Layout:
     return src
 
 
-def _fully_sharded(target: Layout, shape: Shape) -> Layout:
+def _shard_replicated(target: Layout, shape: Shape) -> Layout:
     """`target` with Shard for every Replicate."""
     for axis, placement in zip(target.mesh.axis_names, target.placements, strict=True):
         if isinstance(placement, Replicate) and target.mesh.axis_size(axis) > 1:

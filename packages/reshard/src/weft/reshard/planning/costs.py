@@ -34,7 +34,7 @@ from itertools import islice
 from weft.mesh import Layout, Partial, Replicate, Shard
 from weft.mesh.extension import largest_part, overlap, volume
 
-from .exchange import Messages, messages_of, run_of
+from .exchange import Messages, contiguous_run, messages_of
 from .layouts import dual_layout, spec_of
 from .links import Links
 from .moves import sizes_of
@@ -53,10 +53,10 @@ from .steps import (
     Targeted,
     axes_of,
     dims_of,
-    follow,
+    layout_after,
 )
 
-LOOKED_AT = 4096  # ranks inspected; the busiest of the first ranks bounds the busiest of all from below
+INSPECTED_RANKS = 4096  # ranks inspected; the busiest of the first ranks bounds the busiest of all from below
 
 
 def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
@@ -66,9 +66,9 @@ def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: in
         case Slice() | MakePartial() | Relabel():
             return 0
         case AllToAll() | Exchange() | Permute():
-            return messages_of(layout, follow(step, layout), shape, rank).received_elements
+            return messages_of(layout, layout_after(step, layout), shape, rank).received_elements
         case ReduceExchange():
-            return backwards(layout, step, shape, rank).sent_elements
+            return dual_messages(layout, step, shape, rank).sent_elements
         case AllReduce() | AllGather() | ReduceScatter():
             if rank not in layout.mesh:
                 return 0
@@ -76,31 +76,31 @@ def received_elements(step: Step, layout: Layout, shape: Sequence[int], rank: in
             local = layout.local_shape(shape, rank)
             if isinstance(step, AllReduce):
                 return 2 * (parts - 1) * -(-math.prod(local) // parts)
-            whole = local if isinstance(step, ReduceScatter) else follow(step, layout).local_shape(shape, rank)
-            return (parts - 1) * math.prod(padded_part(step, layout, whole))
+            full = local if isinstance(step, ReduceScatter) else layout_after(step, layout).local_shape(shape, rank)
+            return (parts - 1) * math.prod(padded_part(step, layout, full))
 
 
-def padded_part(step: AllGather | ReduceScatter, layout: Layout, whole: Sequence[int]) -> list[int]:
+def padded_part(step: AllGather | ReduceScatter, layout: Layout, full_shape: Sequence[int]) -> list[int]:
     """Shape of the largest part gathered or scattered by the step.
 
-    whole: shape of the local tensor after the gather, or before the scatter.
+    full_shape: shape of the local tensor after the gather, or before the scatter.
     """
-    part = list(whole)
+    part = list(full_shape)
     for axis, dim in zip(axes_of(step), dims_of(step), strict=True):
         part[dim] = largest_part(part[dim], layout.mesh.axis_size(axis))
     return part
 
 
-def backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], rank: int) -> Messages:
-    """The messages of the exchange run backwards by the ReduceExchange."""
+def dual_messages(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], rank: int) -> Messages:
+    """The messages of the ReduceExchange's dual, an Exchange. The step sends them in the opposite direction."""
     return messages_of(dual_layout(step.target), dual_layout(layout), shape, rank)
 
 
 def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -> int:
     """Elements alive at the same time on `rank` during the step, its input and its result included."""
     shape = tuple(shape)
-    after = follow(step, layout)
-    held, result = (math.prod(at.local_shape(shape, rank)) for at in (layout, after))
+    after = layout_after(step, layout)
+    held, result = math.prod(layout.local_shape(shape, rank)), math.prod(after.local_shape(shape, rank))
     match step:
         case Relabel():
             return held
@@ -110,23 +110,23 @@ def peak_elements(step: Step, layout: Layout, shape: Sequence[int], rank: int) -
             return held + result
         case AllGather():
             part = math.prod(padded_part(step, layout, after.local_shape(shape, rank)))
-            whole = part + received_elements(step, layout, shape, rank)
-            even = whole == result  # otherwise the part is padded first, and padding is cut from a gathered copy
-            return held + whole + result if even else held + part + whole + whole + result
+            padded = part + received_elements(step, layout, shape, rank)
+            even = padded == result  # otherwise the part is padded first, and padding is cut from a gathered copy
+            return held + padded + result if even else held + part + padded + padded + result
         case ReduceScatter():
             part = math.prod(padded_part(step, layout, layout.local_shape(shape, rank)))
-            whole = part * layout.mesh.axis_size(*axes_of(step))
+            padded = part * layout.mesh.axis_size(*axes_of(step))
             # Parts of several axes are put in order first. For min, max and product the parts are exchanged.
-            extra = whole if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
-            return held + extra + (whole + result if whole == held else whole + whole + part + result)
+            extra = padded if len(axes_of(step)) > 1 or step.op not in ("sum", "avg") else 0
+            return held + extra + (padded + result if padded == held else padded + padded + part + result)
         case ReduceExchange():
-            messages = backwards(layout, step, shape, rank).reversed()
+            messages = dual_messages(layout, step, shape, rank).reversed()
         case AllToAll() | Exchange() | Permute():
             messages = messages_of(layout, after, shape, rank)
-    is_sent_in_place = run_of((box for _, box in messages.sends), layout.local_slices(shape, rank)) is not None
+    is_sent_in_place = contiguous_run((box for _, box in messages.sends), layout.local_slices(shape, rank)) is not None
     is_received_in_place = (
         not isinstance(step, ReduceExchange)  # adds up the received boxes
-        and run_of((box for _, box in messages.receives), after.local_slices(shape, rank)) is not None
+        and contiguous_run((box for _, box in messages.receives), after.local_slices(shape, rank)) is not None
     )
     sent, received = messages.sent_elements, messages.received_elements
     return held + sent * (not is_sent_in_place) + received * (not is_received_in_place) + result
@@ -137,7 +137,7 @@ def seconds_of(step: Step, layout: Layout, shape: tuple[int, ...], itemsize: int
 
     Between meshes, by the messages received by each rank.
     """
-    after = follow(step, layout)
+    after = layout_after(step, layout)
     if after.mesh != layout.mesh:
         costs = [messages_of(layout, after, shape, rank) for rank in after.mesh.ranks]
         link = topology.between
@@ -152,45 +152,45 @@ def lower_bound_elements(src: Layout, dst: Layout, shape: Sequence[int]) -> int:
     """Elements received by the busiest rank from `src` to `dst` under any plan, at least."""
     shape = tuple(shape)
     if src.mesh != dst.mesh:
-        return _across(src, dst, shape)
+        return _bound_between_meshes(src, dst, shape)
     triples = list(zip(src.mesh.axis_names, src.placements, dst.placements, strict=True))
     reduced = [a for a, p, q in triples if isinstance(p, Partial) and not isinstance(q, Partial)]
     shared = [a for a, p, q in triples if isinstance(p, Shard) and isinstance(q, Partial)]
     if shared:
-        return _shared(src, dst, shape, reduced, shared)
+        return _bound_with_shared_axes(src, dst, shape, reduced, shared)
     busiest = _needed_and_not_held(src, dst, shape, reduced=bool(reduced))
     if not reduced:
         return busiest
     mesh = src.mesh
     addends = mesh.axis_size(*reduced)
     values = [a for a, p, q in triples if not isinstance(p, Partial) and isinstance(q, Partial)]
-    passing = [a for a, p, q in triples if isinstance(p, Partial) and isinstance(q, Partial)]
+    still_partial = [a for a, p, q in triples if isinstance(p, Partial) and isinstance(q, Partial)]
     if values:
         return busiest
-    instances = mesh.axis_size(*passing)
+    instances = mesh.axis_size(*still_partial)
     parts = mesh.axis_size(*(axis for order in dst.shard_order.values() for axis in order))
     copies = mesh.size // instances // parts
     elements = math.prod(shape) * instances
     messages = elements * (addends + copies - 2)
-    if mesh.size <= LOOKED_AT:
-        already_there = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
-        messages += max(0, elements - already_there)
+    if mesh.size <= INSPECTED_RANKS:
+        held_elements = sum(volume(overlap(dst.local_slices(shape, r), src.local_slices(shape, r))) for r in mesh.ranks)
+        messages += max(0, elements - held_elements)
     return max(busiest, -(-messages // mesh.size))
 
 
 def _needed_and_not_held(src: Layout, dst: Layout, shape: tuple[int, ...], *, reduced: bool) -> int:
     """The most elements needed and not held by a rank. reduced: held elements are addends, and do not count."""
     most = 0
-    for rank in islice(dst.mesh, LOOKED_AT):
-        need = dst.local_slices(shape, rank)
-        needed = volume(need)
+    for rank in islice(dst.mesh, INSPECTED_RANKS):
+        needed_box = dst.local_slices(shape, rank)
+        needed = volume(needed_box)
         if needed > most:
-            held = 0 if reduced else volume(overlap(need, src.local_slices(shape, rank)))
+            held = 0 if reduced else volume(overlap(needed_box, src.local_slices(shape, rank)))
             most = max(most, needed - held)
     return most
 
 
-def _across(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
+def _bound_between_meshes(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
     """The bound between two meshes: the elements needed and not held by a rank.
 
     Where the source must be reduced, all elements needed by a rank count.
@@ -199,15 +199,17 @@ def _across(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
     return _needed_and_not_held(src, target, shape, reduced=src.is_partial())
 
 
-def _shared(src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str], shared: list[str]) -> int:
+def _bound_with_shared_axes(
+    src: Layout, dst: Layout, shape: tuple[int, ...], reduced: list[str], shared: list[str]
+) -> int:
     """The bound of Shard -> Partial: the ranks along `shared` need together the elements held by none of them."""
     if reduced:
         return 0
     most = 0
-    for rank in islice(dst.mesh, LOOKED_AT):
+    for rank in islice(dst.mesh, INSPECTED_RANKS):
         group = dst.mesh.submesh(rank, *shared)
         assert group is not None, "a rank of the mesh"
-        need = dst.local_slices(shape, rank)
-        held = sum(volume(overlap(need, src.local_slices(shape, member))) for member in group)
-        most = max(most, -(-(volume(need) - held) // group.size))
+        needed_box = dst.local_slices(shape, rank)
+        held = sum(volume(overlap(needed_box, src.local_slices(shape, member))) for member in group)
+        most = max(most, -(-(volume(needed_box) - held) // group.size))
     return most

@@ -1,9 +1,9 @@
 """The messages of an exchange, which changes any layout to any other in a single step, on one mesh or between two.
 
-Each rank lacks the elements of its target part outside its source part. A single holder sends each missing
-piece: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
-computes the same messages. A rank holds a single box of the tensor and needs a single box, so any rank sends another
-at most one box.
+A rank lacks the elements of its target part that are outside its source part. Each missing piece is sent by a single
+holder: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
+computes the same messages. A rank holds a single box of the tensor, and needs a single box: so a rank sends at most one
+box to any other rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import product
 from weft.mesh import Layout
 from weft.mesh.extension import Box, overlap, volume
 
-from .layouts import moving, spec_of
+from .layouts import moved_axes, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +41,24 @@ class Messages:
         return sum(volume(box) for _, box in self.receives)
 
 
-def exchanging_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+def exchange_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
     """The axes over which an exchange between two layouts of the same mesh moves data.
 
     Along the remaining axes, no rank needs anything from another.
     """
     ndim = max((*src.shard_order, *dst.shard_order), default=-1) + 1
-    axes = moving(spec_of(src, ndim), spec_of(dst, ndim))
+    axes = moved_axes(spec_of(src, ndim), spec_of(dst, ndim))
     return tuple(axis for axis in src.mesh.axis_names if axis in axes)
 
 
-def taking_part(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
+def exchange_members(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
     """The ranks, ascending, that `rank` may exchange messages with, itself included.
 
     On one mesh, the sub-mesh along the exchanging axes; between two, the ranks of both.
     """
     if src.mesh != dst.mesh:
         return tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
-    axes = exchanging_axes(src, dst)
+    axes = exchange_axes(src, dst)
     group = src.mesh.submesh(rank, *axes) if axes else None
     return (rank,) if group is None else tuple(sorted(group))
 
@@ -71,7 +71,7 @@ def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> 
     """
     if rank not in src.mesh and rank not in dst.mesh:
         return Messages((), (), None)
-    group = taking_part(src, dst, rank)
+    group = exchange_members(src, dst, rank)
     cells = _cells_of(src, shape, group)
     if cells.replicated:
         return _all_messages(src, dst, shape, group).get(rank, Messages((), (), None))
@@ -100,18 +100,18 @@ def _all_messages(src: Layout, dst: Layout, shape: tuple[int, ...], group: tuple
     sends: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, Box]]] = defaultdict(list)
     local: dict[int, Box] = {}
-    wanted = [
+    pieces = [
         (receiver, holders, box)
         for receiver in group
         if receiver in dst.mesh
         for holders, box in cells.overlapping(dst.local_slices(shape, receiver))
     ]
-    for receiver, holders, box in wanted:
+    for receiver, holders, box in pieces:
         if receiver in holders:
             local[receiver] = box
             continue
-        near = _nearest(src, dst, receiver, holders)
-        sender = min(near, key=lambda holder: load[holder])
+        nearest = _nearest(src, dst, receiver, holders)
+        sender = min(nearest, key=lambda holder: load[holder])
         load[sender] += volume(box)
         sends[sender].append((receiver, box))
         receives[receiver].append((sender, box))
@@ -128,12 +128,13 @@ def _nearest(src: Layout, dst: Layout, receiver: int, holders: Sequence[int]) ->
     """
     if src.mesh != dst.mesh:
         return list(holders)
-    here = list((src.mesh.coordinate(receiver) or {}).values())
-    shared = []
+    receiver_index = list((src.mesh.coordinate(receiver) or {}).values())
+    depths = []  # for each holder, the number of outer axes in common
     for holder in holders:
-        there = list((src.mesh.coordinate(holder) or {}).values())
-        shared.append(next((depth for depth, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), len(here)))
-    return [holder for holder, depth in zip(holders, shared, strict=True) if depth == max(shared)]
+        holder_index = list((src.mesh.coordinate(holder) or {}).values())
+        equal = [a == b for a, b in zip(receiver_index, holder_index, strict=True)]
+        depths.append(equal.index(False) if False in equal else len(equal))
+    return [holder for holder, depth in zip(holders, depths, strict=True) if depth == max(depths)]
 
 
 class _Cells:
@@ -153,11 +154,11 @@ class _Cells:
         """The non-empty pieces of `box`, each with its holders."""
         if not volume(box):
             return
-        found = [
+        overlapping_cuts = [
             [cut for cut in cuts if cut[0] < part.stop and part.start < cut[1]]
             for cuts, part in zip(self._intervals, box, strict=True)
         ]
-        for cell in product(*found):
+        for cell in product(*overlapping_cuts):
             piece = tuple(
                 slice(max(start, part.start), min(stop, part.stop))
                 for (start, stop), part in zip(cell, box, strict=True)
@@ -174,7 +175,7 @@ def _rank(message: tuple[int, Box]) -> int:
     return message[0]
 
 
-def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
+def contiguous_run(boxes: Iterable[Box], outer: Box) -> slice | None:
     """The contiguous run of memory filled by the boxes, in order, in the row-major local tensor of the box `outer`.
 
     None where a box does not begin at the end of the previous box, where a box is itself not contiguous, and for no
@@ -197,6 +198,6 @@ def run_of(boxes: Iterable[Box], outer: Box) -> slice | None:
     return None if start is None else slice(start, end)
 
 
-def within(box: Box, outer: Box) -> Box:
+def relative_box(box: Box, outer: Box) -> Box:
     """`box` as slices of the local tensor of the box `outer`."""
     return tuple(slice(part.start - o.start, part.stop - o.start) for part, o in zip(box, outer, strict=True))

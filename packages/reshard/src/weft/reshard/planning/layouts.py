@@ -1,10 +1,6 @@
-"""Layouts as the planner uses them: duals, gradients' layouts, identities of Partial ops, and specs.
+"""Layouts as the planner uses them: duals, layouts of gradients, ops of Partial, and specs.
 
-Functions of layouts for resharding: duals, layouts of gradients, checks of reductions.
-
-Identity elements and results of the ops of Partial.
-
-Specs: for each dim of a tensor, the axes sharding the dim, major first.
+A spec is a layout without its Partial axes: for each dim of a tensor, the axes that shard the dim, major first.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 Spec = tuple[tuple[str, ...], ...]
 
 
-def without_trivial_axes(layout: Layout) -> Layout:
+def drop_trivial_axes(layout: Layout) -> Layout:
     """The same distribution of data, with Replicate on every axis of size 1."""
     trivial = {
         name: Replicate() for name, size in zip(layout.mesh.axis_names, layout.mesh.shape, strict=True) if size == 1
@@ -27,7 +23,7 @@ def without_trivial_axes(layout: Layout) -> Layout:
     return layout.replace(**trivial) if trivial else layout
 
 
-def without_partial(layout: Layout) -> Layout:
+def replicate_partials(layout: Layout) -> Layout:
     """The layout with Replicate for every Partial. A tensor's gradient is brought to this layout."""
     partial = {
         axis: Replicate()
@@ -37,7 +33,7 @@ def without_partial(layout: Layout) -> Layout:
     return layout.replace(**partial) if partial else layout
 
 
-cotangent = lru_cache(maxsize=65536)(without_partial)  # cached, for backward, which asks for every tensor
+cotangent = lru_cache(maxsize=65536)(replicate_partials)  # cached, for backward, which asks for every tensor
 
 
 def dual_layout(layout: Layout) -> Layout:
@@ -80,7 +76,7 @@ def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
             raise LayoutError(f"axis {axis!r} goes from {before} to {after}; reshard to Replicate() in between")
 
 
-def sharded_over(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
+def shard_replicated_axes(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
     """`layout` with Shard on each of `axes` that replicates; a scalar's layout is unchanged.
 
     An axis shards the first dim that it divides evenly; where there is none, dim 0. Axes outside the mesh are ignored.
@@ -111,7 +107,7 @@ def identity(op: str, dtype: torch.dtype) -> float | int | bool:
     return info.max if op == "min" else info.min
 
 
-def reduced(op: str, parts: Tensor) -> Tensor:
+def reduce_parts(op: str, parts: Tensor) -> Tensor:
     """`parts` reduced by `op` over dim 0, in their own dtype."""
     match op:
         case "sum":
@@ -131,7 +127,7 @@ def spec_of(layout: Layout, ndim: int) -> Spec:
     return tuple(layout.shard_order.get(dim, ()) for dim in range(ndim))
 
 
-def moving(src: Spec, dst: Spec) -> set[str]:
+def moved_axes(src: Spec, dst: Spec) -> set[str]:
     """The axes over which an exchange moves data.
 
     In every dim, all axes of either spec after the first axes common to both.
@@ -143,12 +139,12 @@ def moving(src: Spec, dst: Spec) -> set[str]:
     return axes
 
 
-def cutting(spec: Spec) -> set[str]:
+def sharding_axes(spec: Spec) -> set[str]:
     """All axes that shard a dim."""
     return {axis for order in spec for axis in order}
 
 
-def appended(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
+def append_axes(spec: Spec, where: Iterable[tuple[str, int | None]] | Iterable[tuple[str, int]]) -> Spec:
     """`spec` with axes added, each as the minor axis of its dim.
 
     where: pairs of an axis and a dim. A pair without a dim, or whose axis already shards the dim, is skipped.

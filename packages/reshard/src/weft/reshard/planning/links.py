@@ -41,7 +41,7 @@ class Links:
         for axis, link in links.items():
             if not isinstance(link, Link):
                 raise ValueError(f"axis {axis!r} has the link {link!r}; give Link(latency, bandwidth)")
-        object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda named: named[0])))
+        object.__setattr__(self, "links", tuple(sorted(links.items(), key=lambda item: item[0])))
         object.__setattr__(
             self, "between", between or min(links.values(), key=lambda link: (link.bandwidth, -link.latency))
         )
@@ -57,8 +57,8 @@ class Links:
         for name, link in self.links:
             if name == axis:
                 return link
-        known = ", ".join(name for name, _ in self.links)
-        raise ValueError(f"the topology has no link for axis {axis!r}; its axes are {known}; give a link for each axis")
+        axes = ", ".join(name for name, _ in self.links)
+        raise ValueError(f"the topology has no link for axis {axis!r}; its axes are {axes}; give a link for each axis")
 
     def seconds(self, traffic: Mapping[str, tuple[int, int]]) -> float:
         """Time to receive all messages, one axis after the other.

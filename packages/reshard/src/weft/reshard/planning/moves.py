@@ -24,7 +24,7 @@ from typing import NamedTuple
 from weft.mesh import ProcessMesh
 from weft.mesh.extension import chunk, largest_part
 
-from .layouts import Spec, appended, cutting, moving
+from .layouts import Spec, append_axes, moved_axes, sharding_axes
 from .links import Links
 from .steps import (
     AllGather,
@@ -57,8 +57,8 @@ Way = list[Move]
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """Makes the moves between specs of a tensor, for `Ways`."""
+class MoveBuilder:
+    """Makes the moves between specs of a tensor, for `Candidates`."""
 
     sizes: Sizes
     thorough: bool  # try gathers over several axes both in a single collective and in one per axis, in several orders
@@ -69,7 +69,7 @@ class Moves:
         way = []
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
             for axis in b[len(a) :]:
-                way.append(self._move(Slice, src, appended(src, [(axis, dim)]), (axis,), (dim,)))
+                way.append(self._move(Slice, src, append_axes(src, [(axis, dim)]), (axis,), (dim,)))
                 src = way[-1].after
         return way
 
@@ -84,7 +84,7 @@ class Moves:
             yield []
             return
         axes, dims = tuple(axis for axis, _ in cut), tuple(dim for _, dim in cut)
-        if self._in_one(src, dst, dims):
+        if self._in_one_collective(src, dst, dims):
             yield [self._move(AllGather, src, dst, axes, dims)]
             if self.thorough and len(axes) > 1:
                 for order in _orders(axes):
@@ -106,7 +106,7 @@ class Moves:
                 if axis and src[out][:-1] == dst[out] and dst[into] == src[into] + axis:
                     return self._move(AllToAll, src, dst, axis, (out, into))
         parts = all(self.sizes.parts(a) == self.sizes.parts(b) for a, b in zip(src, dst, strict=True))
-        one_to_one = parts and self.sizes.even(src) and moving(src, dst) <= cutting(src) & cutting(dst)
+        one_to_one = parts and self.sizes.even(src) and moved_axes(src, dst) <= sharding_axes(src) & sharding_axes(dst)
         return self._move(Permute if one_to_one else Exchange, src, dst)
 
     def reduce(self, spec: Spec, scattered: Mapping[str, int], all_reduced: tuple[str, ...]) -> Way:
@@ -116,14 +116,14 @@ class Moves:
         """
         way: Way = []
         axes, dims = tuple(scattered), tuple(scattered.values())
-        after = appended(spec, scattered.items())
-        if axes and self._in_one(after, spec, dims):
+        after = append_axes(spec, scattered.items())
+        if axes and self._in_one_collective(after, spec, dims):
             fast_first = tuple(axis for axis in reversed(self.sizes.slow_first) if axis in axes)
             apart = fast_first if self.apart and len(axes) > 1 else ()
             way.append(self._move(ReduceScatter, spec, after, axes, dims, apart))
         else:
             for axis, dim in scattered.items():
-                after = appended(spec, [(axis, dim)])
+                after = append_axes(spec, [(axis, dim)])
                 way.append(self._move(ReduceScatter, spec, after, (axis,), (dim,)))
                 spec = after
         if all_reduced:
@@ -134,7 +134,7 @@ class Moves:
         """A reduction and an exchange in a single collective."""
         return self._move(ReduceExchange, src, dst)
 
-    def _in_one(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
+    def _in_one_collective(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
         """Whether a single collective may gather or scatter these dims.
 
         Either each dim has a single axis, or all parts have the same size.
@@ -225,14 +225,14 @@ class Sizes:
     def _exchanged(self, src: Spec, dst: Spec) -> Traffic:
         """Traffic of an exchange: missing elements come from the nearest holder."""
         part = max(1, self.local(src))
-        found, traffic = self.overlap(src, dst), {}
-        near: set[str] = set()
-        for axis in self._fast_first(moving(src, dst)):
-            near.add(axis)
-            reach = self.overlap(tuple(tuple(a for a in order if a not in near) for order in src), dst)
-            if reach > found:
-                traffic[axis] = (-(-(reach - found) // part), reach - found)
-                found = reach
+        available, traffic = self.overlap(src, dst), {}
+        near_axes: set[str] = set()
+        for axis in self._fast_first(moved_axes(src, dst)):
+            near_axes.add(axis)
+            reachable = self.overlap(tuple(tuple(a for a in order if a not in near_axes) for order in src), dst)
+            if reachable > available:
+                traffic[axis] = (-(-(reachable - available) // part), reachable - available)
+                available = reachable
         return traffic
 
     def overlap(self, src: Spec, dst: Spec) -> int:

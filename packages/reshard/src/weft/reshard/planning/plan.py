@@ -1,7 +1,4 @@
-"""Plans: the steps from one layout to another, as a value to price, print, simulate and transpose.
-
-The steps of a plan as text and pictures.
-"""
+"""Plans: the steps from one layout to another, as a value to price, print as text and pictures, and transpose."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from weft.mesh.extension import coloured, draw
 
 from .across import cheapest_across
 from .costs import lower_bound_elements, peak_elements, received_elements, seconds_of
-from .layouts import check_reductions, dual_layout, without_trivial_axes
+from .layouts import check_reductions, drop_trivial_axes, dual_layout
 from .links import Links
 from .search import cheapest
-from .steps import Step, Targeted, dual, follow
+from .steps import Step, Targeted, dual, layout_after
 
 WIDTH = 105  # default columns of an explanation: room for two pictures of 48 columns side by side
 INDENT = "   "  # before each line of a picture
 
-LISTED = 16  # ranks at most whose bytes are listed rank by rank
+MOST_LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,13 @@ class Plan:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The layout before each step."""
-        layouts = [without_trivial_axes(self.src)]
+        layouts = [drop_trivial_axes(self.src)]
         for step in self.steps:
-            layouts.append(follow(step, layouts[-1]))
+            layouts.append(layout_after(step, layouts[-1]))
         return tuple(layouts[:-1])
 
     def __str__(self) -> str:
-        way = ", ".join(written(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
+        way = ", ".join(step_text(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
         return f"({self.src}) -> ({self.dst}) of {self.dtype} {self.shape}: {way or 'nothing to do'}"
 
     @cached_property
@@ -81,7 +78,7 @@ class Plan:
     def lower_bound_bytes(self) -> int:
         """Bytes received by the busiest rank under any plan, at least; see `costs.py`."""
         return self.dtype.itemsize * lower_bound_elements(
-            without_trivial_axes(self.src), without_trivial_axes(self.dst), self.shape
+            drop_trivial_axes(self.src), drop_trivial_axes(self.dst), self.shape
         )
 
     @cached_property
@@ -129,7 +126,7 @@ class Plan:
         width: the columns that the pictures should fit in. Pictures too wide to stand side by side stand below each
             other.
         """
-        lines = [*self._figures(), *pictured(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
+        lines = [*self._figures(), *picture_lines(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
         if not self.steps:
             lines += ["nothing to do", *draw(self.src, self.shape, width=width)]
         return "\n".join(lines)
@@ -145,15 +142,15 @@ class Plan:
             f"({self.src}) -> ({self.dst})",
             f"{self.dtype} {self.shape} on {self.src.mesh}{there}",
             f"received by the busiest rank: {received:,} bytes, {gap}",
-            *self._received_by_each(),
+            *self._bytes_by_rank(),
             f"alive at once on a rank: {self.peak_bytes:,} bytes at most",
             *([] if self.topology is None else [f"predicted time: {1e6 * self.seconds:,.1f} us"]),
         ]
 
-    def _received_by_each(self) -> list[str]:
+    def _bytes_by_rank(self) -> list[str]:
         """A line with the bytes received by each rank; no line where all are equal, or for more than LISTED ranks."""
-        received = {rank: self.received_bytes(rank) for rank in self.ranks[:LISTED]}
-        if len(self.ranks) > LISTED or len(set(received.values())) == 1:
+        received = {rank: self.received_bytes(rank) for rank in self.ranks[:MOST_LISTED]}
+        if len(self.ranks) > MOST_LISTED or len(set(received.values())) == 1:
             return []
         listed = ", ".join(f"rank {rank} {count:,}" for rank, count in received.items())
         return [f"received by each: {listed} bytes"]
@@ -212,7 +209,7 @@ def _plan(
         peaks.append(as_plan(steps).peak_bytes)
         return memory_limit is None or peaks[-1] <= memory_limit
 
-    start, end = without_trivial_axes(src), without_trivial_axes(dst)
+    start, end = drop_trivial_axes(src), drop_trivial_axes(dst)
     check_reductions(start, end, dtype)
     find = cheapest if src.mesh == dst.mesh else cheapest_across
     steps = find(
@@ -237,7 +234,7 @@ def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:
     return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh
 
 
-def pictured(
+def picture_lines(
     steps: Sequence[Step], layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, width: int
 ) -> list[str]:
     """For each step, a line with the most bytes received by any rank, and pictures of the layouts around the step.
@@ -246,15 +243,15 @@ def pictured(
     """
     lines = []
     for number, (step, layout) in enumerate(zip(steps, layouts, strict=True), start=1):
-        after = follow(step, layout)
+        after = layout_after(step, layout)
         ranks = {*layout.mesh.ranks, *after.mesh.ranks}
         most = itemsize * max(received_elements(step, layout, shape, rank) for rank in ranks)
-        lines += ["", f"{number}. {written(step, layout)}: {most:,} bytes"]
-        lines += [f"{INDENT}{line}".rstrip() for line in _beside(layout, after, shape, width - len(INDENT))]
+        lines += ["", f"{number}. {step_text(step, layout)}: {most:,} bytes"]
+        lines += [f"{INDENT}{line}".rstrip() for line in _join_pictures(layout, after, shape, width - len(INDENT))]
     return lines
 
 
-def written(step: Step, layout: Layout) -> str:
+def step_text(step: Step, layout: Layout) -> str:
     """The step as code on a single line, without arguments at their defaults.
 
     A target is written as its placements, and its mesh where the step changes the mesh.
@@ -266,7 +263,7 @@ def written(step: Step, layout: Layout) -> str:
     return f"{type(step).__name__}({', '.join(repr(v) if n == 'axis' else f'{n}={v!r}' for n, v in values)})"
 
 
-def _beside(before: Layout, after: Layout, shape: tuple[int, ...], width: int) -> list[str]:
+def _join_pictures(before: Layout, after: Layout, shape: tuple[int, ...], width: int) -> list[str]:
     """The pictures of two layouts side by side; where `width` is too small, the second below the first."""
     left, right = (draw(layout, shape, width=min(width, PICTURE_WIDTH)) for layout in (before, after))
     room, middle = max(map(len, left)), min(len(left), len(right)) // 2

@@ -1,13 +1,13 @@
 """Search for the cheapest steps between two layouts of a mesh.
 
-The task of a search: the spec to start from, the spec to reach, and the axes to reduce on the way.
+`Task` states a search: the spec to start from, the spec to reach, and the axes to reduce in between. `Candidates` lists
+the ways to try, each a list of moves (moves.py). `cheapest` prices the ways, and turns the best one into steps.
 
-Ways from one layout of a mesh to another: lists of moves, which the search prices.
-
-Moves have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable collective
-communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, an exchange of
-the elements needed and lacked by each rank attains the lower bound alone. Gathers come first, and are taken where they
-attain the bound, too.
+The moves of a way have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable
+collective communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, a
+single exchange of the elements that each rank needs and lacks attains the lower bound. Ways of gathers are listed
+before
+it: where gathers attain the bound, too, they are chosen.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from itertools import islice, product
 
 from weft.mesh import Layout, Partial, Placement, Replicate, Shard
 
-from .layouts import Spec, appended, cutting, moving, spec_of
+from .layouts import Spec, append_axes, moved_axes, sharding_axes, spec_of
 from .links import Links
-from .moves import Move, Moves, Sizes, Way, sizes_of, total
+from .moves import Move, MoveBuilder, Sizes, Way, sizes_of, total
 from .steps import AllGather, AllReduce, AllToAll, MakePartial, ReduceExchange, ReduceScatter, Slice, Step
 
 Fits = Callable[[tuple[Step, ...]], bool]
-WAYS = 256  # ways priced with a topology or a memory limit; 60 us each, measured on one CPU core
+MOST_PRICED = 256  # the most ways priced with a topology or a memory limit; 60 us each, measured on one CPU core
 
 
 def cheapest(
@@ -51,8 +51,8 @@ def cheapest(
         seconds = () if topology is None else (sum(_seconds(move, itemsize, topology) for move in way),)
         return (*seconds, *_elements_and_transfers(way))
 
-    ways = Ways(task, Moves(task.sizes, thorough=True, apart=topology is not None))
-    for way in sorted(islice(ways, WAYS), key=key):
+    ways = Candidates(task, MoveBuilder(task.sizes, thorough=True, apart=topology is not None))
+    for way in sorted(islice(ways, MOST_PRICED), key=key):
         steps = _steps(way, task)
         if fits is None or fits(steps):
             return steps
@@ -61,15 +61,15 @@ def cheapest(
 
 def _of_fewest_elements(task: Task) -> Way:
     """The way with the fewest elements received, then the fewest transfers."""
-    floor, found = task.floor(), None
-    for way in Ways(task, Moves(task.sizes, thorough=False, apart=False)):
+    bound, best = task.least_received(), None
+    for way in Candidates(task, MoveBuilder(task.sizes, thorough=False, apart=False)):
         key = _elements_and_transfers(way)
-        if found is None or key < found[0]:
-            found = (key, way)
-        if key[0] <= floor and key[1] <= 1:
+        if best is None or key < best[0]:
+            best = (key, way)
+        if key[0] <= bound and key[1] <= 1:
             break
-    assert found is not None, "there is always an exchange, or a reduction and an exchange"
-    return found[1]
+    assert best is not None, "there is always an exchange, or a reduction and an exchange"
+    return best[1]
 
 
 def _elements_and_transfers(way: Way) -> tuple[int, int, int]:
@@ -84,8 +84,8 @@ def _seconds(move: Move, itemsize: int, topology: Links) -> float:
 
 def _steps(way: Way, task: Task) -> tuple[Step, ...]:
     """The steps of a way, with their layouts."""
-    mesh, unreduced = task.src.mesh, set(task.reduced)
-    passing = {axis: task.src[axis] for axis in mesh.axis_names if isinstance(task.src[axis], Partial)}
+    mesh, unreduced = task.src.mesh, set(task.to_reduce)
+    src_partials = {axis: task.src[axis] for axis in mesh.axis_names if isinstance(task.src[axis], Partial)}
     steps: list[Step] = []
     for move in way:
         axis: str | tuple[str, ...] = move.axes if len(move.axes) != 1 else move.axes[0]
@@ -105,10 +105,10 @@ def _steps(way: Way, task: Task) -> tuple[Step, ...]:
         else:
             if move.kind is ReduceExchange:
                 unreduced.clear()
-            partial = {a: p for a, p in passing.items() if a in unreduced or a not in task.reduced}
+            partial = {a: p for a, p in src_partials.items() if a in unreduced or a not in task.to_reduce}
             cut = {a: Shard(d) for d, order in enumerate(move.after) for a in order}
             steps.append(move.kind(Layout.in_order(mesh, cut | partial)))  # type: ignore[call-arg, arg-type]
-    return (*steps, *task.last)
+    return (*steps, *task.final_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,58 +117,64 @@ class Task:
 
     src: Layout
     sizes: Sizes
-    start: Spec  # of src
-    end: Spec  # to be reached before the `last` steps
-    reduced: tuple[str, ...]  # axes to reduce on the way
-    op: str  # their reduction
-    whole: tuple[str, ...]  # axes of two or more ranks on which src replicates
-    last: tuple[MakePartial, ...]  # final steps, which make axes Partial
+    start: Spec  # the spec of `src`
+    end: Spec  # the spec to reach, before the final steps
+    to_reduce: tuple[str, ...]  # axes that are Partial in `src` and not at the end
+    op: str  # the op of the Partial axes, as "sum"
+    replicated: tuple[str, ...]  # axes of two or more ranks on which `src` replicates
+    final_steps: tuple[MakePartial, ...]  # local steps that make axes Partial, after the search's moves
 
     @classmethod
     def between(cls, src: Layout, dst: Layout, shape: tuple[int, ...], topology: Links | None) -> Task:
         """The task of going from `src` to `dst`, layouts of the same mesh."""
         sizes, start, end = sizes_of(src.mesh, shape, topology), spec_of(src, len(shape)), spec_of(dst, len(shape))
         triples = list(zip(src.mesh.axis_names, src.placements, dst.placements, strict=True))
-        end, last = _with_partials(start, end, [(a, p, q) for a, p, q in triples if q != p and isinstance(q, Partial)])
-        reduced = tuple(a for a, p, q in triples if isinstance(p, Partial) and not isinstance(q, Partial))
+        to_partial = [(a, p, q) for a, p, q in triples if q != p and isinstance(q, Partial)]
+        end, final_steps = _with_partials(start, end, to_partial)
+        to_reduce = tuple(a for a, p, q in triples if isinstance(p, Partial) and not isinstance(q, Partial))
         op = next((p.op for p in src.placements if isinstance(p, Partial)), "sum")
-        whole = tuple(a for a, p, _ in triples if isinstance(p, Replicate) and sizes.axes[a] > 1)
-        return cls(src, sizes, start, end, reduced, op, whole, last)
+        replicated = tuple(a for a, p, _ in triples if isinstance(p, Replicate) and sizes.axes[a] > 1)
+        return cls(src, sizes, start, end, to_reduce, op, replicated, final_steps)
 
-    def floor(self) -> int:
-        """Elements received by the busiest rank at least, if all sizes divide evenly; see `costs.py`."""
-        need = self.sizes.local(self.end)
-        if not self.reduced:
-            return need - self.sizes.overlap(self.start, self.end)
-        taking = {*moving(self.start, self.end), *self.reduced, *self.whole}
-        ranks = self.sizes.parts(taking)
-        copies = ranks // self.sizes.parts([axis for order in self.end for axis in order if axis in taking])
-        return max(need, need * (self.sizes.parts(self.reduced) + copies - 2) // copies)
+    def least_received(self) -> int:
+        """The lower bound of `costs.py` on the elements received by the busiest rank, where all sizes divide evenly.
 
-    def all_cut(self) -> bool:
-        """Whether every axis taking part shards a dim at the end, and shards a dim or is reduced at the start.
-
-        A ReduceExchange needs this.
+        With a reduction, consider the sub-mesh along all axes that may move data, of R ranks. At the end each of them
+        needs `needed` elements, each element on `copies` ranks: R * needed / copies different elements. Each of these
+        takes p + copies - 2 messages, for p addends. The busiest of the R ranks receives at least the average.
         """
-        start, end = cutting(self.start), cutting(self.end)
-        taking = {*moving(self.start, self.end), *self.reduced}
-        return taking <= end and taking <= start | set(self.reduced)
+        needed = self.sizes.local(self.end)
+        if not self.to_reduce:
+            return needed - self.sizes.overlap(self.start, self.end)
+        axes = {*moved_axes(self.start, self.end), *self.to_reduce, *self.replicated}
+        copies = self.sizes.parts(axes) // self.sizes.parts(sharding_axes(self.end) & axes)
+        return max(needed, needed * (self.sizes.parts(self.to_reduce) + copies - 2) // copies)
+
+    def can_reduce_exchange(self) -> bool:
+        """Whether a single ReduceExchange can do the task.
+
+        For this, each axis that moves data or is reduced must shard a dim at the end; at the start the axis must
+        shard a dim or be Partial.
+        """
+        start, end = sharding_axes(self.start), sharding_axes(self.end)
+        axes = {*moved_axes(self.start, self.end), *self.to_reduce}
+        return axes <= end and axes <= start | set(self.to_reduce)
 
 
 def _with_partials(
-    start: Spec, end: Spec, partials: list[tuple[str, Placement, Placement]]
+    start: Spec, end: Spec, partials: Sequence[tuple[str, Placement, Partial]]
 ) -> tuple[Spec, tuple[MakePartial, ...]]:
-    """The steps that make axes Partial at the end, and the spec before these steps.
+    """The spec before the final steps, and these steps, which make axes Partial.
 
-    partials: (axis, source placement, Partial placement) of every such axis. A shard stays in place, as the minor axis
-        of its dim. An average has no identity to put around a shard, so its axis replicates before.
+    partials: (axis, placement in the source, Partial) of every axis that becomes Partial.
+    An axis that shards a dim keeps the shard until the final step, as the minor axis of the dim: MakePartial surrounds
+    the shard with the op's identity. An average has no identity, and an axis to average over replicates before.
     """
     steps: list[MakePartial] = []
     order = [axis for cut in start for axis in cut]
     for axis, before, after in sorted(partials, key=lambda item: order.index(item[0]) if item[0] in order else -1):
-        assert isinstance(after, Partial), "made lists only axes that become Partial"
         if isinstance(before, Shard) and after.op != "avg":
-            end = appended(end, [(axis, before.dim)])
+            end = append_axes(end, [(axis, before.dim)])
             steps.insert(0, MakePartial(axis, after.op, before.dim))
         else:
             steps.append(MakePartial(axis, after.op))
@@ -176,109 +182,104 @@ def _with_partials(
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """All ways worth pricing, the simplest first."""
+class Candidates:
+    """All ways worth pricing for a task. Of equally cheap ways, `cheapest` takes the first."""
 
     task: Task
-    moves: Moves
+    moves: MoveBuilder
 
     def __iter__(self) -> Iterator[Way]:
-        if self.task.reduced:
-            yield from self._reducing()
+        if self.task.to_reduce:
+            yield from self._ways_with_reduction()
         else:
-            yield from self._sharded(self.task.start, self.task.end)
+            yield from self._ways_between(self.task.start, self.task.end)
 
-    def _sharded(self, src: Spec, dst: Spec) -> Iterator[Way]:
-        """Ways without a reduction: gathers alone, an exchange alone, or slices, an exchange and gathers."""
+    def _ways_between(self, src: Spec, dst: Spec) -> Iterator[Way]:
+        """Ways without a reduction: slices and gathers, an exchange alone, or slices, an exchange and gathers."""
         if src == dst:
             yield []
             return
-        yield from self._gathering(src, dst)
+        yield from self._slices_and_gathers(src, dst)
         yield [self.moves.exchange(src, dst)]
         if self.moves.thorough:
-            for ahead, behind in self._around(src, dst):
-                for gathers in self.moves.gathers(behind, dst):
-                    middle = [] if ahead == behind else [self.moves.exchange(ahead, behind)]
-                    yield self.moves.slices(src, ahead) + middle + gathers
+            for before, after in self._specs_around_exchange(src, dst):
+                for gathers in self.moves.gathers(after, dst):
+                    exchange = [] if before == after else [self.moves.exchange(before, after)]
+                    yield self.moves.slices(src, before) + exchange + gathers
 
-    def _gathering(self, src: Spec, dst: Spec) -> Iterator[Way]:
+    def _slices_and_gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
         """Slices, then gathers; only where in every dim the axes of one spec are the first axes of the other."""
-        refined = []
+        longest = []
         for a, b in zip(src, dst, strict=True):
             longer, shorter = (a, b) if len(a) > len(b) else (b, a)
             if longer[: len(shorter)] != shorter:
                 return
-            refined.append(longer)
-        ahead = tuple(refined)
-        if len(set().union(*ahead)) == sum(map(len, ahead)):  # no axis is both sliced and gathered
-            for gathers in self.moves.gathers(ahead, dst):
-                yield self.moves.slices(src, ahead) + gathers
+            longest.append(longer)
+        sliced = tuple(longest)
+        if len(set().union(*sliced)) == sum(map(len, sliced)):  # no axis is both sliced and gathered
+            for gathers in self.moves.gathers(sliced, dst):
+                yield self.moves.slices(src, sliced) + gathers
 
-    def _around(self, src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec]]:
-        """Specs (ahead, behind) around an exchange: `src` is sliced into `ahead`, and `dst` is gathered from `behind`.
+    def _specs_around_exchange(self, src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec]]:
+        """Pairs of specs, before and after an exchange: `src` is sliced into the first, `dst` gathered from the second.
 
-        An axis replicated in `dst` may shard a dim of `behind`, and be gathered last.
+        An axis that replicates in `dst` may shard a dim after the exchange, and be gathered last.
         """
-        shardable = cutting(src) | {*self.task.whole}  # the other axes are still Partial
-        idle = [axis for axis in self.task.sizes.axes if axis in shardable - cutting(dst)]
-        options = [(None, *range(len(dst))) for _ in idle]
+        shardable = sharding_axes(src) | {*self.task.replicated}  # the other axes are Partial at this point
+        gatherable = [axis for axis in self.task.sizes.axes if axis in shardable - sharding_axes(dst)]
+        options = [(None, *range(len(dst))) for _ in gatherable]
         for dims in product(*options):
-            behind = appended(dst, zip(idle, dims, strict=True))
-            free = [axis for axis in self.task.whole if axis in cutting(behind) - cutting(src)]
-            for sliced in dict.fromkeys(((), tuple(free))):  # a dict, unlike a set, has the same order in every process
-                where = [(axis, next(d for d, order in enumerate(behind) if axis in order)) for axis in sliced]
-                ahead = appended(src, where)
-                if behind != dst or ahead != src:
-                    yield ahead, behind
+            after = append_axes(dst, zip(gatherable, dims, strict=True))
+            sliceable = [axis for axis in self.task.replicated if axis in sharding_axes(after) - sharding_axes(src)]
+            # A dict, unlike a set, has the same order in every process.
+            for sliced in dict.fromkeys(((), tuple(sliceable))):
+                dim_of = [(axis, next(d for d, order in enumerate(after) if axis in order)) for axis in sliced]
+                before = append_axes(src, dim_of)
+                if after != dst or before != src:
+                    yield before, after
 
-    def _reducing(self) -> Iterator[Way]:
-        """Ways with a reduction: reduce on the source's layout and then move, or move addends and then reduce.
-
-        Or do both in a single ReduceExchange.
-        """
-        yield from self._reducing_last()
-        for scattered, sliced in self._scatterings():
+    def _ways_with_reduction(self) -> Iterator[Way]:
+        """Ways with a reduction: move addends and then reduce; reduce and then move; or a single ReduceExchange."""
+        yield from self._ways_that_reduce_last()
+        for scattered, sliced in self._scattered_and_sliced():
             for dims in product(*(self._dims(axis) for axis in (*sliced, *scattered))):
-                where = dict(zip((*sliced, *scattered), dims, strict=True))
-                ahead = appended(self.task.start, ((axis, where[axis]) for axis in sliced))
-                reduced = self._reduced(ahead, {axis: where[axis] for axis in scattered})
-                for moves_after in self._sharded(reduced[-1].after, self.task.end):
-                    yield self.moves.slices(self.task.start, ahead) + reduced + moves_after
-        if self.task.op == "sum" and self.task.all_cut():
+                dim_of = dict(zip((*sliced, *scattered), dims, strict=True))
+                before = append_axes(self.task.start, ((axis, dim_of[axis]) for axis in sliced))
+                reductions = self._reductions(before, {axis: dim_of[axis] for axis in scattered})
+                for moves_after in self._ways_between(reductions[-1].after, self.task.end):
+                    yield self.moves.slices(self.task.start, before) + reductions + moves_after
+        if self.task.op == "sum" and self.task.can_reduce_exchange():
             yield [self.moves.reduce_exchange(self.task.start, self.task.end)]
 
-    def _reducing_last(self) -> Iterator[Way]:
+    def _ways_that_reduce_last(self) -> Iterator[Way]:
         """Ways that move the addends along the sharded axes first, and then reduce.
 
-        Only where the reduced axes are minor to all other axes of their dims at the end.
+        Only where, in each dim at the end, the axes to reduce are minor to all other axes.
         """
         scattered = {}
         before = []
         for dim, order in enumerate(self.task.end):
-            unreduced = tuple(axis for axis in order if axis not in self.task.reduced)
-            if order[: len(unreduced)] != unreduced:
+            moved = tuple(axis for axis in order if axis not in self.task.to_reduce)
+            if order[: len(moved)] != moved:
                 return
-            scattered.update(dict.fromkeys(order[len(unreduced) :], dim))
-            before.append(unreduced)
-        for first in self._sharded(self.task.start, tuple(before)):
-            reduced = self._reduced(tuple(before), scattered)
-            yield first + reduced
+            scattered.update(dict.fromkeys(order[len(moved) :], dim))
+            before.append(moved)
+        for moves_before in self._ways_between(self.task.start, tuple(before)):
+            yield moves_before + self._reductions(tuple(before), scattered)
 
-    def _scatterings(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Pairs of axes: reduced axes to scatter, and replicated axes to slice before.
+    def _scattered_and_sliced(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Pairs: which of the axes to reduce are reduce-scattered, and which replicated axes are sliced before.
 
-        The remaining reduced axes are all-reduced.
+        The other axes to reduce are all-reduced.
         """
-        at_end = tuple(
-            axis for axis in self._in_end_order(self.task.whole) if any(axis in order for order in self.task.end)
-        )
-        wanted = tuple(
-            axis for axis in self._in_end_order(self.task.reduced) if any(axis in order for order in self.task.end)
-        )
-        scattered = [wanted] if len(wanted) < len(self.task.reduced) else []
-        for names in (*scattered, self._in_end_order(self.task.reduced)):
-            for sliced in dict.fromkeys(((), at_end, self._in_end_order(self.task.whole))):
-                yield names, sliced
+        at_end = sharding_axes(self.task.end)
+        to_reduce, replicated = self._in_end_order(self.task.to_reduce), self._in_end_order(self.task.replicated)
+        scattered_at_end = tuple(axis for axis in to_reduce if axis in at_end)
+        sliced_at_end = tuple(axis for axis in replicated if axis in at_end)
+        fewer = [scattered_at_end] if len(scattered_at_end) < len(to_reduce) else []
+        for scattered in (*fewer, to_reduce):
+            for sliced in dict.fromkeys(((), sliced_at_end, replicated)):
+                yield scattered, sliced
         yield (), ()
 
     def _in_end_order(self, axes: Sequence[str]) -> tuple[str, ...]:
@@ -305,6 +306,6 @@ class Ways:
         )
         return ranked if self.moves.thorough else ranked[:1]
 
-    def _reduced(self, spec: Spec, scattered: Mapping[str, int]) -> Way:
-        """The moves that reduce all reduced axes. scattered: axis -> dim; the rest are all-reduced."""
-        return self.moves.reduce(spec, scattered, tuple(a for a in self.task.reduced if a not in scattered))
+    def _reductions(self, spec: Spec, scattered: Mapping[str, int]) -> Way:
+        """The moves that reduce all axes to reduce. scattered: axis -> dim; the remaining axes are all-reduced."""
+        return self.moves.reduce(spec, scattered, tuple(a for a in self.task.to_reduce if a not in scattered))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, LayoutError
 
-from .costs import backwards
-from .exchange import messages_of, within
-from .layouts import identity, reduced
+from .costs import dual_messages
+from .exchange import messages_of, relative_box
+from .layouts import identity, reduce_parts
 from .plan import Plan
 from .steps import (
     AllGather,
@@ -26,7 +26,7 @@ from .steps import (
     Step,
     axes_of,
     dims_of,
-    follow,
+    layout_after,
 )
 
 Shards = dict[int, Tensor]
@@ -39,25 +39,25 @@ def simulate(plan: Plan, shards: Mapping[int, Tensor]) -> Shards:
     Raises LayoutError where a rank is missing, or where its tensor does not have the shape of its part of the source.
     """
     for rank in plan.src.mesh.ranks:
-        want = plan.src.local_shape(plan.shape, rank)
-        got = tuple(shards[rank].shape) if rank in shards else None
-        if got != want:
+        expected_shape = plan.src.local_shape(plan.shape, rank)
+        shape = tuple(shards[rank].shape) if rank in shards else None
+        if shape != expected_shape:
             raise LayoutError(
-                f"rank {rank} has a tensor of shape {got}, but ({plan.src}) of {plan.shape} gives it {want}"
+                f"rank {rank} has a tensor of shape {shape}, but ({plan.src}) of {plan.shape} gives it {expected_shape}"
             )
     current = dict(shards)
     for step, layout in zip(plan.steps, plan.layouts, strict=True):
-        current = _after(step, layout, plan.shape, current)
+        current = _apply_step(step, layout, plan.shape, current)
     return {rank: current[rank].clone() for rank in plan.dst.mesh.ranks}
 
 
-def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+def _apply_step(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
     """All ranks' tensors after the step."""
     match step:
         case AllToAll() | Exchange() | Permute() | Relabel():
-            return _exchanged(layout, follow(step, layout), shape, current)
+            return _apply_exchange(layout, layout_after(step, layout), shape, current)
         case ReduceExchange():
-            return _exchanged_backwards(layout, step, shape, current)
+            return _apply_reduce_exchange(layout, step, shape, current)
         case AllGather() | ReduceScatter():
             # Axis by axis, which has the same result as any collectives that run the step.
             changes = list(zip(axes_of(step), dims_of(step), strict=True))
@@ -65,26 +65,28 @@ def _after(step: Step, layout: Layout, shape: tuple[int, ...], current: Shards) 
                 for group in layout.mesh.groups(axis):
                     parts = [current[rank] for rank in group.ranks]
                     if isinstance(step, AllGather):
-                        together = [torch.cat(parts, dim)] * len(parts)
+                        results = [torch.cat(parts, dim)] * len(parts)
                     else:
-                        together = _cut(reduced(step.op, torch.stack(parts)), len(parts), dim)
-                    current = current | dict(zip(group.ranks, together, strict=True))
+                        results = _cut(reduce_parts(step.op, torch.stack(parts)), len(parts), dim)
+                    current = current | dict(zip(group.ranks, results, strict=True))
             return current
         case AllReduce(op=op):
             for axis in axes_of(step):
                 for group in layout.mesh.groups(axis):
-                    whole = reduced(op, torch.stack([current[rank] for rank in group.ranks]))
-                    current = current | dict.fromkeys(group.ranks, whole)
+                    full = reduce_parts(op, torch.stack([current[rank] for rank in group.ranks]))
+                    current = current | dict.fromkeys(group.ranks, full)
             return current
         case Slice() | MakePartial():
             return {
                 rank: part
                 for group in layout.mesh.groups(step.axis)
-                for rank, part in zip(group.ranks, _alone(step, [current[rank] for rank in group.ranks]), strict=True)
+                for rank, part in zip(
+                    group.ranks, _apply_local(step, [current[rank] for rank in group.ranks]), strict=True
+                )
             }
 
 
-def _alone(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]:
+def _apply_local(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]:
     """The tensors of a group's ranks after a step without communication."""
     match step:
         case Slice(dim=dim):
@@ -99,31 +101,32 @@ def _alone(step: Slice | MakePartial, parts: list[Tensor]) -> list[Tensor]:
     raise AssertionError(f"{step} has an int or None as its dim")
 
 
-def _exchanged(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
+def _apply_exchange(src: Layout, dst: Layout, shape: tuple[int, ...], current: Shards) -> Shards:
     """All ranks' tensors after an exchange of `src` for `dst`."""
     after = {}
     for rank in dst.mesh.ranks:
-        messages, wanted = messages_of(src, dst, shape, rank), dst.local_slices(shape, rank)
+        messages, needed = messages_of(src, dst, shape, rank), dst.local_slices(shape, rank)
         after[rank] = next(iter(current.values())).new_empty(dst.local_shape(shape, rank))
         for sender, box in [*messages.receives, *([(rank, messages.local)] if messages.local is not None else [])]:
             assert box is not None, "a local box is listed only where there is one"
-            after[rank][within(box, wanted)] = current[sender][within(box, src.local_slices(shape, sender))]
+            after[rank][relative_box(box, needed)] = current[sender][relative_box(box, src.local_slices(shape, sender))]
     return after
 
 
-def _exchanged_backwards(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], current: Shards) -> Shards:
+def _apply_reduce_exchange(layout: Layout, step: ReduceExchange, shape: tuple[int, ...], current: Shards) -> Shards:
     """All ranks' tensors after a ReduceExchange: the dual exchange's messages go back, and are added up."""
     after = {}
     for rank in step.target.mesh.ranks:
-        messages, wanted = backwards(layout, step, shape, rank), step.target.local_slices(shape, rank)
+        messages, needed = dual_messages(layout, step, shape, rank), step.target.local_slices(shape, rank)
         after[rank] = next(iter(current.values())).new_zeros(step.target.local_shape(shape, rank))
         for sender, box in [*messages.sends, *([(rank, messages.local)] if messages.local is not None else [])]:
             assert box is not None, "a local box is listed only where there is one"
-            after[rank][within(box, wanted)] += current[sender][within(box, layout.local_slices(shape, sender))]
+            held = layout.local_slices(shape, sender)
+            after[rank][relative_box(box, needed)] += current[sender][relative_box(box, held)]
     return after
 
 
-def _cut(whole: Tensor, size: int, dim: int) -> list[Tensor]:
-    """`whole` cut by torch.chunk into `size` parts, with the empty parts left out by torch.chunk."""
-    chunks = list(torch.chunk(whole, size, dim)) if whole.shape[dim] else []
-    return chunks + [whole.narrow(dim, 0, 0)] * (size - len(chunks))
+def _cut(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
+    """`tensor` cut by torch.chunk into `size` parts, with the empty parts that torch.chunk leaves out."""
+    chunks = list(torch.chunk(tensor, size, dim)) if tensor.shape[dim] else []
+    return chunks + [tensor.narrow(dim, 0, 0)] * (size - len(chunks))

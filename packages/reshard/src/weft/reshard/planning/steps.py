@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.mesh import Layout, LayoutError, Partial, Placement, Replicate, Shard
 
-from .layouts import dual_layout, without_trivial_axes
+from .layouts import drop_trivial_axes, dual_layout
 
 Axis = str | tuple[str, ...]
 Dim = int | tuple[int, ...]
@@ -136,7 +136,7 @@ def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
     return (step.dim,) if isinstance(step.dim, int) else step.dim
 
 
-def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
+def placement_changes(step: Step) -> list[tuple[str, Placement, Placement]]:
     """For each axis changed by the step: (axis, placement before, placement after)."""
     match step:
         case AllGather():
@@ -155,18 +155,18 @@ def before_and_after(step: Step) -> list[tuple[str, Placement, Placement]]:
             return []
 
 
-def follow(step: Step, layout: Layout) -> Layout:
+def layout_after(step: Step, layout: Layout) -> Layout:
     """The layout after the step. Raises LayoutError where the step cannot start from `layout`."""
     if isinstance(step, Targeted):
         return step.target
-    changes = before_and_after(step)
+    changes = placement_changes(step)
     for axis, before, _ in changes:
         if layout[axis] != before:
             raise LayoutError(f"{step} starts from {before} on axis {axis!r}, but the layout is ({layout})")
     for dim in {before.dim for _, before, _ in changes if isinstance(before, Shard)}:
-        named = tuple(axis for axis, before, _ in changes if before == Shard(dim))
-        if layout.shard_order[dim][-len(named) :] != named:
-            minor = f"axis {named[0]!r} is not the minor axis" if len(named) == 1 else f"{named} are not the minor axes"
+        axes = tuple(axis for axis, before, _ in changes if before == Shard(dim))
+        if layout.shard_order[dim][-len(axes) :] != axes:
+            minor = f"axis {axes[0]!r} is not the minor axis" if len(axes) == 1 else f"{axes} are not the minor axes"
             raise LayoutError(f"{step}: {minor} of dim {dim} in ({layout})")
     return layout.replace(**{axis: after for axis, _, after in changes})
 
@@ -192,4 +192,4 @@ def dual(step: Step, before: Layout) -> Step:
         Permute: Permute,
         Relabel: Relabel,
     }
-    return duals[type(step)](without_trivial_axes(dual_layout(before)))
+    return duals[type(step)](drop_trivial_axes(dual_layout(before)))

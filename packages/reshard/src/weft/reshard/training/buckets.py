@@ -1,7 +1,7 @@
 """Buckets of gradients: gradients with the same reduction in a flat tensor, reduce-scattered, all-reduced or both.
 
 A `Route` says how a parameter's gradient reaches the target layout; a `Bucket` moves gradients of routes with the
-same `key`. Used by sending.py.
+same `key`. Used by gradient_buckets.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.mesh import Layout, Partial, Replicate, Shard
 from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
 from ..moving.dtensor import dtensor_spec, layout_of, wrap, wrap_with_spec
 from ..moving.order_check import LazyText, announce
-from ..moving.stacking import Stacking, cut_to, padded, stacking_of
+from ..moving.stacking import Stacking, crop, pad, stacking_of
 from ..planning.costs import padded_part
-from ..planning.layouts import without_trivial_axes
+from ..planning.layouts import drop_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
 from ..world.groups import group_along, process_mesh, this_rank
-from .shared_memory import summed
+from .shared_memory import sum_parts
 
-Owner = TypeVar("Owner")
+Owner = TypeVar("Owner")  # whom a gradient in a bucket belongs to: GradientSync's `Leaf`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Reduction:
     """How a gradient reaches the target layout: reduce-scattered over some axes, then all-reduced over other axes."""
 
     scatter: ReduceScatter  # over no axes where nothing is scattered
-    reduced: tuple[str, ...]  # axes of the all-reduce
+    all_reduced: tuple[str, ...]  # axes of the all-reduce
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -44,44 +44,45 @@ class Reduction:
 
         Equal for all gradients of a bucket, even if these are cut along different dims.
         """
-        return axes_of(self.scatter), self.reduced
+        return axes_of(self.scatter), self.all_reduced
 
 
 @lru_cache(maxsize=65536)
 def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduction | None:
     """The Reduction from a gradient's layout to the target.
 
-    None where one reduce-scatter and one all-reduce do not suffice: also for unequal meshes and uneven parts.
+    None where one reduce-scatter and one all-reduce do not suffice, as between different meshes, or where several axes
+    cut a dim unevenly.
     """
-    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
+    src, dst = drop_trivial_axes(src), drop_trivial_axes(dst)
     if src.mesh != dst.mesh:
         return None
     changed = [axis for axis in src.mesh.axis_names if src[axis] != dst[axis]]
     cut = {axis: Shard(dim) for dim, order in dst.shard_order.items() for axis in order if axis in changed}
-    reduced = tuple(axis for axis in changed if axis not in cut)
+    all_reduced = tuple(axis for axis in changed if axis not in cut)
     if (
         any(src[axis] != Partial() for axis in changed)
-        or src.replace(**dict.fromkeys(reduced, Replicate()), **cut) != dst
+        or src.replace(**dict.fromkeys(all_reduced, Replicate()), **cut) != dst
     ):
         return None
     dims = tuple(placement.dim for placement in cut.values())
     if len(set(dims)) < len(dims) and any(shape[dim] % dst.parts(dim) for dim in dims):
-        return None  # uneven parts: more than one collective
-    return Reduction(ReduceScatter(tuple(cut), dims), reduced)
+        return None  # uneven parts of several axes: a collective for each axis
+    return Reduction(ReduceScatter(tuple(cut), dims), all_reduced)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """How a parameter's gradients in a given layout reach the target layout. The leaf keeps the last one."""
+    """How a parameter's gradients in a given layout reach the target layout. A Leaf caches its last Route."""
 
     reduction: Reduction
     shape: tuple[int, ...]  # global, of the gradient
     key: Hashable  # equal for gradients that share a bucket
-    nbytes: int  # of the gradient on the first rank of the mesh
-    stacking: Stacking  # of the parts that are scattered
-    part_elements: int  # in one of these parts
+    nbytes: int  # bytes of the gradient on the first rank of the mesh
+    stacking: Stacking  # how the reduce-scatter's parts are stacked
+    part_elements: int  # number of elements in a part of the reduce-scatter
     local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
-    spec: Any  # of the result, by `dtensor_spec`
+    spec: Any  # the result's `dtensor_spec`
 
     @classmethod
     def of(cls, grad: DTensor, target: Layout) -> Route | None:
@@ -107,15 +108,16 @@ class Route:
         )
 
     def stacked(self, local: Tensor) -> Tensor:
-        """The parts into which a local gradient is scattered, one in each row."""
-        return self.stacking.of_whole(padded(local, self.stacking.whole)).reshape(math.prod(self.stacking.sizes), -1)
+        """The parts into which a local gradient is scattered, a row for each part."""
+        stacking = self.stacking
+        return stacking.as_stacked(pad(local, stacking.padded_shape)).reshape(math.prod(stacking.sizes), -1)
 
 
 class Bucket(Generic[Owner]):
     """Gradients with one `Route.key`, in a flat tensor that is reduce-scattered, all-reduced or both.
 
-    Each gradient has an owner.
-    nbytes: of the gradients on the first rank of the mesh, so equal on every rank.
+    Each gradient is added for an owner (a `Leaf`), to which `finish` returns the sum.
+    nbytes: bytes of the gradients on the first rank of the mesh, so equal on every rank.
     is_open: whether gradients can be added: until `start`.
     """
 
@@ -143,24 +145,24 @@ class Bucket(Generic[Owner]):
 
     def finish(self) -> list[tuple[Owner, DTensor]]:
         """Waits for the collectives. Returns each owner with the gradient in the target layout."""
-        found = []
+        results = []
         with torch.no_grad():
             flat = self._pending.wait()
             sizes = [0 if route.local_shape is None else route.part_elements for route in self._routes.values()]
             for (owner, route), part in zip(self._routes.items(), flat.split_with_sizes(sizes), strict=True):
                 if route.local_shape is not None:
                     part = part.view(route.stacking.part)
-                    part = part if route.local_shape == route.stacking.part else cut_to(part, route.local_shape)
-                found.append((owner, wrap_with_spec(part, route.spec)))
-        return found
+                    part = part if route.local_shape == route.stacking.part else crop(part, route.local_shape)
+                results.append((owner, wrap_with_spec(part, route.spec)))
+        return results
 
     def _run(self) -> Running:
         route = next(iter(self._routes.values()))
         grads, self._grads = self._grads, {}  # so that each gradient is freed once it is copied into the flat tensor
-        if route.local_shape is None:
+        if route.local_shape is None:  # outside the mesh all parts are empty; `finish` splits an empty tensor
             return next(iter(grads.values()))
-        scattered, reduced = route.reduction.axes
-        group = group_along(self._mesh, reduced)[0] if reduced else None
+        scattered, all_reduced = route.reduction.axes
+        group = group_along(self._mesh, all_reduced)[0] if all_reduced else None
         if scattered:
             flat = torch.cat([self._routes[owner].stacked(local) for owner, local in grads.items()], 1)
             grads.clear()
@@ -168,10 +170,12 @@ class Bucket(Generic[Owner]):
             return flat if group is None else (yield from all_reduce(flat, "sum", group))
         parts = [*grads.values()]
         grads.clear()
-        return torch.cat([part.reshape(-1) for part in parts]) if group is None else (yield from summed(parts, group))
+        if group is None:
+            return torch.cat([part.reshape(-1) for part in parts])
+        return (yield from sum_parts(parts, group))
 
     def _description(self) -> str:
         route = next(iter(self._routes.values()))
-        shapes = [each.shape for each in self._routes.values()]
+        shapes = [route.shape for route in self._routes.values()]
         dtype = next(iter(self._grads.values())).dtype
         return f"gradients of shapes {shapes}, {dtype}, summed over {route.reduction.axes}"

@@ -79,20 +79,20 @@ def _group_and_counter(
     parameters: list[Tensor], mesh: ProcessMesh | DeviceMesh | None
 ) -> tuple[dist.ProcessGroup | None, bool]:
     """The group over which the norm is taken, None for no group, and whether this rank counts plain tensors."""
-    on = {layout_of(each).mesh: each.device_mesh for each in parameters if isinstance(each, DTensor)}
+    device_meshes = {layout_of(each).mesh: each.device_mesh for each in parameters if isinstance(each, DTensor)}
     if mesh is not None:
         kind = parameters[0].device.type if parameters else device_type()
-        on = {as_process_mesh(mesh): mesh if isinstance(mesh, DeviceMesh) else device_mesh(mesh, kind)}
-    if not on:
+        device_meshes = {as_process_mesh(mesh): mesh if isinstance(mesh, DeviceMesh) else device_mesh(mesh, kind)}
+    if not device_meshes:
         return None, True
-    largest = max(on, key=lambda each: each.size)
-    if all(
-        parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in on
-    ):  # all meshes have the same ranks
-        if this_rank() not in largest:
+    largest = max(device_meshes, key=lambda each: each.size)
+    # Whether all meshes have the same ranks.
+    if all(parts_of_axes(each, largest) or parts_of_axes(largest, each) for each in device_meshes):
+        coordinate = largest.coordinate(this_rank())
+        if coordinate is None:
             return None, True
-        return group_over(on[largest], largest.axis_names), not any((largest.coordinate(this_rank()) or {}).values())
-    ranks = tuple(sorted({rank for each in on for rank in each}))
+        return group_over(device_meshes[largest], largest.axis_names), not any(coordinate.values())
+    ranks = tuple(sorted({rank for each in device_meshes for rank in each}))
     return (group_of(ranks), this_rank() == ranks[0]) if this_rank() in ranks else (None, True)
 
 

@@ -1,6 +1,6 @@
 """Full-size copies of sharded parameters (`FullParameter`), and the state a model's units share (`ModelGathering`).
 
-gathered_modules.py fills, uses and frees the copies; gradient_sync.py takes their gradients to the shards.
+unit.py fills, uses and frees the copies; gradient_sync.py reduces their gradients into the shards.
 """
 
 from __future__ import annotations
@@ -22,20 +22,15 @@ from weft.mesh import Layout
 
 from ..moving.dtensor import layout_of, memory_of, wrap
 from ..world.groups import this_rank
-from .pending_gradient import weakly
+from .hooks import backward_is_running, weak_hook
 
 
-def in_backward() -> bool:
-    """Whether autograd's backward runs in this thread. torch.utils.checkpoint asks in the same way."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class Gathering(Protocol):
-    """A group of parameters gathered together: the interface of gathered_modules.py's `Unit` in this file."""
+class GatheringUnit(Protocol):
+    """A group of parameters gathered together: the methods of unit.py's `Unit` that this file calls."""
 
     goes_backward: bool
 
-    def start(self) -> None: ...
+    def prefetch(self) -> None: ...
 
     def on_grad_accumulated(self, full: FullParameter) -> None: ...
 
@@ -45,20 +40,21 @@ class Gathering(Protocol):
 def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
     """A rank's shard as slices of its part of the full tensor; None where the shard is not contiguous in that part."""
     held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
-    found = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
+    slices = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
     sizes = [b.stop - b.start for b in outer]
-    cut = next((i for i, (a, size) in enumerate(zip(found, sizes, strict=True)) if a != slice(0, size)), len(found))
-    return found if all(size == 1 for size in sizes[:cut]) else None
+    cut = next((i for i, (a, size) in enumerate(zip(slices, sizes, strict=True)) if a != slice(0, size)), len(slices))
+    return slices if all(size == 1 for size in sizes[:cut]) else None
 
 
 class FullParameter:
-    """The full-size copy of a sharded parameter, with which its module computes.
+    """The full-size copy of a sharded parameter, with which the parameter's module computes.
 
     An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. With
-    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, so the
-    parameter is held once. A shard that the program has views of keeps its own memory, so that these views stay valid.
+    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, and
+    takes no memory of its own. A shard of which the program has views keeps its memory, because the views must stay
+    valid.
     keep_between_calls: keep the buffer between calls (ZeRO 1, 2).
-    accumulate_grad: let the gradient accumulate (ZeRO 1).
+    accumulate_grad: let the gradient accumulate over backward passes (ZeRO 1).
     """
 
     def __init__(self, shard: DTensor, layout: Layout, *, keep_between_calls: bool, accumulate_grad: bool) -> None:
@@ -76,19 +72,19 @@ class FullParameter:
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self.layout, self.keep_between_calls, self.accumulate_grad = layout, keep_between_calls, accumulate_grad
-        self.users = 0  # units that use it or keep it for backward; it is not freed while above 0
-        self.filled: object = None  # the shard's state when the buffer was filled; None without a buffer
-        self.filled_in_pass = 0  # `ModelGathering.pass_number` when the buffer was filled
-        self._last_filled: object = None  # `filled`, kept after the buffer is freed
-        self.optimizer_steps = 0  # counted, as some optimizers change a tensor and not its version
-        self.units: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self.active_units = 0  # number of units that use the copy, or keep it for backward; freed only at 0
+        self.filled_state: object = None  # the shard's state when the buffer was filled; None without memory
+        self.pass_filled = 0  # `ModelGathering.pass_number` when the buffer was filled
+        self._last_filled_state: object = None  # `filled_state`, also after the buffer is freed
+        self.optimizer_steps = 0  # counted, because some optimizers change a tensor and not its version
+        self.units: weakref.WeakSet[GatheringUnit] = weakref.WeakSet()
         self.synchronized_by: object = None  # weak reference to the GradientSync that reduces gradients into the shard
         self._hooked = False
 
-    def follow(self, shard: DTensor) -> None:
-        """Makes the full copy require a gradient where the shard does.
+    def update_requires_grad(self, shard: DTensor) -> None:
+        """Makes the full copy require a gradient exactly where the shard does.
 
-        The shard's gradient hooks are then called with the full copy's gradient.
+        Where both do, the shard's gradient hooks are called with the full copy's gradient.
         """
         requires_grad = shard.requires_grad
         if self.leaf.requires_grad != requires_grad:
@@ -96,7 +92,7 @@ class FullParameter:
         if requires_grad and not self._hooked:
             weak_self, weak_shard, self._hooked = weakref.ref(self), weakref.ref(shard), True
             self.leaf.register_hook(lambda grad: _call_shard_hooks(weak_shard(), grad))  # type: ignore[no-untyped-call]
-            self.leaf.register_post_accumulate_grad_hook(lambda _: _accumulated(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
+            self.leaf.register_post_accumulate_grad_hook(lambda _: _notify_units(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
         """A value that changes with an optimizer's step or in-place update of the shard; not with one by `.data`."""
@@ -112,10 +108,10 @@ class FullParameter:
 
         keep_after_call: keep the buffer after this call, even without `keep_between_calls`.
         """
-        self.filled_in_pass = pass_number
-        if self._last_filled is not None and self._last_filled != state:
+        self.pass_filled = pass_number
+        if self._last_filled_state is not None and self._last_filled_state != state:
             torch.autograd.graph.increment_version((self.leaf, self._local))
-        self.filled = self._last_filled = state
+        self.filled_state = self._last_filled_state = state
         is_unshared = self._shard_view is None and _storage_uses(self._shard) == _USES_WHEN_UNSHARED
         if (self.keep_between_calls or keep_after_call) and self._shard_slices is not None and is_unshared:
             self._shard_view = self._shard
@@ -127,7 +123,7 @@ class FullParameter:
             self._shard_view.data = self._shard_view.clone()
             self._shard_view = None
         self._storage.resize_(0)
-        self.filled = None
+        self.filled_state = None
 
 
 def _storage_uses(tensor: Tensor) -> int:
@@ -149,7 +145,7 @@ def _call_shard_hooks(shard: DTensor | None, grad: Tensor | None) -> Tensor | No
     return grad
 
 
-def _accumulated(full: FullParameter | None, shard: DTensor | None) -> None:
+def _notify_units(full: FullParameter | None, shard: DTensor | None) -> None:
     if full is None:
         return
     for unit in list(full.units):
@@ -166,28 +162,30 @@ class ModelGathering:
     """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
     Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
-    through a view. So each forward pass gathers anew, on every rank alike, unless `fixed_by` has a holder. Backward
-    computes with the values from forward.
+    through a view. So each forward pass gathers the shards, on every rank alike, unless a promise says that parameters
+    do not change (`promise_fixed`). Backward computes with the values from forward.
     """
 
     def __init__(self) -> None:
-        # By shard, the full copy; by full copy's leaf, True.
-        self._of, self._leaves = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self.units: list[Gathering] = []
-        # keepers: full copies are kept while above 0. pass_number: rises at each forward pass and each `fix()`, but not
-        # while `fixed_by` has a holder; zero=3 then gathers without counting.
-        self.keepers = self.pass_number = 0
-        # Holders of a promise that parameters do not change. With any holder, kept full copies are not gathered again,
-        # unless `state_of` shows a change; freed ones are (zero=3).
-        self.fixed_by: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._calls = 0  # number of running calls of units
+        self._full_of_shard = WeakTensorKeyDictionary()
+        self._full_leaves = WeakTensorKeyDictionary()  # a set: `FullParameter.leaf` of each full copy -> True
+        self.units: list[GatheringUnit] = []
+        self.keep_gathered_blocks = 0  # number of running `keep_gathered` blocks; above 0, full copies are not freed
+        # Rises at each forward pass without a promise, and at each `promise_fixed()` of a new holder. A full copy
+        # filled in an earlier pass is out of date.
+        self.pass_number = 0
+        # Those who promise that parameters do not change: a GradientSync, or a `fixed_parameters` block. While there is
+        # a holder, a full copy that is filled is out of date only if `state_of` shows a change of the shard.
+        self.promise_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._running_calls = 0  # number of running calls of units
         self._in_forward = False  # whether the model's forward runs
-        self._ending: dict[int, list[Gathering]] = {}  # by backward pass, the units to which it has come
-        self._last_order: list[Gathering] = []  # units as the last forward pass came to them
-        self._order_now: list[Gathering] = []  # units as the present forward pass comes to them
+        # By autograd's number of a backward pass, the units to which the pass has come.
+        self._units_in_backward: dict[int, list[GatheringUnit]] = {}
+        self._last_order: list[GatheringUnit] = []  # units as the last forward pass came to them
+        self._present_order: list[GatheringUnit] = []  # units as the present forward pass comes to them
         for hook in (
-            register_optimizer_step_pre_hook(weakly(self._before_step)),
-            register_optimizer_step_post_hook(weakly(self._after_step)),
+            register_optimizer_step_pre_hook(weak_hook(self._before_step)),
+            register_optimizer_step_post_hook(weak_hook(self._after_step)),
         ):
             weakref.finalize(self, hook.remove)
 
@@ -197,32 +195,32 @@ class ModelGathering:
 
     def get(self, shard: Tensor) -> FullParameter | None:
         """The full copy of a shard; None before `find_or_make`."""
-        found: FullParameter | None = self._of.get(shard)  # type: ignore[no-untyped-call]
+        found: FullParameter | None = self._full_of_shard.get(shard)  # type: ignore[no-untyped-call]
         return found
 
     def find_or_make(
-        self, shard: DTensor, layout: Layout, unit: Gathering, *, keep_between_calls: bool, accumulate_grad: bool
+        self, shard: DTensor, layout: Layout, unit: GatheringUnit, *, keep_between_calls: bool, accumulate_grad: bool
     ) -> FullParameter:
         """The full copy of a shard, made on the first request."""
         full = self.get(shard)
         if full is None:
-            full = self._of[shard] = FullParameter(
+            full = self._full_of_shard[shard] = FullParameter(
                 shard, layout, keep_between_calls=keep_between_calls, accumulate_grad=accumulate_grad
             )
-            self._leaves[full.leaf] = True
+            self._full_leaves[full.leaf] = True
         full.units.add(unit)
-        full.follow(shard)
+        full.update_requires_grad(shard)
         return full
 
     def is_full(self, parameter: Tensor) -> bool:
         """Whether `parameter` is a full copy in a shard's place."""
-        return parameter in self._leaves
+        return parameter in self._full_leaves
 
     def before_forward(self, *_: object) -> None:
         """Hook before the model's forward."""
-        if self._order_now:
-            self._last_order, self._order_now = self._order_now, []
-        if not self._calls:
+        if self._present_order:
+            self._last_order, self._present_order = self._present_order, []
+        if not self._running_calls:
             self.begin_pass()
         self._in_forward = True
 
@@ -232,58 +230,58 @@ class ModelGathering:
 
     def enter_unit(self) -> None:
         """Called before a unit's forward. Outside the model's forward this begins a pass."""
-        if not self._calls and not self._in_forward:
+        if not self._running_calls and not self._in_forward:
             self.begin_pass()
-        self._calls += 1
+        self._running_calls += 1
 
     def leave_unit(self) -> None:
         """Called after a unit's forward."""
-        self._calls -= 1
+        self._running_calls -= 1
 
     def begin_pass(self) -> None:
-        """Marks gathered values as out of date at the start of a forward pass, unless `fixed_by` has a holder.
+        """Marks gathered values as out of date at the start of a forward pass, unless a promise holds.
 
         Does nothing in backward, where a recomputation repeats a forward.
         """
-        if in_backward():
+        if backward_is_running():
             return
-        self._ending.clear()
+        self._units_in_backward.clear()
         for unit in self.units:  # a backward pass that failed may have left state behind
             unit.end_pass()
-        if not self.fixed_by:
+        if not self.promise_holders:
             self.pass_number += 1
 
-    def end_pass_after_backward(self, unit: Gathering) -> None:
+    def end_pass_after_backward(self, unit: GatheringUnit) -> None:
         """Calls the unit's `end_pass` when this backward pass is over.
 
         The pass may end without a gradient for some of the unit's parameters.
         """
         number = torch._C._current_graph_task_id()
-        if number not in self._ending:
-            self._ending[number] = []
+        if number not in self._units_in_backward:
+            self._units_in_backward[number] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(number))
-        self._ending[number].append(unit)
+        self._units_in_backward[number].append(unit)
 
     def _end_backward(self, number: int) -> None:
-        for unit in self._ending.pop(number, ()):
+        for unit in self._units_in_backward.pop(number, ()):
             unit.end_pass()
 
-    def fix(self, by: Any) -> None:
-        """Promises that parameters do not change until `by` is removed from `fixed_by`."""
-        if by not in self.fixed_by:
+    def promise_fixed(self, holder: Any) -> None:
+        """Promises that parameters do not change until `holder` is removed from `promise_holders`."""
+        if holder not in self.promise_holders:
             self.begin_pass()
-            self.fixed_by.add(by)
+            self.promise_holders.add(holder)
 
-    def next_in_forward(self, unit: Gathering) -> Gathering | None:
+    def next_in_forward(self, unit: GatheringUnit) -> GatheringUnit | None:
         """Notes that forward has come to `unit`; returns the next unit by the last forward pass, or None."""
-        if unit not in self._order_now:
-            self._order_now.append(unit)
+        if unit not in self._present_order:
+            self._present_order.append(unit)
         index = self._last_order.index(unit) + 1 if unit in self._last_order else len(self._last_order)
         return self._last_order[index] if index < len(self._last_order) else None
 
-    def next_in_backward(self, unit: Gathering) -> Gathering | None:
-        """The unit to which backward comes after `unit`; None for none."""
-        order = self._order_now if unit in self._order_now else self._last_order
+    def next_in_backward(self, unit: GatheringUnit) -> GatheringUnit | None:
+        """The unit to which backward comes after `unit`; None where `unit` is the last."""
+        order = self._present_order if unit in self._present_order else self._last_order
         earlier = order[: order.index(unit)] if unit in order else []
         return next((each for each in reversed(earlier) if each.goes_backward), None)
 

@@ -28,13 +28,13 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
     """
     parameters, gradients, *states, steps = args
     pairs = zip(parameters, gradients, strict=True)
-    gradients = [gradient if _same_layout(gradient, p) else _in_layout_of(gradient, p) for p, gradient in pairs]
+    gradients = [gradient if _same_layout(gradient, p) else _reshard_to_layout_of(gradient, p) for p, gradient in pairs]
     for state in states:
         for parameter, tensor in zip(parameters, state, strict=False):  # an optional state may be an empty list
             if not _same_layout(tensor, parameter):
                 raise LayoutError(
-                    f"an optimizer state of a parameter of shape {tuple(parameter.shape)} is {_described(tensor)}, and "
-                    f"the parameter is {_described(parameter)}; reshard the state to the parameter's layout before the "
+                    f"an optimizer state of a parameter of shape {tuple(parameter.shape)} is {_describe(tensor)}, and "
+                    f"the parameter is {_describe(parameter)}; reshard the state to the parameter's layout before the "
                     f"step"
                 )
     locals_ = [[_local(each) for each in tensors] for tensors in (parameters, gradients, *states, steps)]
@@ -49,16 +49,16 @@ def _same_layout(tensor: Tensor, parameter: Tensor) -> bool:
     return isinstance(tensor, DTensor) == isinstance(parameter, DTensor)
 
 
-def _in_layout_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+def _reshard_to_layout_of(gradient: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return reshard(gradient, placements=layout_of(parameter))
     raise LayoutError(
-        f"the gradient of a parameter of shape {tuple(parameter.shape)} is {_described(gradient)}, and the parameter "
-        f"is {_described(parameter)}; give both a layout with distribute(), or neither"
+        f"the gradient of a parameter of shape {tuple(parameter.shape)} is {_describe(gradient)}, and the parameter "
+        f"is {_describe(parameter)}; give both a layout with distribute(), or neither"
     )
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"({layout_of(tensor)})" if isinstance(tensor, DTensor) else "a plain tensor"
 
 

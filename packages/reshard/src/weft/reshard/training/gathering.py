@@ -1,7 +1,7 @@
 """All-gathers of sharded parameters into buffers.
 
-Parameters gathered over the same ranks in one dtype share a collective. A unit (gathered_modules.py) runs a `Gathers`
-before each forward or backward that needs its parameters.
+Parameters gathered over the same ranks in the same dtype share a collective. A unit (unit.py) runs a `GatherBatch`
+before each forward or backward of the unit's module.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Gather:
     into: Tensor  # receives this rank's part; may have no memory between gathers
 
 
-class Gathers:
-    """Repeated gathers of the same shards into the same buffers. Everything that stays the same is computed once.
+class GatherBatch:
+    """Gathers of several shards into the same buffers, run many times. Groups, shapes and views are computed once.
 
     Communication: one all-gather for all shards gathered over the same ranks in one dtype, in the order given. A gather
     whose plan is not a single all-gather runs by itself. Ranks outside the shards' meshes do nothing.
@@ -102,19 +102,19 @@ class _Bundle:
         sizes = [math.prod(part) for part in parts]
         self._buffer = first.into.new_empty((len(ranks), sum(sizes)))
         self._flat = self._buffer.view(-1)
-        self._mine = self._buffer[self._group.rank()]
+        self._own_row = self._buffer[self._group.rank()]
         self._slots: list[Tensor] = []  # views of this rank's row, one for each shard
         self._sources: list[Tensor] = []  # views of the buffer, each copied to the target of its index
         self._targets: list[Tensor] = []  # views of the buffers to fill
-        columns = zip(torch.split(self._buffer, sizes, 1), torch.split(self._mine, sizes), parts, items, strict=True)
-        for rows, mine, part, (each, gather_step) in columns:
+        columns = zip(torch.split(self._buffer, sizes, 1), torch.split(self._own_row, sizes), parts, items, strict=True)
+        for rows, own_row, part, (each, gather_step) in columns:
             held = each.shard.to_local().shape
-            self._slots.append(mine.view(part)[tuple(slice(size) for size in held)])
+            self._slots.append(own_row.view(part)[tuple(slice(size) for size in held)])
             sizes_along = tuple(each.layout.mesh.axis_size(axis) for axis in axes_of(gather_step))
             stacking = stacking_of(tuple(part), axes_of(gather_step), sizes_along, gather_step)
             # Positions follow the order of the axes, in which the steps of a bundle may differ.
             _, positions = group_along(each.shard.device_mesh, axes_of(gather_step))
-            for received, filled in stacking.pairs(rows, each.into, positions):
+            for received, filled in stacking.view_pairs(rows, each.into, positions):
                 self._sources.append(received)
                 self._targets.append(filled)
         self._storage = self._buffer.untyped_storage()
@@ -127,7 +127,7 @@ class _Bundle:
         self._storage.resize_(self._nbytes)
         torch._foreach_copy_(self._slots, self._parts)
         # In place, as NCCL documents: a rank's input is its row of the output. Then gloo copies nothing either.
-        self._work = start_all_gather(self._flat, self._mine, self._group)
+        self._work = start_all_gather(self._flat, self._own_row, self._group)
 
     def finish(self) -> None:
         self._wait()

@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
-Each rank writes a message to the world's store. Only a rank without some gradient reads the messages, to give zeros
-where other ranks have a gradient (sending.py).
+Each rank writes a message to the world's store. Only a rank that lacks a gradient reads the messages, to give zeros
+where other ranks have a gradient (gradient_buckets.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..world.rendezvous import patience
 from ..world.world import world
 from .pending_gradient import Form, Forms, Leaf
 
-_SLOTS = 64  # keys of a rank, used in turn: the most steps between two ranks, as hosts do not wait for a GPU
+_SLOTS = 64  # keys of a rank, used in turn: the most rounds between two ranks, as hosts do not wait for a GPU
 _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
 
 Result = TypeVar("Result")
@@ -29,50 +29,53 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A rank's message about a step, that is, about a `GradientSync.wait()`."""
+    """A rank's message about a round: which gradients the rank has.
 
-    step: int
-    done: bool  # whether the rank has come to `wait()`; the message is final then
-    reads: bool  # whether the rank reads the other ranks' messages of the step
-    leaf_forms: tuple[Forms, ...]  # of each parameter's gradients; () for none
-    unexpected: frozenset[int]  # indices of the parameters whose gradients this rank sends after the expected ones
+    A round is a synchronization of all gradients: a `GradientSync.wait()`, or the end of a `paused()` with ZeRO 2 or 3.
+    """
+
+    round: int  # number of the round
+    done: bool  # whether the rank has come to the end of the round; the message is final then
+    reads: bool  # whether the rank reads the other ranks' messages of the round
+    leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
+    unexpected: frozenset[int]  # indices of the leaves whose gradients this rank sends after the expected ones
 
 
 class GradientPresence:
-    """Which gradients of the parameters `leaves` each rank has, step by step; made by GradientSync.
+    """Which gradients of the parameters `leaves` each rank has, round by round; made by GradientSync.
 
-    Communication: each rank writes a message to the world's store in each step, and waits for no answer. A rank without
-    some gradient, or with a gradient to send twice, also reads the messages from the parameters' meshes.
+    Communication: each rank writes a message to the world's store in each round, and waits for no answer. A rank that
+    lacks a gradient, or has several to send for a leaf, also reads the messages from the parameters' meshes.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._leaves, self._step = leaves, 0
+        self._leaves, self._round = leaves, 0
         self._published_early = False
         self._last_text: tuple[object, str] = ((), "")  # the last message's content and text
-        self._received: dict[int, Message] = {}  # by rank, this step's messages
+        self._received: dict[int, Message] = {}  # by rank, this round's messages
         # Whether other processes have parts of these parameters.
         self.has_peers = any(leaf.mesh.size > 1 for leaf in leaves) and world().peers_run
         if self.has_peers:
             self._world, self._name = world(), _unique_name(leaves)
 
-    def publish_early(self, leaf_forms: tuple[Forms, ...], *, anew: bool) -> None:
-        """Publishes, during backward, which gradients this rank has sent; once in a step.
+    def publish_early(self, leaf_forms: tuple[Forms, ...], *, repeat: bool) -> None:
+        """Publishes, during backward, which gradients this rank has sent; once in a round.
 
-        anew: publish even if this step's message was published before.
+        repeat: publish even if an early message of this round was published.
         """
-        if self.has_peers and (anew or not self._published_early):
+        if self.has_peers and (repeat or not self._published_early):
             self._published_early = True
             self._publish(leaf_forms, frozenset(), done=False, reads=False)
 
     def publish_final(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, reads: bool) -> None:
-        """Publishes, in `wait()`, which gradients this rank has in this step."""
+        """Publishes, in `wait()`, which gradients this rank has in this round."""
         self._received.clear()
         if self.has_peers:
             self._publish(leaf_forms, unexpected, done=True, reads=reads)
 
-    def end_step(self) -> None:
-        """Ends the step: the next message is about the next `wait()`."""
-        self._step, self._published_early = self._step + 1, False
+    def advance(self) -> None:
+        """Ends the round: the next message is about the next round."""
+        self._round, self._published_early = self._round + 1, False
 
     def any_gradient_on(self, mesh: ProcessMesh) -> bool:
         """Whether another rank of the mesh has a gradient of any parameter.
@@ -81,12 +84,12 @@ class GradientPresence:
         """
         return self._wait_until(mesh, lambda message: any(message.leaf_forms) or None) or False
 
-    def forms_of(self, number: int) -> Forms:
-        """The forms of a parameter's gradients on the first rank found with a gradient; () for none.
+    def forms_of(self, index: int) -> Forms:
+        """The forms of a leaf's gradients on the first rank found with a gradient; () for none.
 
-        number: the parameter's index in `leaves`. Waits as `any_gradient_on`.
+        index: of the leaf in `leaves`. Waits as `any_gradient_on`.
         """
-        return self._wait_until(self._leaves[number].mesh, lambda message: message.leaf_forms[number] or None) or ()
+        return self._wait_until(self._leaves[index].mesh, lambda message: message.leaf_forms[index] or None) or ()
 
     def peer_messages(self, leaf: Leaf) -> dict[int, Message]:
         """By rank, the messages of a parameter's mesh, without this rank's. Waits until all are final."""
@@ -95,18 +98,18 @@ class GradientPresence:
 
     def _publish(self, leaf_forms: tuple[Forms, ...], unexpected: frozenset[int], *, done: bool, reads: bool) -> None:
         if (leaf_forms, unexpected) != self._last_text[0]:
-            forms = {form: None for each in leaf_forms for form in each}
-            places = {form: place for place, form in enumerate(forms)}
-            places_of = {number: [places[form] for form in each] for number, each in enumerate(leaf_forms) if each}
+            distinct = dict.fromkeys(form for forms in leaf_forms for form in forms)
+            form_index = {form: i for i, form in enumerate(distinct)}
+            form_indices = {i: [form_index[form] for form in forms] for i, forms in enumerate(leaf_forms) if forms}
             self._last_text = (
                 (leaf_forms, unexpected),
-                json.dumps([[str(form) for form in forms], places_of, sorted(unexpected)]),
+                json.dumps([[str(form) for form in distinct], form_indices, sorted(unexpected)]),
             )
-        text = f"{self._step} {done:d} {reads:d} {self._last_text[1]}"
+        text = f"{self._round} {done:d} {reads:d} {self._last_text[1]}"
         self._world.publish(self._key(this_rank()), text.encode())
 
-    def _wait_until(self, mesh: ProcessMesh, found: Callable[[Message], Result | None]) -> Result | None:
-        """Calls `found` on the messages of the mesh's ranks; returns the first result that is not None.
+    def _wait_until(self, mesh: ProcessMesh, read: Callable[[Message], Result | None]) -> Result | None:
+        """Calls `read` on the messages of the mesh's ranks, as they come; returns the first result that is not None.
 
         Returns None once all messages are final. Raises RuntimeError where a message is not final within the store's
         timeout.
@@ -114,7 +117,7 @@ class GradientPresence:
         end, pause = time.monotonic() + patience(), _PAUSE
         while True:
             for rank in self._peers[mesh]:
-                if rank in self._received and (result := found(self._received[rank])) is not None:
+                if rank in self._received and (result := read(self._received[rank])) is not None:
                     return result
             missing = [
                 rank for rank in self._peers[mesh] if rank not in self._received or not self._received[rank].done
@@ -126,7 +129,7 @@ class GradientPresence:
             if time.monotonic() > end:
                 raise RuntimeError(
                     f"rank {this_rank()} lacks gradients that other ranks may have, and waited {patience():g} s at "
-                    f"wait() number {self._step} of its GradientSync for {format_ranks(missing)}; call wait() equally "
+                    f"wait() number {self._round} of its GradientSync for {format_ranks(missing)}; call wait() equally "
                     f"often on every rank of the parameters' meshes"
                 )
             time.sleep(pause)
@@ -135,27 +138,27 @@ class GradientPresence:
     def _poll(self, ranks: Sequence[int]) -> bool:
         """Reads the present messages of `ranks` from the store; returns whether any is new.
 
-        Raises RuntimeError where a rank is at a later step.
+        Raises RuntimeError where a rank is in a later round.
         """
-        more = False
+        any_new = False
         for rank, value in zip(ranks, self._world.published([self._key(rank) for rank in ranks]), strict=True):
             number = -1 if value is None else int(value.split(b" ", 1)[0])
-            if number > self._step:
+            if number > self._round:
                 raise RuntimeError(
                     f"rank {rank} has come to wait() number {number} of its GradientSync, and rank {this_rank()} to "
-                    f"number {self._step}; call wait() equally often on every rank of the parameters' meshes"
+                    f"number {self._round}; call wait() equally often on every rank of the parameters' meshes"
                 )
-            if value is not None and number == self._step:
+            if value is not None and number == self._round:
                 message = self._parse(value.decode())
-                more = more or message != self._received.get(rank)
+                any_new = any_new or message != self._received.get(rank)
                 self._received[rank] = message
-        return more
+        return any_new
 
     def _parse(self, text: str) -> Message:
         number, done, reads, body = text.split(" ", 3)
-        forms, places_of, unexpected = json.loads(body)
+        forms, form_indices, unexpected = json.loads(body)
         leaf_forms = tuple(
-            tuple([Form.parse(forms[place], leaf.mesh) for place in places_of.get(str(i), ())])
+            tuple([Form.parse(forms[index], leaf.mesh) for index in form_indices.get(str(i), ())])
             for i, leaf in enumerate(self._leaves)
         )
         return Message(int(number), done == "1", reads == "1", leaf_forms, frozenset(unexpected))
@@ -165,12 +168,12 @@ class GradientPresence:
         return {mesh: sorted(set(mesh) - {this_rank()}) for mesh in {leaf.mesh for leaf in self._leaves}}
 
     def _key(self, rank: int) -> str:
-        return f"{self._name}/{rank}/{self._step % _SLOTS}"
+        return f"{self._name}/{rank}/{self._round % _SLOTS}"
 
 
 def _unique_name(leaves: Sequence[Leaf]) -> str:
-    """A name for these parameters, equal on all ranks; another for each further GradientSync of the same parameters."""
-    text = "\n".join(f"{leaf.name} {tuple(leaf.home.shape)} {leaf.mesh.digest}" for leaf in leaves)
+    """A name for these parameters, equal on all ranks; a second GradientSync of the parameters gets another name."""
+    text = "\n".join(f"{leaf.name} {tuple(leaf.parameter.shape)} {leaf.mesh.digest}" for leaf in leaves)
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     counts: dict[str, int] = world_cache().setdefault("gradient presence", {})
     counts[digest] = counts.get(digest, 0) + 1

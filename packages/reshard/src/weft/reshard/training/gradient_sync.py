@@ -1,7 +1,7 @@
 """`GradientSync`: reduces gradients to the parameters' layouts, or to shards of these, in buckets while backward runs.
 
-pending_gradient.py has the state of each parameter, sending.py the buckets, gradient_presence.py the messages between
-ranks with different gradients.
+pending_gradient.py has the state of each parameter, gradient_buckets.py the buckets, gradient_presence.py the messages
+between ranks with different gradients.
 """
 
 from __future__ import annotations
@@ -19,64 +19,65 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..moving.dtensor import dtensor_spec, layout_of, wrap_with_spec
-from ..planning.layouts import sharded_over
+from ..planning.layouts import shard_replicated_axes
 from ..world.groups import this_rank
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .buckets import Route
 from .gathered_modules import gathering_units
+from .gradient_buckets import GradientBuckets, send_remaining
 from .gradient_presence import GradientPresence
-from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, grad_of, in_dtype, sum_of, weakly
-from .sending import Sending, complete
+from .hooks import weak_hook
+from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, grad_of, sum_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
 _synchronized = WeakTensorKeyDictionary()  # by parameter, a weak reference to its GradientSync
-
 _syncs: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
 class GradientSync:
     """Reduces the gradient of every DTensor parameter of `module` to the parameter's layout, while backward runs.
 
-    A gradient is Partial over each axis on which every rank computes only an addend of the gradient, as over the axes
-    that shard the batch. Over an axis that shards the parameter, the gradient is sharded. Its layout says which.
-    Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
-    collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
-    `wait()` finishes the rest.
-    Once a gradient is put into a bucket, `.grad` holds a placeholder until `wait()`; reading numbers from the
-    placeholder raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. A gradient not
-    yet sent can be in `.grad` as a partial sum: in `paused()`, or behind a parameter that has no gradient yet. A
-    gradient that has the target layout from the start is in `.grad` at once. Between backward and `wait()`, a torch
-    optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError for all of these.
+        sync = GradientSync(model)  # kept for as long as the model is trained
+        loss.backward(); sync.wait(); optimizer.step()
+        with sync.paused(): ...   # backward passes that only accumulate
+
+    A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
+    computes only an addend, as over the axes that shard the batch, and sharded over an axis that shards the parameter.
     Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced. Each axis cuts the first dim that it divides evenly, else dim 0.
+        all-reduced. Each axis shards the first dim that its size divides evenly, else dim 0.
     bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh, so that all ranks close
         buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
-    Where `module` gathers sharded parameters (ParallelPlan's zero), the gradient of the full copy is reduced into the
-    shard's `.grad`: with zero=1 as above. With zero=2 and 3 every backward pass sends its gradients, also in
-    `paused()`; the sum is in the shard's `.grad` when `paused()` or `wait()` ends.
+    Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
+    collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
+
+    Before `wait()`, `.grad` holds a gradient that has the target layout from the start. Any other gradient is there as
+    a partial sum until the gradient is put into a bucket, then a placeholder. Reading numbers from the placeholder
+    raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. For all new gradients, a
+    torch optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError before `wait()`.
+    Where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is reduced
+    into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With zero=2 and
+    3 every backward pass sends its gradients, also in `paused()`; the sum is in the shard's `.grad` when `paused()`
+    or `wait()` ends.
     Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
     gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
     the parameters' meshes call `wait()` equally often.
-    Communication: gradients are sent in the reverse order of `module`'s parameters. So ranks send alike even if their
-    hooks run in different orders, as where only some ranks compile a block. An early gradient waits for all gradients
-    before it, except those of parameters that had no gradient on any rank in the last step. In `wait()` each rank
-    writes a list of its gradients to the store of the process group. A rank with all of them reads nothing, unless it
-    must send one again or has one in several layouts. A rank that lacks one waits for the lists of all ranks of the
-    parameters' meshes. A list may also be written in backward, before the wait for an older bucket. Freeze unused
-    parameters (`requires_grad_(False)`): otherwise every rank lacks a gradient, and waits for all lists in every
-    `wait()`.
+
+    Communication: every rank sends gradients in one order, the reverse order of `module`'s parameters. Hooks may run in
+    different orders, as where only some ranks compile a block. A gradient waits for all gradients before it in this
+    order, except those of parameters that had no gradient on any rank in the last step. In `wait()` each rank writes a
+    list of its gradients to the store of the process group. A rank that lacks the gradient of a trainable parameter
+    waits for the lists of all ranks of the parameters' meshes. So does a rank with a gradient in several layouts, or
+    with a gradient to send a second time in the step; other ranks read no lists. A list may also be written in
+    backward, before the wait for an older bucket. Freeze unused parameters (`requires_grad_(False)`): otherwise every
+    rank lacks a gradient, and waits for all lists in every `wait()`.
     Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter that has a GradientSync
     already, as two would reduce its gradient twice; `close()` the first.
-
-        sync = GradientSync(model)  # kept for as long as the model is trained
-        loss.backward(); sync.wait(); optimizer.step()
-        with sync.paused(): ...   # backward passes that only accumulate
     """
 
     def __init__(
@@ -99,25 +100,26 @@ class GradientSync:
                     f"parameter {name} has a GradientSync already, and two would reduce the gradient twice; close() "
                     f"that one first"
                 )
-        known = {axis for parameter in named.values() for axis in layout_of(parameter).mesh.axis_names}
+        mesh_axes = {axis for parameter in named.values() for axis in layout_of(parameter).mesh.axis_names}
         for axis in axes:
-            if named and axis not in known:  # on one process, without any DTensor, nothing is cut
+            if named and axis not in mesh_axes:  # on one process, without any DTensor, nothing is cut
                 raise ValueError(
-                    f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(known))}"
+                    f"shard_over names axis {axis!r}; the parameters' meshes have {', '.join(sorted(mesh_axes))}"
                 )
         self._units = gathering_units(module)
-        self._full = {shard: full for unit in self._units for shard, full in unit.full_parameters().items()}
+        # Under ZeRO, each shard's full copy.
+        self._full_copies = {shard: full for unit in self._units for shard, full in unit.full_parameters().items()}
         leaves = []
-        for name, home in named.items():
-            full = self._full.get(home)
+        for name, parameter in named.items():
+            full = self._full_copies.get(parameter)
             leaves.append(
                 Leaf(
-                    parameter=home if full is None else as_dtensor(full.leaf),
-                    home=home,
+                    parameter=parameter,
+                    accumulator=parameter if full is None else as_dtensor(full.leaf),
                     name=name,
-                    mesh=layout_of(home).mesh,
-                    is_here=this_rank() in layout_of(home).mesh,
-                    target=sharded_over(layout_of(home), home.shape, axes),
+                    mesh=layout_of(parameter).mesh,
+                    is_on_mesh=this_rank() in layout_of(parameter).mesh,
+                    target=shard_replicated_axes(layout_of(parameter), parameter.shape, axes),
                     sends_every_pass=full is not None and not full.accumulate_grad,
                 )
             )
@@ -126,59 +128,54 @@ class GradientSync:
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
         # The leaves to send, in order: those with a gradient on any rank in the last step that had gradients; at first,
-        # all that require one. `_next`: the index in `_expected` of the next to send.
-        self._expected = tuple(leaf for leaf in self._leaves if leaf.home.requires_grad)
-        self._next = 0
-        # Whether a parameter's gradients may be sent several times in a step.
-        self._sends_repeatedly = any(leaf.sends_every_pass for leaf in leaves)
+        # all that require one.
+        self._expected = tuple(leaf for leaf in self._leaves if leaf.parameter.requires_grad)
+        self._next_index = 0  # in `_expected`: the next leaf to send
+        self._sends_every_pass = any(leaf.sends_every_pass for leaf in leaves)  # ZeRO 2, 3
         self._presence = GradientPresence(self._leaves)
-        before_waiting = weakly(self._publish_before_waiting)
-        self._sending = Sending(bucket_bytes, dtype, before_waiting)
+        self._buckets = GradientBuckets(bucket_bytes, dtype, weak_hook(self._publish_before_wait))
         self._in_wait = False  # whether `wait()` runs
         self._paused = False
         self._unsynchronized = False  # whether any leaf has a gradient since `wait()`
         _syncs.add(self)
-        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weakly(self._before_step))]
+        self._hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(weak_hook(self._before_step))]
         weakref.finalize(self, self._hooks[0].remove)
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
         """Sets hooks on parameters with `requires_grad` and without hooks."""
-        own = weakref.ref(self)
-        claimed = False
-        for number, leaf in self._unhooked:
-            if not leaf.home.requires_grad or _sync_of(leaf.home) is not None:
+        weak_self = weakref.ref(self)
+        for index, leaf in self._unhooked:
+            if not leaf.parameter.requires_grad or _sync_of(leaf.parameter) is not None:
                 continue
-            claimed = True
-            leaf.is_hooked, _synchronized[leaf.home] = True, own
-            if leaf.parameter is leaf.home:
-                self._leaf_of_id[id(leaf.home)] = leaf
+            leaf.is_hooked, _synchronized[leaf.parameter] = True, weak_self
+            if leaf.accumulator is leaf.parameter:
+                self._leaf_of_id[id(leaf.parameter)] = leaf
             else:
-                self._full[leaf.home].follow(leaf.home)
-                self._full[leaf.home].synchronized_by = own
-            parameter = leaf.parameter
-            self._hooks.append(parameter.register_hook(_before_hook(own, number)))  # type: ignore[no-untyped-call]
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_after_hook(own, number)))  # type: ignore[no-untyped-call]
-        if claimed:
-            self._unhooked = [(number, leaf) for number, leaf in self._unhooked if not leaf.is_hooked]
+                self._full_copies[leaf.parameter].update_requires_grad(leaf.parameter)
+                self._full_copies[leaf.parameter].synchronized_by = weak_self
+            before, after = _before_hook(weak_self, index), _after_hook(weak_self, index)
+            self._hooks.append(leaf.accumulator.register_hook(before))  # type: ignore[no-untyped-call]
+            self._hooks.append(leaf.accumulator.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        self._unhooked = [(index, leaf) for index, leaf in self._unhooked if not leaf.is_hooked]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, backward passes only accumulate; the next pass outside, or `wait()`, synchronizes the sum.
+        """Context manager: backward passes in the block only accumulate; the next pass outside, or `wait()`, sends.
 
-        With zero=2 and 3 every pass inside sends its gradients, and leaving the block synchronizes all gradients, by a
-        message and collectives: all ranks leave it equally often.
-        Sharded parameters (ParallelPlan's zero=1 and 2) are gathered once for all forward passes from here to `wait()`.
-        Do not change parameters before `wait()`: a change by `.data` would not be gathered again.
+        Under ZeRO 2 and 3, however, every pass in the block sends its gradients, and leaving the block synchronizes all
+        gradients, by a message and collectives. So all ranks leave such blocks equally often.
+        Under ZeRO 1 and 2, parameters are gathered once for all forward passes from here to `wait()`. Do not change
+        parameters before `wait()`: forward passes might compute with the old values, as after a change by `.data`.
         """
         before, self._paused = self._paused, True
         for unit in self._units:
-            unit.model_gathering.fix(self)
+            unit.model_gathering.promise_fixed(self)
         try:
             yield
         finally:
             self._paused = before
-        if self._sends_repeatedly:
+        if self._sends_every_pass:
             self._synchronize()
 
     def wait(self) -> None:
@@ -189,46 +186,49 @@ class GradientSync:
         """
         self._synchronize()
         for unit in self._units:
-            unit.model_gathering.fixed_by.discard(self)
+            unit.model_gathering.promise_holders.discard(self)
 
     def _synchronize(self) -> None:
-        """`wait()`, but more backward passes of the step may follow."""
+        """Brings all gradients so far to their target layouts in `.grad`.
+
+        Called by `wait()`, and at the end of `paused()` where every pass sends: then more passes of the step follow.
+        """
         self._hook_parameters()
         self._in_wait = True
         try:
-            leaf_forms = complete(self._leaves, self._expected[self._next :], self._sending, self._presence)
-            self._sending.finish()
+            leaf_forms = send_remaining(self._leaves, self._expected[self._next_index :], self._buckets, self._presence)
+            self._buckets.finish_all()
         finally:
             self._in_wait = False
         if any(leaf_forms):
             self._expected = tuple(leaf for leaf, forms in zip(self._leaves, leaf_forms, strict=True) if forms)
-        self._next = 0
-        self._presence.end_step()
-        synced_leaves = []
+        self._next_index = 0
+        self._presence.advance()
+        reduced_leaves = []
         for leaf, forms in zip(self._leaves, leaf_forms, strict=True):
-            leaf.end_step()
+            leaf.reset()
             if forms:
                 leaf.last_forms = forms
             else:
-                leaf.synced = None  # all zeros: no rank has a gradient
-            for older in leaf.older_grads.values():  # in the target layout: `complete` has sent all others
-                leaf.add_synced(older)
+                leaf.reduced_grad = None  # all zeros: no rank has a gradient
+            for older in leaf.older_grads.values():  # only in the target layout: `send_remaining` sends other layouts
+                leaf.add_reduced(older)
             leaf.older_grads.clear()
-            if leaf.synced is None:
+            if leaf.reduced_grad is None:
                 continue
-            home = leaf.home
-            direct = grad_of(home)  # in the target layout from the start
-            if direct is not None:
-                leaf.add_synced(direct)
-            synced, leaf.synced = leaf.synced, None
-            dtype = getattr(home, "grad_dtype", home.dtype)  # None takes any dtype
-            home.grad = synced if dtype in (None, synced.dtype) else in_dtype(synced, dtype)
-            synced_leaves.append(leaf)
+            parameter = leaf.parameter
+            grad_in_target = grad_of(parameter)  # a gradient that was in the target layout from the start
+            if grad_in_target is not None:
+                leaf.add_reduced(grad_in_target)
+            reduced_grad, leaf.reduced_grad = leaf.reduced_grad, None
+            dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None takes any dtype
+            parameter.grad = reduced_grad if dtype in (None, reduced_grad.dtype) else cast_grad(reduced_grad, dtype)
+            reduced_leaves.append(leaf)
         self._unsynchronized = False
         for unit in self._units:
             unit.release_idle()
-        for leaf in synced_leaves:
-            leaf.call_hooks()
+        for leaf in reduced_leaves:
+            leaf.call_parameter_hooks()
 
     def close(self) -> None:
         """Removes the hooks. Call `wait()` before: a placeholder in `.grad` becomes None, and its gradient is lost."""
@@ -237,13 +237,13 @@ class GradientSync:
         for leaf in self._leaves:
             if not leaf.is_hooked:
                 continue
-            _synchronized.pop(leaf.home, None)  # type: ignore[no-untyped-call]
-            if leaf.home in self._full:
-                self._full[leaf.home].synchronized_by = None
-            if isinstance(leaf.home.grad, GradPlaceholder):
-                leaf.home.grad = None
+            _synchronized.pop(leaf.parameter, None)  # type: ignore[no-untyped-call]
+            if leaf.parameter in self._full_copies:
+                self._full_copies[leaf.parameter].synchronized_by = None
+            if isinstance(leaf.parameter.grad, GradPlaceholder):
+                leaf.parameter.grad = None
         for unit in self._units:
-            unit.model_gathering.fixed_by.discard(self)
+            unit.model_gathering.promise_holders.discard(self)
         self._hooks.clear()
         self._leaves = self._expected = ()
         self._leaf_of_id.clear()
@@ -251,44 +251,40 @@ class GradientSync:
         self._unsynchronized = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        groups = optimizer.param_groups
-        self._refuse(
-            (p for group in groups for p in group["params"]), f"{type(optimizer).__name__}.step()", "optimizer.step()"
-        )
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._raise_if_unsynchronized(parameters, f"{type(optimizer).__name__}.step()", "optimizer.step()")
 
-    def _refuse(self, parameters: Iterable[Tensor], what: str, then: str) -> None:
+    def _raise_if_unsynchronized(self, parameters: Iterable[Tensor], call: str, user_call: str) -> None:
         """Raises RuntimeError where gradients of `parameters` are not synchronized yet.
 
-        what: the refused call, for the error. then: the call that needs the gradients, for the remedy.
+        call: the refused call. user_call: the same call as written in a user's program, for the remedy.
         """
-        waiting: dict[Tensor, str] = {leaf.home: leaf.name for _, leaf in self._unhooked if _has_partial_grad(leaf)}
-        if self._unsynchronized:
-            waiting |= {leaf.home: leaf.name for leaf in self._leaves if leaf.has_new_grad}
-        if not waiting:
-            return
-        names = [waiting[parameter] for parameter in parameters if parameter in waiting]
+        unhooked = [leaf for _, leaf in self._unhooked if _has_partial_grad(leaf)]
+        hooked = [leaf for leaf in self._leaves if leaf.has_new_grad] if self._unsynchronized else []
+        pending: dict[Tensor, str] = {leaf.parameter: leaf.name for leaf in (*unhooked, *hooked)}
+        names = [pending[parameter] for parameter in parameters if parameter in pending]
         if names:
             more = f" and {len(names) - 1} other{'s' if len(names) > 2 else ''}" if len(names) > 1 else ""
             raise RuntimeError(
-                f"{what} before sync.wait(): the gradients of {names[0]}{more} are still partial sums, or being "
-                f"reduced, and {what} would miss them; call sync.wait() between loss.backward() and {then}. To drop "
-                f"these gradients, call sync.wait() and then zero_grad()"
+                f"{call} before sync.wait(): the gradients of {names[0]}{more} are still partial sums, or being "
+                f"reduced, and {call} would miss them; call sync.wait() between loss.backward() and {user_call}. To "
+                f"drop these gradients, call sync.wait() and then zero_grad()"
             )
 
-    def _keep_older_grad(self, leaf: Leaf, incoming: Tensor) -> None:
+    def _move_to_older_grads(self, leaf: Leaf, incoming: Tensor) -> None:
         """Moves the gradient in `.grad` to `older_grads` if the incoming gradient has another layout.
 
-        Autograd would add the two otherwise, and DTensor would reshard one of them unasked.
+        Otherwise autograd would add the two gradients, and DTensor would communicate to reshard one of them.
         """
         older = leaf.grad
         if older is None:  # `.grad` is a placeholder
-            leaf.parameter.grad = None
+            leaf.accumulator.grad = None
             return
         if dtensor_spec(older) is dtensor_spec(as_dtensor(incoming)):
             return
         layout = layout_of(older)
         if layout != layout_of(as_dtensor(incoming)):
-            leaf.parameter.grad = None
+            leaf.accumulator.grad = None
             leaf.older_grads[layout] = sum_of(leaf.older_grads.get(layout), older)
 
     def _on_grad_accumulated(self, leaf: Leaf) -> None:
@@ -300,12 +296,17 @@ class GradientSync:
             return
         self._send_ready(leaf)
 
-    def _take_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
-        """See `local_grad_callback`."""
+    def _accept_local_grad(self, parameter: DTensor, part: Tensor, spec: Any) -> bool:
+        """Starts to synchronize this rank's part of a gradient without `.grad`; see `local_grad_callback`.
+
+        Returns False, and does nothing, where the gradient must go by `.grad`: in `paused()`; where another gradient of
+        the parameter is there already; where the part must be cast first; where a program's own hooks on the parameter
+        must see the gradient; and where the gradient is in the target layout, or without a Route.
+        """
         leaf = self._leaf_of_id.get(id(parameter))
         if leaf is None or leaf.local_grad is not None or leaf.older_grads or self._paused:
             return False
-        if parameter.grad is not None or self._sending.dtype not in (None, part.dtype) or not leaf.has_only_our_hooks:
+        if parameter.grad is not None or self._buckets.dtype not in (None, part.dtype) or not leaf.has_only_our_hooks:
             return False
         if leaf.route_cache is None or leaf.route_cache[0] is not spec:
             leaf.route_cache = spec, Route.of(wrap_with_spec(part, spec), leaf.target)
@@ -321,76 +322,78 @@ class GradientSync:
         return True
 
     def _send_ready(self, leaf: Leaf) -> None:
+        """Marks a leaf's gradient as ready, and sends all ready gradients up to the first missing one."""
         leaf.ready_count += 1
-        while self._next < len(self._expected) and (expected := self._expected[self._next]).ready_count:
-            self._sending.add(expected)
+        while self._next_index < len(self._expected) and (expected := self._expected[self._next_index]).ready_count:
+            self._buckets.add(expected)
             expected.ready_count -= 1
-            self._next += 1
-            if self._next == len(self._expected) and self._sends_repeatedly:
-                self._next = 0
+            self._next_index += 1
+            if self._next_index == len(self._expected) and self._sends_every_pass:
+                self._next_index = 0  # the next backward pass sends in the same order
 
-    def _publish_before_waiting(self) -> None:
-        """Publishes, in backward, the gradients sent so far: a rank without any gradient learns to give zeros.
+    def _publish_before_wait(self) -> None:
+        """Publishes, in backward, the gradients sent so far. Called before the wait for an older bucket.
 
-        Called in backward before the wait for an older bucket. That bucket may need zeros from a rank without
-        gradients, which itself waits for this message.
+        A rank without any gradient is in `wait()` already, and waits for this message. The message tells that rank to
+        give zeros, without which the older bucket's collective might not end.
         """
         if not self._in_wait:
-            # Before the first `wait()` other ranks do not know the forms of the gradients.
-            anew = not any(leaf.last_forms for leaf in self._leaves)
-            self._presence.publish_early(tuple([leaf.sent for leaf in self._leaves]), anew=anew)
+            # In the first step a rank learns the forms of its zeros from these messages alone, and needs each of them.
+            is_first_step = not any(leaf.last_forms for leaf in self._leaves)
+            self._presence.publish_early(tuple([leaf.sent_forms for leaf in self._leaves]), repeat=is_first_step)
 
 
-def refuse_before_wait(parameters: Iterable[Tensor], what: str) -> None:
+def refuse_before_wait(parameters: Iterable[Tensor], call: str) -> None:
     """Raises RuntimeError where a gradient of `parameters` waits for GradientSync's `wait()`.
 
-    what: the refused call, for the error.
+    call: the refused call, as the user's program has it.
     """
     for sync in list(_syncs):
-        sync._refuse(parameters, what, what)
+        sync._raise_if_unsynchronized(parameters, call, call)
 
 
 def _has_partial_grad(leaf: Leaf) -> bool:
     """Whether a parameter without hooks, frozen when GradientSync was made, has a partial sum in `.grad`."""
-    grad = leaf.grad if leaf.home.requires_grad and _sync_of(leaf.home) is None else None
+    grad = leaf.grad if leaf.parameter.requires_grad and _sync_of(leaf.parameter) is None else None
     return grad is not None and any(placement.is_partial() for placement in grad.placements)
 
 
 def _sync_of(parameter: Tensor) -> GradientSync | None:
-    found: GradientSync | None = _synchronized[parameter]() if parameter in _synchronized else None
-    return found
+    sync: GradientSync | None = _synchronized[parameter]() if parameter in _synchronized else None
+    return sync
 
 
 def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
     """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
-    None for a parameter without a GradientSync. The callback serves all parameters of the GradientSync. Call it in a
-    backward pass, at most once for each parameter, with the parameter, this rank's part of the gradient and the
-    gradient's `dtensor_spec`. It returns False where the gradient must go by `.grad`.
+    For ops of weft.models that compute weight gradients on local tensors: building a DTensor for `.grad` takes time.
+    None for a parameter without a GradientSync. The callback serves all parameters of the same GradientSync, and takes
+    the parameter, the part, and the gradient's `dtensor_spec`. A backward pass calls the callback at most once for each
+    parameter. The callback returns False where the gradient must go by `.grad`; then the op returns it to autograd.
     """
-    alive = None if parameter is None else _sync_of(parameter)
-    return None if alive is None else alive._take_local_grad
+    sync = None if parameter is None else _sync_of(parameter)
+    return None if sync is None else sync._accept_local_grad
 
 
-def _before_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor | None], None]:
-    """The hook that runs before autograd adds a gradient to a leaf's `.grad`. It holds no tensor; see `weakly`."""
+def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor | None], None]:
+    """The hook that runs before autograd adds a gradient to a leaf's `.grad`. It holds no tensor; see `weak_hook`."""
 
     def before(incoming: Tensor | None) -> None:  # None where a function returned no gradient
         alive = sync()
         if alive is not None and incoming is not None:
-            leaf = alive._leaves[number]
-            if leaf.parameter.grad is not None:
-                alive._keep_older_grad(leaf, incoming)
+            leaf = alive._leaves[index]
+            if leaf.accumulator.grad is not None:
+                alive._move_to_older_grads(leaf, incoming)
 
     return before
 
 
-def _after_hook(sync: weakref.ref[GradientSync], number: int) -> Callable[[Tensor], None]:
-    """The hook that runs after autograd has added a leaf's gradient to `.grad`. It holds no tensor; see `weakly`."""
+def _after_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor], None]:
+    """The hook that runs after autograd has added a leaf's gradient to `.grad`. It holds no tensor; see `weak_hook`."""
 
     def ready(_: Tensor) -> None:
         alive = sync()
         if alive is not None:
-            alive._on_grad_accumulated(alive._leaves[number])
+            alive._on_grad_accumulated(alive._leaves[index])
 
     return ready

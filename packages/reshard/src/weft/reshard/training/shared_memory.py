@@ -1,9 +1,9 @@
 """Sums over the processes of a machine in shared memory; sockets would copy each byte into the kernel and out again.
 
-Each member of the group writes its tensor to its place. Once all have written, each member adds all tensors up:
-each byte is written once, and read once by each member. An all-reduce of one number on the same group tells the
-members that all have written; so a wait for a dead member ends as in any collective. For small groups only: a
-member reads as many tensors as there are members.
+Each member of the group writes a tensor into the member's area of the memory. Once all have written, each member adds
+all tensors up: each byte is written once, and read once by each member. An all-reduce of one number on the same group
+tells the members that all have written. So the wait for a dead member ends as in any collective. For small groups only:
+a member reads as many tensors as there are members.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moving.collectives import Running, all_reduce, by_exchange
-from ..world.collective_bytes import counted_as, received_bytes
+from ..moving.collectives import Running, all_reduce, uses_all_to_all
+from ..world.collective_bytes import count_as, received_bytes
 from ..world.groups import world_cache
 from ..world.world import world
 
-_LEAST, _MOST = 1 << 18, 1 << 25  # bytes of a member's tensor for which memory is shared; below, sockets are as fast
-_MEMBERS = 4  # the largest group
-# Places of each member. A member may write for the next sum while members still read the last sum. Once all have
-# written for the next sum, all have read the last.
-_PLACES = 2
+# Sizes of a member's tensor for which memory is shared; below, sockets are as fast.
+_LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 25
+_MOST_MEMBERS = 4  # the largest group
+# Areas of each member, used in turn. A member may write for the next sum while members still read for the last sum.
+# Once all have written for the next sum, all have read for the last.
+_AREAS = 2
 
 
-def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
+def sum_parts(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
     """The sum over the group's members of `parts`, concatenated into a flat tensor.
 
     parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
@@ -47,35 +48,36 @@ def summed(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
         flat_parts.clear()
         return (yield from all_reduce(flat, "sum", group))
     elements = sum(map(len, flat_parts))
-    places = memory.take(elements, flat_parts[0].dtype)
-    torch.cat(flat_parts, out=places[group.rank()])
+    areas = memory.acquire(elements, flat_parts[0].dtype)
+    torch.cat(flat_parts, out=areas[group.rank()])
     flat_parts.clear()
-    nbytes = received_bytes("all-reduce", group.size(), elements * places.itemsize, 0, places.itemsize)
-    with counted_as("all-reduce", nbytes):
+    nbytes = received_bytes("all-reduce", group.size(), elements * areas.itemsize, 0, areas.itemsize)
+    with count_as("all-reduce", nbytes):
         work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     assert work is not None, "async_op=True returns the work"
     yield work
-    flat = torch.add(*places) if len(places) == 2 else places.sum(0, dtype=places.dtype)
-    memory.give_back()
+    flat = torch.add(*areas) if len(areas) == 2 else areas.sum(0, dtype=areas.dtype)
+    memory.release()
     return flat
 
 
 class _Memory:
-    """Memory shared by the members of a group: `_PLACES` places of `nbytes` bytes for each member.
+    """Memory shared by the members of a group: `_AREAS` areas of `nbytes` bytes for each member.
 
-    Only one sum uses the memory at a time. A sum without a wait never gives it back, as members may still read.
+    A single sum uses the memory at a time. A sum that nobody waits for never releases the memory: members may still
+    read.
     """
 
     def __init__(self, shared: Tensor, members: int, nbytes: int) -> None:
-        self.shared, self.nbytes = shared.view(_PLACES, members, nbytes), nbytes
+        self.shared, self.nbytes = shared.view(_AREAS, members, nbytes), nbytes
         self.in_use, self._turn = False, 0
 
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Each member's place for the next sum, [members, elements]; in use until `give_back`."""
-        self.in_use, self._turn = True, (self._turn + 1) % _PLACES
+    def acquire(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Each member's area for the next sum, [members, elements]; in use until `release`."""
+        self.in_use, self._turn = True, (self._turn + 1) % _AREAS
         return self.shared[self._turn, :, : elements * dtype.itemsize].view(dtype)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self.in_use = False
 
 
@@ -86,15 +88,17 @@ def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | 
     group.
     Communication: with the store, where the present memory is too small.
     """
-    like, nbytes = parts[0], sum(part.nbytes for part in parts)
-    if not (_LEAST <= nbytes <= _MOST and like.is_cpu and like.is_floating_point() and 2 <= group.size() <= _MEMBERS):
+    first, nbytes = parts[0], sum(part.nbytes for part in parts)
+    if not (first.is_cpu and first.is_floating_point() and _LEAST_BYTES <= nbytes <= _MOST_BYTES):
         return None
-    if not by_exchange() or not hasattr(os, "memfd_create"):  # on Linux alone
+    if not 2 <= group.size() <= _MOST_MEMBERS:
         return None
-    known: dict[str, _Memory | None] = world_cache().setdefault("shared memory", {})
-    memory = known.get(group.group_name)
-    if group.group_name not in known or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
-        known[group.group_name] = memory = _allocate_together(nbytes, group)
+    if not uses_all_to_all() or not hasattr(os, "memfd_create"):  # on Linux alone
+        return None
+    memories: dict[str, _Memory | None] = world_cache().setdefault("shared memory", {})
+    memory = memories.get(group.group_name)
+    if group.group_name not in memories or (memory is not None and memory.nbytes < nbytes and not memory.in_use):
+        memories[group.group_name] = memory = _allocate_together(nbytes, group)
     return memory if memory is not None and memory.nbytes >= nbytes and not memory.in_use else None
 
 
@@ -122,9 +126,9 @@ class _Offer:
 
 def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
     """New shared memory with `nbytes` for each member; None on all members where the mapping fails on any member."""
-    here, rank, members = world(), group.rank(), group.size()
+    current, rank, members = world(), group.rank(), group.size()
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = _PLACES * members * nbytes
+    size = _AREAS * members * nbytes
     name = f"shared memory of {group.group_name}, {nbytes} bytes"
     file, mapped = None, None
     if rank == 0:
@@ -135,13 +139,13 @@ def _allocate_together(nbytes: int, group: dist.ProcessGroup) -> _Memory | None:
             token = secrets.token_hex(16)
             os.pwrite(file, token.encode(), 0)
             offer = _Offer(_machine(), f"/proc/{os.getpid()}/fd/{file}", token)
-        here.publish(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
+        current.publish(name, "\n".join((offer.machine, offer.path, offer.token)).encode())
     else:
-        offer = _Offer(*here.wait_for_message(name).decode().split("\n"))
+        offer = _Offer(*current.wait_for_message(name).decode().split("\n"))
     with suppress(OSError, ValueError):
         mapped = offer.map(size)
-    here.publish(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
-    answers = [here.wait_for_message(f"{name}, member {member}") for member in range(members)]
+    current.publish(f"{name}, member {rank}", b"yes" if mapped is not None else b"no")
+    answers = [current.wait_for_message(f"{name}, member {member}") for member in range(members)]
     if file is not None:
         os.close(file)
     if mapped is None or b"no" in answers:

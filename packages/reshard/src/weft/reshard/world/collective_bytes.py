@@ -60,20 +60,20 @@ def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, i
     return output_bytes
 
 
-def uneven_bytes(output_bytes: int, sizes: Sequence[int], place: int) -> int:
+def uneven_bytes(output_bytes: int, sizes: Sequence[int], position: int) -> int:
     """Bytes that a rank receives in an all-to-all of uneven parts; its own part is not received.
 
-    sizes: the rows which each rank of the group sends to this rank. place: of this rank in the group.
+    sizes: the rows which each rank of the group sends to this rank. position: of this rank in the group.
     """
     rows = sum(sizes)
-    return output_bytes * (rows - sizes[place]) // rows if rows else 0
+    return output_bytes * (rows - sizes[position]) // rows if rows else 0
 
 
 _counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as", default=(None, None))
 
 
 @contextmanager
-def counted_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
+def count_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
     """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
     nbytes: received by a rank, where the call's tensors do not show this.

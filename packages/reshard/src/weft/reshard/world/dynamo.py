@@ -1,7 +1,7 @@
 """`in_graph`: functions that stay a single node in Dynamo's graph.
 
-Dynamo cannot trace layouts, which are Python values, so functions on DTensors are decorated with `in_graph`. Dynamo
-and Triton are slow to import: they are imported when DTensors are first used (`allow`), not before.
+Dynamo cannot trace layouts, which are Python values. Therefore functions on DTensors are decorated with `in_graph`.
+Dynamo and Triton are slow to import, and are imported when DTensors are first used (`allow`), not before.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def guard_shapes() -> None:
             context.guards_context.dynamo_guards.add(guard)
 
 
-def _concrete(value: Any) -> Any:
+def _as_concrete(value: Any) -> Any:
     """Replaces symbolic sizes by their values, each with a guard. Dynamo makes a size symbolic once it has changed."""
     if isinstance(value, tuple):
-        return tuple([_concrete(each) for each in value])
+        return tuple([_as_concrete(each) for each in value])
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
@@ -70,7 +70,7 @@ def in_graph(function: Function) -> Function:
         if not is_compiling():
             return function(*args, **kwargs)
         guard_shapes()
-        return function(*_concrete(args), **{name: _concrete(each) for name, each in kwargs.items()})
+        return function(*_as_concrete(args), **{name: _as_concrete(each) for name, each in kwargs.items()})
 
     _unregistered.append(node)
     if "torch._dynamo" in sys.modules:

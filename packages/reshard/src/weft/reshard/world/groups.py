@@ -19,41 +19,44 @@ from weft.mesh.extension import as_mesh
 from .rendezvous import PREFIX
 from .world import Positions, world
 
-RANKS = "ranks"  # prefix of a `name_of` that lists the ranks
+RANKS = "ranks"  # the first word of a group's name in a graph, where the name lists the group's ranks
 
 
-def device_mesh(mesh: ProcessMesh, device_type: str, permuted: ProcessMesh | None = None) -> DeviceMesh:
+def device_mesh(mesh: ProcessMesh, device_type: str, unpermuted: ProcessMesh | None = None) -> DeviceMesh:
     """The DeviceMesh of a process mesh: made once in each world of process groups, found by content afterwards.
 
-    permuted: the mesh before its axes were permuted, where `mesh` is a permutation made to state an order of shards.
-        `process_mesh` of the result then returns `permuted`.
+    unpermuted: where `mesh` is a permutation, made to state an order of shards: the mesh before its axes were permuted.
+        `process_mesh` of the result then returns `unpermuted`.
 
     Communication: the first call on a rank of the mesh makes the groups along each axis, axis after axis, each as in
     `group_of`. Ranks outside the mesh communicate with nobody.
     Raises RuntimeError without an initialized process group; ValueError for ranks outside the world.
     """
-    here, key = world(), (mesh, device_type, mesh if permuted is None else permuted)
-    if key not in here.device_meshes:
-        created = here.device_mesh(mesh, device_type)
-        if permuted is not None:
-            # A DeviceMesh of an unpermuted mesh with this axis order must not be equal: torch's caches compare meshes.
-            created._thread_id = int(permuted.digest[:12], 16)
-        here.device_meshes[key] = created
-        here.process_meshes[created] = mesh if permuted is None else permuted
-    return here.device_meshes[key]
+    current, original = world(), mesh if unpermuted is None else unpermuted
+    key = mesh, device_type, original
+    if key not in current.device_meshes:
+        created = current.device_mesh(mesh, device_type)
+        if unpermuted is not None:
+            # The same ranks in the same axis order may also be an original mesh. The two DeviceMeshes stand for
+            # different process meshes, and torch's caches take equal DeviceMeshes for one. DeviceMesh compares
+            # `_thread_id`, too.
+            created._thread_id = int(unpermuted.digest[:12], 16)
+        current.device_meshes[key] = created
+        current.process_meshes[created] = original
+    return current.device_meshes[key]
 
 
 def process_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The ProcessMesh of a DeviceMesh; where `device_mesh` was given `permuted`, that mesh.
+    """The ProcessMesh of a DeviceMesh; of a permutation made by `device_mesh`, the unpermuted mesh.
 
     Axes without names are called axis0, axis1, …
     """
-    here = world()
-    if mesh not in here.process_meshes:
+    current = world()
+    if mesh not in current.process_meshes:
         with unset_fake_temporarily():  # reads ranks as numbers, also while torch.compile traces
-            known = here.process_meshes[mesh] = as_mesh(mesh)
-        here.device_meshes.setdefault((known, mesh.device_type, known), mesh)
-    return here.process_meshes[mesh]
+            converted = current.process_meshes[mesh] = as_mesh(mesh)
+        current.device_meshes.setdefault((converted, mesh.device_type, converted), mesh)
+    return current.process_meshes[mesh]
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -67,25 +70,31 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, Positions]:
-    """The group of this rank along `axes`, and the position along `axes`, major first, of each member.
+    """This rank's group along `axes`, and the position of each member: a number that counts along `axes`.
 
+    The first axis is the major one: with axes of sizes 2 and 3, index (1, 0) has position 3. The positions are in the
+    order of the group's ranks.
     Communication: along several axes as `group_of`; along a single axis none, as the DeviceMesh has the group.
     """
-    here, key = world(), ("along", mesh, *axes)
-    if key not in here.cache:
-        part = process_mesh(mesh).submesh(here.rank, *axes)
+    current, key = world(), ("along", mesh, *axes)
+    if key not in current.cache:
+        part = process_mesh(mesh).submesh(current.rank, *axes)
         assert part is not None, "ranks outside the mesh have no groups"
-        group = axis_group(mesh, axes[0]) if len(axes) == 1 else here.group_of(part)
-        here.cache[key] = group, here.positions(part, group)
-    found: tuple[dist.ProcessGroup, Positions] = here.cache[key]
-    return found
+        group = axis_group(mesh, axes[0]) if len(axes) == 1 else current.group_of(part)
+        current.cache[key] = group, current.positions(part, group)
+    group_and_positions: tuple[dist.ProcessGroup, Positions] = current.cache[key]
+    return group_and_positions
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """The group of this rank along `axes`, in whichever order they are given. Communication: as `group_along`."""
-    whole = process_mesh(mesh)
-    wide = [axis for axis in axes if whole.axis_size(axis) > 1] or [axes[0]]
-    return group_along(mesh, wide)[0]
+    """This rank's group along `axes`, for collectives to which the members' order makes no difference.
+
+    Any order of `axes` gives a group of the same ranks, because a group lists its ranks in ascending order. Axes of
+    size 1 are left out, so that a single remaining axis needs no new group. Communication: as `group_along`.
+    """
+    process = process_mesh(mesh)
+    nontrivial = [axis for axis in axes if process.axis_size(axis) > 1] or [axes[0]]
+    return group_along(mesh, nontrivial)[0]
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -98,15 +107,16 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> dist.ProcessGroup:
-    """A separate process group of `ranks`, ascending, for a purpose.
+    """A separate process group of `ranks`, ascending, for a purpose, as messages between two pipeline stages.
 
     Collectives on this group do not wait for collectives on another group of the same ranks.
-    axes: the mesh axes along which the ranks lie. Communication: the first call makes the group, as `group_of`.
+    purpose: any text, a group for each. axes: the mesh axes along which the ranks differ.
+    Communication: the first call makes the group, as `group_of`.
     """
-    here, key = world(), ("for", purpose, ranks)
-    if key not in here.cache:
-        here.cache[key] = here.group_for(purpose, ranks, axes)
-    group: dist.ProcessGroup = here.cache[key]
+    current, key = world(), ("for", purpose, ranks)
+    if key not in current.cache:
+        current.cache[key] = current.group_for(purpose, ranks, axes)
+    group: dist.ProcessGroup = current.cache[key]
     return group
 
 
@@ -115,10 +125,12 @@ def world_cache() -> dict[Any, Any]:
     return world().cache
 
 
-def name_of(group: dist.ProcessGroup) -> str:
-    """A name under which a compiled graph can store the group: its ranks for a group made here, else its `group_name`.
+def graph_name_of(group: dist.ProcessGroup) -> str:
+    """The name of a group in a compiled graph; `group_named` returns the group.
 
-    torch numbers other groups in order of creation. A later program may load the graph before it has made the group.
+    torch keeps graphs on disk, and a later program may load a graph before it has made the group. So the name of a
+    group made here lists the group's ranks, from which the program makes the group. For torch's own groups the name
+    is the `group_name`, a number in the order of creation.
     """
     if group.group_name.startswith(PREFIX):
         return f"{RANKS} {' '.join(map(str, dist.get_process_group_ranks(group)))}"
@@ -126,14 +138,14 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group with this `name_of`. Raises RuntimeError where there is none.
+    """The process group with this `graph_name_of` or torch's `group_name`. Raises RuntimeError where there is none.
 
-    Communication: for a group made here, as `group_of`.
+    Communication: for a name that lists ranks, as `group_of`.
     """
     if name.startswith(RANKS):
         return group_of(tuple(map(int, name.removeprefix(RANKS).split())))
-    own: Any = name  # torch 2.13 has a separate type for group names
-    return c10d._resolve_process_group(own)
+    torch_name: Any = name  # torch 2.13 has a separate type for group names
+    return c10d._resolve_process_group(torch_name)
 
 
 def this_rank() -> int:
@@ -142,13 +154,16 @@ def this_rank() -> int:
 
 
 def device_type() -> str:
-    """The device type of this world's tensors."""
+    """The device type of this world's tensors, as "cuda"."""
     return world().device_type
 
 
-def axes_of_group(name: str) -> tuple[str, ...]:
-    """The mesh axes for which the group with this `group_name` was first asked for here; () for other groups."""
-    return world().axes.get(name, ())
+def axes_of_group(group_name: str) -> tuple[str, ...]:
+    """The mesh axes of a group, by torch's `group_name`, for counting a collective's bytes by axis.
+
+    Several sets of axes may have one group; the axes are those of the group's first use. () for a group made elsewhere.
+    """
+    return world().axes.get(group_name, ())
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

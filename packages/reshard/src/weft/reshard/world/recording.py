@@ -24,7 +24,7 @@ from weft.mesh import ProcessMesh
 
 from . import dynamo
 from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes, uneven_bytes
-from .world import Positions, entered, wide_axes, world
+from .world import Positions, enter_world, nontrivial_axes, world
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
     dynamo.allow()
     recorded = Recorded(mesh, rank)
     try:
-        with entered(recorded), _Functional(recorded):
+        with enter_world(recorded), _Functional(recorded):
             yield recorded
     finally:
         for name in recorded.groups:
@@ -52,7 +52,7 @@ class Recorded:
     """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`."""
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
-        self.rank, self.size, self.device_type, self.by_exchange = rank, mesh.size, "cpu", False
+        self.rank, self.size, self.device_type, self.prefers_all_to_all = rank, mesh.size, "cpu", False
         self.peers_run = False
         self.device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.process_meshes: dict[DeviceMesh, ProcessMesh] = {}
@@ -85,12 +85,12 @@ class Recorded:
         if name not in self.groups:
             coordinate = part.coordinate(self.rank)
             assert coordinate is not None, "ranks outside the mesh have no groups"
-            place = 0
+            position = 0
             for axis, index in coordinate.items():
-                place = place * part.axis_size(axis) + index
-            self.groups[name] = _Group(place, part.size, name)
+                position = position * part.axis_size(axis) + index
+            self.groups[name] = _Group(position, part.size, name)
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
-            self.axes[name] = wide_axes(part)
+            self.axes[name] = nontrivial_axes(part)
         return self.groups[name]
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> _Group:
@@ -155,10 +155,10 @@ class _Mesh(DeviceMesh):
         return hash((self.content, self._thread_id))
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        here = world()
-        part = here.process_meshes[self].submesh(here.rank, self._axis(mesh_dim))
+        current = world()
+        part = current.process_meshes[self].submesh(current.rank, self._axis(mesh_dim))
         assert part is not None, "ranks outside the mesh have no groups"
-        return here.group_of(part)
+        return current.group_of(part)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         coordinate = self.get_coordinate()
@@ -191,8 +191,8 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     torch 2.13 calls these methods by public names, 2.11 and 2.12 by older names with an underscore in front.
     """
 
-    def __init__(self, place: int, size: int, name: str) -> None:
-        super().__init__(place, size)
+    def __init__(self, position: int, size: int, name: str) -> None:
+        super().__init__(position, size)
         self._name = name
 
     @property
@@ -239,9 +239,9 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._note(kind, received_bytes(kind, self.size(), *size, inputs[0].element_size()))
 
     def _note(self, kind: str, nbytes: int) -> dist.Work:
-        here = world()
-        assert isinstance(here, Recorded), "only a recording makes these groups"
-        here.add(kind, self, nbytes)
+        current = world()
+        assert isinstance(current, Recorded), "only a recording makes these groups"
+        current.add(kind, self, nbytes)
         return _Done()
 
 

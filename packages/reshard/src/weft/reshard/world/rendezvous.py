@@ -141,10 +141,10 @@ class _Members:
     def meet(self, purpose: str) -> None:
         """Waits until all members have called this with the same purpose."""
         store, at = self._store, f"{self._name}/{purpose}"
-        known = store.compare_set(f"{self._name}/ranks", "", self._text).decode()
-        if known != self._text:
+        first_text = store.compare_set(f"{self._name}/ranks", "", self._text).decode()
+        if first_text != self._text:
             raise RuntimeError(
-                f"rank {self._rank} makes a group of {self._text}, which another member makes of {known}"
+                f"rank {self._rank} makes a group of {self._text}, which another member makes of {first_text}"
             )
         store.set(f"making/{self._rank}", self._text)
         store.set(f"{at}/{self._rank}", "")

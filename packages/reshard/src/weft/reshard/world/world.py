@@ -35,7 +35,7 @@ class World(Protocol):
     rank: int  # this process's
     size: int  # number of ranks
     device_type: str  # of the tensors, also of tensors without data
-    by_exchange: bool  # whether all-to-alls are faster than the backend's own all-gather and reduce-scatter
+    prefers_all_to_all: bool  # whether all-to-alls are faster than the backend's own all-gather and reduce-scatter
     peers_run: bool  # whether the other ranks are running processes
     # By mesh, device type, and the mesh before a permutation of the axes; see `groups.device_mesh`.
     device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh]
@@ -83,7 +83,7 @@ class Processes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(), dist.get_world_size()
         self.device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        self.by_exchange = dist.get_backend() == "gloo"
+        self.prefers_all_to_all = dist.get_backend() == "gloo"
         self.peers_run = True
         self.device_meshes: dict[tuple[ProcessMesh, str, ProcessMesh], DeviceMesh] = {}
         self.process_meshes: dict[DeviceMesh, ProcessMesh] = {}
@@ -92,7 +92,7 @@ class Processes:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
-        self._check(mesh, max(mesh))
+        self._check_rank(mesh, max(mesh))
         with unset_fake_temporarily():
             ranks = torch.tensor(mesh.ranks, device="cpu").reshape(mesh.shape)
             parts = [mesh.submesh(self.rank, axis) for axis in mesh.axis_names]
@@ -105,14 +105,14 @@ class Processes:
 
     def group_of(self, part: ProcessMesh) -> dist.ProcessGroup:
         group = self.group_of_ranks(tuple(sorted(part)))
-        self.axes.setdefault(group.group_name, wide_axes(part))
+        self.axes.setdefault(group.group_name, nontrivial_axes(part))
         return group
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if len(ranks) == self.size:
             return self.group
         if ranks not in self._groups:
-            self._check(f"a group of {ranks}", ranks[-1])
+            self._check_rank(f"a group of {ranks}", ranks[-1])
             self._groups[ranks] = make_group(ranks)
         return self._groups[ranks]
 
@@ -133,38 +133,38 @@ class Processes:
     def positions(self, part: ProcessMesh, group: dist.ProcessGroup) -> Positions:
         # torch sorts a group's ranks; a mesh has them in any order.
         position = {rank: i for i, rank in enumerate(part)}
-        found = [position[rank] for rank in dist.get_process_group_ranks(group)]
-        return range(len(found)) if found == list(range(len(found))) else found
+        positions = [position[rank] for rank in dist.get_process_group_ranks(group)]
+        return range(len(positions)) if positions == list(range(len(positions))) else positions
 
-    def _check(self, what: object, rank: int) -> None:
+    def _check_rank(self, subject: object, rank: int) -> None:
         if rank >= self.size:
             raise ValueError(
-                f"{what} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1})"
+                f"{subject} names rank {rank}, but the world has {self.size} processes (0 to {self.size - 1})"
             )
 
 
-def wide_axes(mesh: ProcessMesh) -> tuple[str, ...]:
+def nontrivial_axes(mesh: ProcessMesh) -> tuple[str, ...]:
     """The axes of a mesh with more than one rank."""
     return tuple(axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
 
 
-_entered: ContextVar[World | None] = ContextVar("entered", default=None)
+_current_world: ContextVar[World | None] = ContextVar("entered", default=None)
 _latest_processes: Processes | None = None
 
 
 def world() -> World:
-    """The World entered last by `entered`, else `processes()`. Raises RuntimeError without either."""
-    return _entered.get() or processes()
+    """The World entered last by `enter_world`, else `processes()`. Raises RuntimeError without either."""
+    return _current_world.get() or processes()
 
 
 @contextmanager
-def entered(inner: World) -> Iterator[None]:
+def enter_world(inner: World) -> Iterator[None]:
     """Makes `inner` the current World, in this thread, until the block ends."""
-    token = _entered.set(inner)
+    token = _current_world.set(inner)
     try:
         yield
     finally:
-        _entered.reset(token)
+        _current_world.reset(token)
 
 
 def processes() -> Processes:

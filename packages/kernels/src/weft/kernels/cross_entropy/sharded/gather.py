@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.extension import Pending, Running, group_named, name_of, start_all_gather, wait_for, world_cache
+from weft.reshard.extension import Pending, Running, graph_name_of, group_named, start_all_gather, wait_for, world_cache
 
 from ...dispatch.backend import has_data
 
@@ -35,7 +35,7 @@ class _GroupCollective:
     @property
     def names(self) -> list[str]:
         """The names of the groups, by which a custom op receives them."""
-        return [name_of(group) for group in self.groups]
+        return [graph_name_of(group) for group in self.groups]
 
 
 class VocabGather(_GroupCollective):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Placement, Shard, infer
-from weft.reshard.extension import group_named, name_of
+from weft.reshard.extension import graph_name_of, group_named
 
 from ...dispatch.op import Op, Tensors
 from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
@@ -108,7 +108,8 @@ class ScatteredLayout(NamedTuple):
         members = [layout.mesh.rank_at(**at | {self.axis: i}) for i in range(layout.mesh.axis_size(self.axis))]
         sizes = tuple(layout.local_shape(shape, member)[self.dim] for member in members)
         own_size = layout.local_shape(shape, rank)[self.dim]
-        return {"group": name_of(mesh.get_group(self.axis)), "sizes": sizes, "own_size": own_size, "dim": self.dim}
+        name = graph_name_of(mesh.get_group(self.axis))
+        return {"group": name, "sizes": sizes, "own_size": own_size, "dim": self.dim}
 
 
 def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:

@@ -1,0 +1,64 @@
+"""Parts of hooks on tensors, modules and optimizers.
+
+`weak_hook`: a hook that does not keep its object alive. `tensors_of`, `differentiable`: the tensors to hook in a call's
+nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls `method` while the method's object is alive.
+
+    A strong reference from a torch hook could keep the object alive for good: the garbage collector does not see such
+    references.
+    """
+    weak_method = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = weak_method()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
+
+
+def backward_is_running() -> bool:
+    """Whether autograd's backward runs in this thread. torch.utils.checkpoint asks in the same way."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, in order.
+
+    Most arguments are tensors and plain values. For these, torch's own tree functions take as much host time as an op.
+    """
+    found: list[Tensor] = []
+    _append_tensors(tree, found)
+    return found
+
+
+def differentiable(tree: Any) -> list[Tensor]:
+    """The tensors in a tree that require grad, in order."""
+    return [each for each in tensors_of(tree) if each.requires_grad]
+
+
+def _append_tensors(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif type(tree) in (tuple, list):
+        for each in tree:
+            _append_tensors(each, found)
+    elif type(tree) is dict:
+        for each in tree.values():
+            _append_tensors(each, found)
+    elif tree is not None and not isinstance(tree, bool | int | float | str):
+        found += [each for each in tree_iter(tree) if isinstance(each, Tensor)]
