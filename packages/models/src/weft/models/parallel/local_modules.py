@@ -34,36 +34,37 @@ from weft.reshard.extension import (
     wrap_with_spec,
 )
 
-from ..layers import ROWWISE, Dropout, hooks_of
+from ..layers import ROW_INDEPENDENT, Dropout, hooks_of
 from .styles import is_of_data
 
 
 def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
     """Make a laid-out model compute on local tensors, on the ranks of a mesh with data axes only.
 
-    Each block, a `rowwise` module in a ModuleList, is a unit of computation. The whole model is the unit if the
-    model is `rowwise`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
+    Each block, a `row_independent` module in a ModuleList, is a unit of computation. The whole model is the unit if the
+    model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
     available all at once, and the buckets of a larger model are to be reduced while backward continues.
     A unit still computes on DTensors when it is compiled, drops elements or reads other rows; when a module within
-    it has a hook, a replaced forward, or a class that is not `rowwise`; and when its inputs have another layout.
+    it has a hook, a replaced forward, or a class that is not `row_independent`; and when its inputs have another
+    layout.
     Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
     if this_rank() not in mesh or not all(map(is_of_data, axes)):
         return
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    if is_rowwise(model) and not by_block and nbytes <= BUCKET_BYTES:
+    if is_row_independent(model) and not by_block and nbytes <= BUCKET_BYTES:
         model.forward = partial(_forward, _Unit(model, model.forward))
         return
     for blocks in model.modules():
         for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
-            if is_rowwise(block):
+            if is_row_independent(block):
                 block.forward = partial(_forward, _Unit(block, block.forward))
 
 
-def is_rowwise(module: nn.Module) -> bool:
+def is_row_independent(module: nn.Module) -> bool:
     """Whether a module computes each row of a batch independently of the other rows."""
-    return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
+    return type(module) in ROW_INDEPENDENT and not getattr(module, "reads_other_rows", False)
 
 
 class _Unit:
@@ -103,13 +104,13 @@ class _Contents:
         self.locals = [*map(memory_of, self.users)]  # the parameters' local tensors
         plain = [each for each in self._entries[1] if each is not None and not isinstance(each, DTensor)]
         alike = all(_has_layout(parameter, mesh, replicated) for parameter in self.users)
-        known = all(type(module) is nn.ModuleList or is_rowwise(module) for module in self._modules)
+        known = all(type(module) is nn.ModuleList or is_row_independent(module) for module in self._modules)
         # Whether the unit may compute on local tensors: all parameters are replicated, and no module has been altered.
         self.is_eligible = known and alike and not plain and self._is_bare()
 
     def _is_bare(self) -> bool:
         """Whether no module has a hook or a replaced forward, is compiled, or drops elements."""
-        if any(self._hooks) or any(module.drops for module in self._drops):
+        if any(self._hooks) or any(module.is_active for module in self._drops):
             return False
         return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
 
