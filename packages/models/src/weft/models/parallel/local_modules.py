@@ -35,7 +35,7 @@ from weft.reshard.extension import (
 )
 
 from ..layers import ROW_INDEPENDENT, Dropout, hooks_of
-from .styles import is_of_data
+from .styles import is_data_axis
 
 
 def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
@@ -50,7 +50,7 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
     Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
-    if this_rank() not in mesh or not all(map(is_of_data, axes)):
+    if this_rank() not in mesh or not all(map(is_data_axis, axes)):
         return
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     if is_row_independent(model) and not by_block and nbytes <= BUCKET_BYTES:

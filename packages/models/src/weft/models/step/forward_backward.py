@@ -14,7 +14,7 @@ from weft.reshard import GradientSync, layout_of
 from weft.reshard.extension import wrap
 
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
-from ..parallel.parallelize import laid_out_by, pipeline_of
+from ..parallel.parallelize import mesh_and_plan_of, pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import mark_parts
@@ -79,7 +79,7 @@ def divide(
     model: nn.Module, tokens: Tensor, targets: Tensor, count: int, inputs: Mapping[str, Any]
 ) -> list[Microbatch]:
     """Divides a batch into microbatches, laid out for the model. Raises ValueError unless `count` divides the rows."""
-    laid_out = laid_out_by(model)
+    laid_out = mesh_and_plan_of(model)
     rows = tokens.to_local().shape[0] if isinstance(tokens, DTensor) else tokens.shape[0]
     if count < 1 or rows % count:
         whose = f" on a rank, of {tokens.shape[0]}" if isinstance(tokens, DTensor) else ""
