@@ -21,7 +21,7 @@ from weft.models.data.text import find_corpus
 from weft.models.step.clip import clip_gradients
 from weft.models.step.communication import Phase
 from weft.models.step.find_gradients import find_gradients
-from weft.models.step.forward_backward import divide
+from weft.models.step.forward_backward import divide_batch
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.optimizer import make_optimizer
 from weft.models.train.run import Run
@@ -150,7 +150,7 @@ def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], micr
         initialize(model, seed=0)
         sync, optimizer = GradientSync(model), make_optimizer(model, OptimizerConfig())
         tokens = torch.zeros(4, 8, dtype=torch.long)
-        batch = divide(model, tokens, tokens, microbatches, {"dropout_key": 3})
+        batch = divide_batch(model, tokens, tokens, microbatches, {"dropout_key": 3})
         criterion = partial(cross_entropy, denominator=float(tokens.numel()))
         recorded.take_each()
         for _ in range(2):
@@ -183,7 +183,7 @@ def test_what_was_kept_for_tensors_without_data_is_not_given_to_others() -> None
     with recording(mesh, 0), FakeTensorMode():
         model = parallelize(Llama(config), mesh)
         without = torch.zeros(2, 8, dtype=torch.long)
-        part = divide(model, without, without, 1, {"dropout_key": 3})[0]
+        part = divide_batch(model, without, without, 1, {"dropout_key": 3})[0]
         cross_entropy(model(*part.args, **part.kwargs), part.targets).backward()
     model = Llama(config)
     initialize(model, seed=0)

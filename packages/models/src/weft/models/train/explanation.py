@@ -136,7 +136,7 @@ class Outline:
         """
         return partial(cross_entropy, denominator=float(math.prod(self.batch)))
 
-    def computing(self, device_type: str) -> AbstractContextManager[None]:
+    def call_context(self, device_type: str) -> AbstractContextManager[None]:
         """The context to call the model in: autocast to the run's dtype, disabled for float32."""
         lower = self.config.dtype != "float32"
         return torch.autocast(device_type, dtype=getattr(torch, self.config.dtype), enabled=lower)
@@ -173,7 +173,7 @@ class Outline:
             reduce_dtype=self.reduce_dtype,
         )
         clip_norm = self.config.optimizer.clip_norm
-        with self.computing(device_type):
+        with self.call_context(device_type):
             return run_on_shapes(self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm)
 
 

@@ -30,7 +30,7 @@ from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..step.communication import Communication, Phase
 from ..step.find_gradients import StepResult, find_gradients, find_loss
-from ..step.forward_backward import divide, join
+from ..step.forward_backward import divide_batch, link_positions
 from ..tracing import traced
 from .explanation import Outline
 from .initial_weights import filled, loaded, loaded_alone
@@ -112,9 +112,9 @@ class Trainer:
         self.waits = WaitTimer(device)
         self._read_at = time.perf_counter()
 
-    def _computing(self) -> AbstractContextManager[None]:
+    def _call_context(self) -> AbstractContextManager[None]:
         """The context to call the model in: autocast to the run's dtype."""
-        return self._outline.computing(self._device.type)
+        return self._outline.call_context(self._device.type)
 
     def step(self, step: int, count: CollectiveCount | None = None) -> None:
         """Forward, backward, gradient sync, clipping and update of step `step`, counted from 0.
@@ -139,7 +139,7 @@ class Trainer:
             self._sync,
             clip_norm=clip_norm,
             after_phase=after_phase,
-            computing=self._computing,
+            call_context=self._call_context,
         )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self.optimizer.param_groups:
@@ -256,7 +256,7 @@ class Trainer:
         total = torch.zeros((), device=self._device)
         # A compiled model would be compiled again for a forward without gradients.
         eager = torch.compiler.set_stance("force_eager")
-        with traced("evaluate"), eager, self._computing(), fixed_parameters(self.model):
+        with traced("evaluate"), eager, self._call_context(), fixed_parameters(self.model):
             for start in range(0, count, size):
                 shape = (min(size, count - start), T)
                 rows = self._layout.local_slices(shape, self.rank)[0]
@@ -279,7 +279,7 @@ class Trainer:
         prompt_tokens = [*self._begin, *self._tokenizer.encode_document(self._prompt)]
         prompt = torch.tensor([prompt_tokens], device=self._device)
         # a compiled model would be compiled again for each length
-        with torch.compiler.set_stance("force_eager"), self._computing():
+        with torch.compiler.set_stance("force_eager"), self._call_context():
             tokens = generate(
                 *(self.model, prompt),
                 max_new_tokens=SAMPLE_TOKENS,
@@ -287,7 +287,7 @@ class Trainer:
                 seed=self._config.seed,
                 use_cache=hasattr(self.model, "make_cache"),
             )
-        return self._prompt + "".join(
+        return self._prompt + "".link_positions(
             self._tokenizer.decode_each(tokens[0, len(prompt_tokens) :].tolist(), after=prompt_tokens)
         )
 
@@ -299,7 +299,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             key = self._outline.dropout_key(step, number)
             parts.append(self._microbatch(batch, (rows // self._outline.microbatches, T), dropout_key=key))
-        join(parts)
+        link_positions(parts)
         return parts
 
     def _read_rows(self, step: int) -> list[Rows]:
@@ -330,8 +330,8 @@ class Trainer:
         tensors = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
         tokens, target = tensors.pop("tokens"), tensors.pop("targets")
         tensors = self._outline.accepted({"dropout_key": self._outline.dropout_key(0), **tensors})
-        parts = divide(model, tokens, target, self._outline.microbatches, tensors)
-        return float(find_loss(model, self._criterion, parts, self._computing))
+        parts = divide_batch(model, tokens, target, self._outline.microbatches, tensors)
+        return float(find_loss(model, self._criterion, parts, self._call_context))
 
     def _compare(self, loss: float, alone: float | None) -> None:
         """Compare the loss of step 1 with `alone`, a single process's loss, given on rank 0.
@@ -388,4 +388,4 @@ def _held(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer
         lines.append(
             f"  rank {rank:<4} {parameter / 2**20:9.2f}  {gradient / 2**20:9.2f}  {state / 2**20:15.2f}  {in_flight:9}"
         )
-    return "\n".join(lines)
+    return "\n".link_positions(lines)

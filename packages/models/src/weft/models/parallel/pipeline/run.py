@@ -34,7 +34,7 @@ from ..styles import PIPELINE_AXIS
 from .messages import Channel, Handover
 from .stages import Stages
 
-Within = Callable[[], AbstractContextManager[Any]]
+CallContext = Callable[[], AbstractContextManager[Any]]
 _WORDS = 32  # bytes in which the name of a dtype is broadcast
 
 
@@ -105,15 +105,15 @@ class Pipeline:
         model: nn.Module,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf,
-        accumulating: Within = nullcontext,
-        computing: Within = nullcontext,
+        accumulating: CallContext = nullcontext,
+        call_context: CallContext = nullcontext,
         after_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         """Run each microbatch forward and backward, in the order of the schedule.
 
         loss_of: the loss of a microbatch, called on the ranks of the last stage only.
         accumulating: a context in which backward passes only add up gradients; entered once around all actions.
-        computing: a context entered around each call of the model.
+        call_context: a context entered around each call of the model.
         after_phase: called after each action, with its phase.
         Communication: sends activations, and their gradients, to the rank at the same place in the neighboring
         stage. Sharded parameters are gathered once and stay gathered until all microbatches are done.
@@ -122,7 +122,7 @@ class Pipeline:
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._set_aside(model)
-        run = _Run(self, model, microbatches, loss_of, computing)
+        run = _Run(self, model, microbatches, loss_of, call_context)
         with keep_gathered(model), accumulating():
             for action in schedule.actions[self._at[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
@@ -269,13 +269,13 @@ class _Run:
         model: nn.Module,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf | None,
-        computing: Within = nullcontext,
+        call_context: CallContext = nullcontext,
     ) -> None:
         self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
         self._kinds = [each.kind for each in microbatches]
-        self._computing = computing
+        self._call_context = call_context
         self._last = pipeline.schedule.num_stages - 1
-        self._recording: Within = weights_may_wait if pipeline.schedule.splits_backward else nullcontext
+        self._recording: CallContext = weights_may_wait if pipeline.schedule.splits_backward else nullcontext
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._num_received: dict[tuple[str, int], int] = {}  # by direction and stage
         self._held: dict[tuple[int, int], _Held] = {}  # by stage and microbatch
@@ -299,7 +299,7 @@ class _Run:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
         received = self._receive("F", action) if stage else None
-        with self._computing(), self._recording():
+        with self._call_context(), self._recording():
             output = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
         if stage < self._last:
             self._pipeline.channel("F", stage + 1, self._device).send(output, self._kinds[action.microbatch])
