@@ -61,7 +61,7 @@ def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
 
 def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureFixture[str]) -> None:
     """Besides the first line, the last, and lines at multiples of log_every."""
-    with Report(enabled=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
+    with Report(enabled=True).show_steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
         for step in range(1, 26):
             shown.show(some_metrics(step=step, held_out_loss=2.0 if step % 7 == 0 else None))
     lines = capsys.readouterr().out.splitlines()

@@ -65,7 +65,7 @@ def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, 
     config = replace(CONFIG, plan=PlanConfig(**(plan or {})))
     run = Run(recipe="small", config=config, corpus=corpus, dp=dp, cp=cp, tp=tp, folder=Path(text).parent)
     made = Trainer(run, torch.device("cpu"))
-    made.report.line = lambda line: None  # type: ignore[method-assign]
+    made.report.print_line = lambda line: None  # type: ignore[method-assign]
     return made
 
 
@@ -82,11 +82,11 @@ def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str
     made = trainer(text, sizes, plan)
     held_out = made.held_out_loss()
     made.first_step()
-    assert made.predicted == (Communication.of(made.issued) if dist.get_rank() == 0 else None)
+    assert made.prediction == (Communication.of(made.issued_collectives) if dist.get_rank() == 0 else None)
     with no_reads():
         for step in range(1, 3):
             made.step(step)
-    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read()])
+    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read_metrics()])
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def broken_at_step_three(text: str) -> str:
     made.step(2)
     made.step(3)
     with pytest.raises(TrainingError) as caught:
-        made.read()
+        made.read_metrics()
     return str(caught.value)
 
 

@@ -19,7 +19,7 @@ from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_class
-from ..train.report import describe
+from ..train.report import describe_run
 from ..train.run import Run, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
         check_world(os.environ)
         room = check_room(new_run, gpus=gpus)
     if is_printing_rank():
-        print("\n".join([describe(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
+        print("\n".join([describe_run(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
     return launch(new_run, gpus=gpus)
 
 

@@ -90,11 +90,11 @@ def module_plans_of(model: nn.Module, plan: ParallelPlan) -> list[ModulePlan]:
         for each in assignments.get(name, []):
             match each.style:
                 case PrepareInput():
-                    each.part.inputs[name] = each.style
+                    each.module_plan.inputs[name] = each.style
                 case PrepareOutput():
-                    each.part.outputs[name] = each.style
+                    each.module_plan.outputs[name] = each.style
                 case _:
-                    each.part.styles[name] = each.style
+                    each.module_plan.styles[name] = each.style
     return module_plans
 
 
@@ -161,11 +161,14 @@ def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
     for earlier in styles:
         _check_together(earlier, new, name)
         if earlier.style == new.style:
-            if earlier.part is not new.part and earlier.part.plan.sequence != new.part.plan.sequence:
+            if (
+                earlier.module_plan is not new.module_plan
+                and earlier.module_plan.plan.sequence != new.module_plan.plan.sequence
+            ):
                 raise ValueError(
-                    f"{name!r} is laid out by the plan of {earlier.part.name!r} with sequence="
-                    f"{earlier.part.plan.sequence}, and by that of {new.part.name!r} with sequence="
-                    f"{new.part.plan.sequence}; name {name!r} in one of the two plans"
+                    f"{name!r} is laid out by the plan of {earlier.module_plan.name!r} with sequence="
+                    f"{earlier.module_plan.plan.sequence}, and by that of {new.module_plan.name!r} with sequence="
+                    f"{new.module_plan.plan.sequence}; name {name!r} in one of the two plans"
                 )
             return
         if isinstance(earlier.style, PrepareInput) and isinstance(new.style, PrepareInput):
@@ -198,7 +201,7 @@ def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
         layout = preparation.layouts.get("input", preparation.layouts.get(0, {}))
         agree = TENSOR_AXIS not in layout or _accepts(style, str(layout[TENSOR_AXIS]))
     if not agree:
-        if earlier.pattern == new.pattern and earlier.part is new.part:
+        if earlier.pattern == new.pattern and earlier.module_plan is new.module_plan:
             raise ValueError(f"plan pattern {new.pattern!r} gives {name!r} styles that contradict: {a} and {b}")
         raise ValueError(
             f"plan patterns {earlier.pattern!r} and {new.pattern!r} give {name!r} two styles: {a} and {b}"
@@ -218,9 +221,10 @@ def _accepts(style: Style | Preparation, placement: str) -> bool:
 
 def _whose(earlier: _Assignment, new: _Assignment) -> str:
     """The end of an error's message: the plans of which the styles are, where there are two plans."""
-    if earlier.part is new.part:
+    if earlier.module_plan is new.module_plan:
         return ""
-    return f"; the first is of the plan merged for {earlier.part.name!r}, the second of that for {new.part.name!r}"
+    first, second = earlier.module_plan.name, new.module_plan.name
+    return f"; the first is of the plan merged for {first!r}, the second of that for {second!r}"
 
 
 def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.Module) -> None:

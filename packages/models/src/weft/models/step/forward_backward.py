@@ -90,7 +90,7 @@ def divide_batch(
         of_all = f" on a rank, of {tokens.shape[0]}" if isinstance(tokens, DTensor) else ""
         raise ValueError(
             f"{count} microbatches do not divide the batch of {rows} rows{of_all}; numbers that do: "
-            f"{', '.link_positions(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
+            f"{', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
         )
     microbatches = []
     for number in range(count):

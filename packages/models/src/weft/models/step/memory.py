@@ -104,8 +104,8 @@ def predict_memory(
         zero = plan_of(module_plans, name).zero
         counts["parameters"] += shard_bytes
         if layouts[name] != stored_layouts[name] and (zero < 3 or cut_plan is not None):
-            shape = tuple(parameter.shape)
-            shares_memory = contiguous_shard_slices(stored_layouts[name], layouts[name], shape, rank) is not None
+            full_shape = tuple(parameter.shape)
+            shares_memory = contiguous_shard_slices(stored_layouts[name], layouts[name], full_shape, rank) is not None
             counts["gathered"] += full_bytes - shard_bytes if shares_memory else full_bytes
         if parameter.requires_grad:
             counts["gradients"] += shard_bytes if zero > 1 else full_bytes

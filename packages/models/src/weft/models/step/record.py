@@ -119,7 +119,7 @@ def run_on_shapes(
 ) -> Step:
     """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
 
-    Called by `record`, and by `Outline.first_step` for `weft train` and `weft explain`.
+    Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`.
     """
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(model, mesh, plan, shape) as ready:

@@ -55,13 +55,13 @@ class RollCall:
     """Context with a thread that answers the first roll call of the run, once, with this rank's activity.
 
     Questions and answers go through the world's store. A stopped process does not answer.
-    doing: returns this rank's activity in words, as "step 3, forward".
+    activity: returns this rank's activity in words, as "step 3, forward".
     keeper: the store's host process in words. While the host is stopped, the store answers nobody.
     Communication: a read of the store per second, beside the run.
     """
 
-    def __init__(self, doing: Callable[[], str], keeper: str) -> None:
-        self._doing, self._store, self._keeper = doing, _get_default_store(), keeper
+    def __init__(self, activity: Callable[[], str], keeper: str) -> None:
+        self._activity, self._store, self._keeper = activity, _get_default_store(), keeper
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True)
@@ -96,7 +96,7 @@ class RollCall:
         if found:
             return found[0]
         return Unanswered(
-            f"{self._keeper} did not answer for {seconds:g} s, while rank {self._rank} waited in {self._doing()}",
+            f"{self._keeper} did not answer for {seconds:g} s, while rank {self._rank} waited in {self._activity()}",
             True,
         )
 
@@ -108,13 +108,13 @@ class RollCall:
         while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
             time.sleep(0.1)
         silent = [rank for rank in range(self._ranks) if rank not in answers]
-        here = self._doing()
+        here = self._activity()
         if silent:
             return Unanswered(
                 f"{format_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}",
                 is_printed_here,
             )
-        behind = [rank for rank, doing in answers.items() if doing != here]
+        behind = [rank for rank, activity in answers.items() if activity != here]
         where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
         return Unanswered(
             f"a collective did not finish in {seconds:g} s: this rank waits in {here}; "
@@ -133,7 +133,7 @@ class RollCall:
             while not self._store.check([QUESTION]):
                 if self._over.wait(EVERY_SECONDS):
                     return
-            self._store.set(f"{QUESTION}/{self._rank}", self._doing())
+            self._store.set(f"{QUESTION}/{self._rank}", self._activity())
 
 
 def is_silence(error: RuntimeError) -> bool:

@@ -107,7 +107,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def last_written(self) -> Path | None:
+    def wait_for_newest(self) -> Path | None:
         """Wait until the checkpoint in progress is written or has failed; return the newest complete checkpoint."""
         if self._thread is not None:
             self._thread.join()

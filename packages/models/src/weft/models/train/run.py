@@ -1,4 +1,4 @@
-"""A training run with everything settled: mesh sizes, plan options, data and folders. Nothing here needs torch."""
+"""A training run with all options filled in: mesh sizes, plan options, data and folders. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of eve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A training run with everything settled: made by `weft train`, then given to each of the run's processes."""
+    """A training run with all options filled in: made by `weft train`, then given to each of the run's processes."""
 
     recipe: str | None  # None if no recipe was named, and the model comes from --from or --model
     config: TrainConfig
