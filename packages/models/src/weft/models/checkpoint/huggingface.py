@@ -25,7 +25,7 @@ from ..parallel import ParallelPlan, parallelize
 from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
 from .checksums import INDEX_FILE, Sums, write_summed
-from .companions import Companions, companions_of, keep_companions
+from .companions import Companions, attach_companions, companions_of
 from .configs import check_layers, read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
@@ -89,7 +89,7 @@ def from_pretrained(
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
         _replace(model, loaded)
     sums.check(mesh, torch.device(device))
-    keep_companions(model, Companions.read(folder, config, sums.check_content))
+    attach_companions(model, Companions.read(folder, config, sums.check_content))
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..checkpoint.companions import companions_of, keep_companions
+from ..checkpoint.companions import attach_companions, companions_of
 from ..checkpoint.huggingface import from_pretrained
 from ..checkpoint.manifest import MANIFEST, MODEL
 from ..checkpoint.states import check_model, load_checkpoint
@@ -68,4 +68,4 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for parameter, value in zip(target.parameters(), source.parameters(), strict=True):
             local_value(parameter).copy_(local_value(value))
-    keep_companions(target, companions_of(source))
+    attach_companions(target, companions_of(source))
