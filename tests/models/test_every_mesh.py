@@ -30,8 +30,7 @@ from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.schedules.schedule import NAMES
-from weft.models.step.clip import clip_gradients
-from weft.models.step.find_gradients import find_gradients
+from weft.models.step.find_gradients import clip_gradients, find_gradients
 from weft.models.step.forward_backward import divide_batch
 from weft.reshard import GradientSync, layout_of
 

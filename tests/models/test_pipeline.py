@@ -30,7 +30,7 @@ from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.schedules.schedule import run_through
-from weft.models.step.clip import clip_gradients
+from weft.models.step.find_gradients import clip_gradients
 
 from tests.models.cases import deviations, gradients_off, whole
 from tests.support.sample import together

@@ -18,9 +18,8 @@ from weft.mesh import ProcessMesh
 from weft.models import Communication, Llama, LlamaConfig, initialize, parallelize, record
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
-from weft.models.step.clip import clip_gradients
 from weft.models.step.communication import Phase
-from weft.models.step.find_gradients import find_gradients
+from weft.models.step.find_gradients import clip_gradients, find_gradients
 from weft.models.step.forward_backward import divide_batch
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.optimizer import make_optimizer

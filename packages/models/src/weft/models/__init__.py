@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.pipeline_plan import PipelinePlan
-    from .step.clip import clip_gradients
     from .step.communication import Communication
+    from .step.find_gradients import clip_gradients
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
     from .step.record import record

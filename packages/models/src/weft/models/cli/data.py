@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..data.inputs import Columns
-from ..terminal import PROGRAM, printable, wrapped
+from ..terminal import PROGRAM, printable, wrap_lines
 from .arguments import parse, report_bad_input
 
 MIB = 1 << 20
@@ -161,7 +161,7 @@ class VerifyOptions:
 def run(arguments: list[str]) -> int:
     command, *rest = arguments or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(wrapped(HELP, shutil.get_terminal_size().columns))
+        print(wrap_lines(HELP, shutil.get_terminal_size().columns))
         return 0
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)

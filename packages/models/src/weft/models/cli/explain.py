@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, TrainConfig
-from ..train.gpus import gpu_count
 from ..train.launch import processes_for
+from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import report_bad_input
 from .settings import base_of, configured, origin_of, with_complete_plan

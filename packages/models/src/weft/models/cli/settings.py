@@ -18,8 +18,8 @@ from ..terminal import PROGRAM
 from ..train.config import MeshConfig, OptimizerConfig, TrainConfig
 from ..train.folder import CONFIG, find_to_resume, newest_complete
 from ..train.from_folder import contradictions, find_model, find_origin, model_of
-from ..train.gpus import gpu_count
 from ..train.launch import CPU_PROCESSES, launched_processes, processes_for
+from ..train.memory_check import gpu_count
 from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.run import complete_plan, mesh_sizes

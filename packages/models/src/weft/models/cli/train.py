@@ -13,10 +13,9 @@ from ..terminal import PROGRAM
 from ..train.config import TrainConfig
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
 from ..train.from_folder import check_same_model, check_tokens
-from ..train.gpus import gpu_count
 from ..train.launch import adopt_launcher, check_world, launch
 from ..train.learning_rate import unfinished_warmup
-from ..train.memory_check import check_room
+from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_class
 from ..train.report import describe_run

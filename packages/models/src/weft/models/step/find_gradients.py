@@ -5,6 +5,7 @@ Training runs `find_gradients` on data; the recording behind predictions and `we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from weft.reshard import GradientSync
+from weft.reshard import GradientSync, clip_grad_norm_
 from weft.reshard.extension import with_fixed_parameters
 
 from ..losses import LossSum, first_gradient, without_graph
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..tracing import traced
-from .clip import clip_gradients
 from .communication import Phase
 from .criterion import Criterion
 
@@ -122,3 +122,21 @@ def find_loss(
         losses = [criterion(output, microbatch.targets) for output, microbatch in pairs]
         total = LossSum(losses, parameter.device, parameter.dtype).wait()
         return total if pipeline is None else pipeline.sum_over_stages(total)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
+
+    max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
+    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, called with all parameters requiring
+    gradients.
+    Under pipeline parallelism each rank passes the parameters of the local stages; a parameter shared by several
+    stages counts on the first stage only.
+    """
+    max_norm = max_norm or math.inf
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        return clip_grad_norm_(trained.values(), max_norm)
+    copies = [parameter for name, parameter in trained.items() if not pipeline.is_counted_here(name)]
+    return clip_grad_norm_(trained.values(), max_norm, mesh=pipeline.mesh, copies=copies)

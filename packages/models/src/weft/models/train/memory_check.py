@@ -1,12 +1,13 @@
 """Check a run against the memory of the machine, before torch is imported.
 
 `weft train` calls `check_room`, which counts the bytes that every run needs: parameters, gradients and the optimizer's
-state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs. They ask the kernel and the CUDA
-driver directly, because importing torch takes seconds.
+state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs, and `gpu_count` the number of GPUs.
+They ask the kernel and the CUDA driver directly: a call takes a millisecond, and importing torch takes seconds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from .config import OptimizerConfig
-from .gpus import gpu_bytes
 from .model_class import parameters_of
 from .recipes import RECIPES
 from .run import Run
@@ -205,3 +205,36 @@ def _limit(file: Path) -> list[int]:
         return [int(file.read_text())]
     except (OSError, ValueError):  # "max" means no limit
         return []
+
+
+def open_driver() -> tuple[ctypes.CDLL, int]:
+    """The CUDA driver's library, and the number of GPUs available to this process.
+
+    Raises OSError without a driver, and where the driver fails.
+    """
+    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        raise OSError("the CUDA driver does not start")
+    return driver, count.value
+
+
+def gpu_count() -> int:
+    """The number of GPUs available to this process."""
+    try:
+        return open_driver()[1]
+    except OSError:
+        return 0
+
+
+def gpu_bytes() -> list[int]:
+    """The bytes of memory of each GPU available to this process."""
+    try:
+        driver, count = open_driver()
+    except OSError:
+        return []
+    device, nbytes, found = ctypes.c_int(0), ctypes.c_size_t(0), []
+    for number in range(count):
+        is_there = driver.cuDeviceGet(ctypes.byref(device), number) == 0
+        if is_there and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
+            found.append(nbytes.value)
+    return found

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import LARGEST
-from ..documents import parse_json, read_plain
-from .files import write_anew
+from ..documents import parse_json, read_plain, write_anew
 
 HEIGHT = 10  # lines of a plot on a terminal, without the axis
 AXIS = 24  # columns left of the plot, for axis and labels

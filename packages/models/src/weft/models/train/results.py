@@ -15,11 +15,11 @@ from weft.mesh import ProcessMesh
 
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
-from ..output import can_show
+from ..documents import append, write_anew
 from ..parallel import ParallelPlan
+from ..terminal import can_show
 from ..versions import versions
 from .config import TrainConfig
-from .files import append, write_anew
 from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, replace_folder, set_aside, tidy
 from .metrics_file import (
     METRICS,
