@@ -66,10 +66,10 @@ def module_plans_of(model: nn.Module, plan: ParallelPlan) -> list[ModulePlan]:
         first.setdefault(module, name)
     module_plans: list[ModulePlan] = []
     assignments: dict[str, list[_Assignment]] = {}  # by module name
-    for prefix, own in _flat(model, names, plan):
+    for prefix, own in _flatten_plans(model, names, plan):
         if any(module_plan.name == prefix for module_plan in module_plans):
             raise ValueError(f"two plans are merged for the module {prefix!r}; give it one")
-        within = {
+        names_within = {
             _join(prefix, name): name
             for name, module in names[prefix].named_modules(remove_duplicate=False)
             if not isinstance(module, LowRank)  # an adapter is laid out like the layer
@@ -77,11 +77,15 @@ def module_plans_of(model: nn.Module, plan: ParallelPlan) -> list[ModulePlan]:
         module_plan = ModulePlan(prefix, own)
         for pattern, styles in own.tensor.items():
             shown = _join(prefix, pattern)
-            found = [full for full, name in within.items() if name == pattern or (name and fnmatchcase(name, pattern))]
-            if not found:
-                whom = f"{prefix}, a {type(names[prefix]).__name__}" if prefix else type(model).__name__
-                raise ValueError(f"plan pattern {shown!r} matches no module of {whom}; {nearest(shown, list(within))}")
-            for name in dict.fromkeys(first[names[full]] for full in found):
+            matching = [
+                full for full, name in names_within.items() if name == pattern or (name and fnmatchcase(name, pattern))
+            ]
+            if not matching:
+                owner = f"{prefix}, a {type(names[prefix]).__name__}" if prefix else type(model).__name__
+                raise ValueError(
+                    f"plan pattern {shown!r} matches no module of {owner}; {nearest(shown, list(names_within))}"
+                )
+            for name in dict.fromkeys(first[names[full]] for full in matching):
                 for style in as_styles(pattern, styles):
                     _check_kind(shown, style, name, names[name])
                     _add(assignments.setdefault(name, []), _Assignment(shown, style, module_plan), name)
@@ -137,23 +141,27 @@ class _Assignment:
     module_plan: ModulePlan  # of the plan with the pattern
 
 
-def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
+def _flatten_plans(
+    model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan
+) -> Iterator[tuple[str, ParallelPlan]]:
     """The plans merged into `plan`, with the names of their modules; a plan not merged is the whole model's."""
     if not plan.parts:
         yield "", plan
         return
     for pattern, module_plan in plan.parts.items():
-        found = [name for name in names if name == pattern or (name and fnmatchcase(name, pattern))]
-        if not found:
+        matching = [name for name in names if name == pattern or (name and fnmatchcase(name, pattern))]
+        if not matching:
             raise ValueError(
                 f"the plan of {pattern!r} was merged for a module that {type(model).__name__} does not have; "
                 f"{nearest(pattern, list(names))}"
             )
-        for name in found:
-            if any(name.startswith(f"{outer}.") for outer in found):
+        for name in matching:
+            if any(name.startswith(f"{outer}.") for outer in matching):
                 continue  # of nested modules matching a wildcard, the outermost counts
-            within = dict(names[name].named_modules(remove_duplicate=False))
-            yield from ((_join(name, below), own) for below, own in _flat(names[name], within, module_plan))
+            names_within = dict(names[name].named_modules(remove_duplicate=False))
+            yield from (
+                (_join(name, below), own) for below, own in _flatten_plans(names[name], names_within, module_plan)
+            )
 
 
 def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
@@ -187,13 +195,12 @@ def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
     if isinstance(a, Style) and isinstance(b, Style):
         agree = a == b
     elif isinstance(a, PrepareInput) and isinstance(b, PrepareInput):
-        agree = all(a.layouts[where] == b.layouts[where] for where in a.layouts.keys() & b.layouts.keys())
+        agree = all(a.layouts[key] == b.layouts[key] for key in a.layouts.keys() & b.layouts.keys())
     elif isinstance(a, PrepareOutput) and isinstance(b, PrepareOutput):
         earlier_placements, new_placements = a.placements_by_output, b.placements_by_output
         same_keys = (None in earlier_placements) == (None in new_placements)
         agree = same_keys and all(
-            earlier_placements[where] == new_placements[where]
-            for where in earlier_placements.keys() & new_placements.keys()
+            earlier_placements[key] == new_placements[key] for key in earlier_placements.keys() & new_placements.keys()
         )
     elif isinstance(a, PrepareInput) or isinstance(b, PrepareInput):
         style, preparation = (a, b) if isinstance(b, PrepareInput) else (b, a)
@@ -205,7 +212,7 @@ def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
             raise ValueError(f"plan pattern {new.pattern!r} gives {name!r} styles that contradict: {a} and {b}")
         raise ValueError(
             f"plan patterns {earlier.pattern!r} and {new.pattern!r} give {name!r} two styles: {a} and {b}"
-            f"{_whose(earlier, new)}"
+            f"{_plan_names(earlier, new)}"
         )
 
 
@@ -219,7 +226,7 @@ def _accepts(style: Style | Preparation, placement: str) -> bool:
     return True
 
 
-def _whose(earlier: _Assignment, new: _Assignment) -> str:
+def _plan_names(earlier: _Assignment, new: _Assignment) -> str:
     """The end of an error's message: the plans of which the styles are, where there are two plans."""
     if earlier.module_plan is new.module_plan:
         return ""
@@ -242,8 +249,8 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
 def nearest(name: str, names: list[str]) -> str:
     """The end of an error's message: the names nearest to `name`."""
     known = [each for each in names if each]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    return f"the nearest names are {', '.join(near or known[:3])}"
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    return f"the nearest names are {', '.join(matches or known[:3])}"
 
 
 def _join(prefix: str, name: str) -> str:
