@@ -25,7 +25,7 @@ from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
 from weft.models.train.saved_run import check_same_run, describe_run
-from weft.models.train.toml import as_toml, check_sum, with_sum
+from weft.models.train.toml import add_checksum, as_toml, check_sum
 
 from tests.models.metrics import some_metrics
 from tests.support.sample import Portion
@@ -253,7 +253,7 @@ def test_each_flipped_bit_in_the_options_is_found_or_changes_none(
     portion: Portion, config: TrainConfig, tmp_path: Path
 ) -> None:
     path, options = tmp_path / "config.toml", as_toml(RECIPE, config)
-    whole = with_sum(options).encode()
+    whole = add_checksum(options).encode()
     path.write_bytes(whole)
     check_sum(path)
     for place in portion.of(range(len(whole)), every=8):

@@ -24,7 +24,7 @@ from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import is_printing_rank, report_bad_input
-from .settings import NEWEST, base_of, configured, origin_of, sizes_for_processes, with_complete_plan
+from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\
   Trains a model on a text, whose bytes are the tokens, or on prepared tokens. Runs on a mesh of processes: one per \
@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
     with report_bad_input("train"):
         adopt_launcher()
         files, rest = _files().parse_known_args(arguments)
-        new_run, gpus = _settle(rest, files.config)
+        new_run, gpus = _complete_run(rest, files.config)
         if files.print_config:
             print(as_toml(new_run.recipe, new_run.resolved), end="")
             return 0
@@ -95,11 +95,11 @@ def _files() -> argparse.ArgumentParser:
     return parser
 
 
-def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
+def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run described by the arguments, fully checked, and the number of GPUs. Raises ValueError."""
-    name, config = configured(arguments, file, command="train", about=ABOUT)
+    name, config = read_configuration(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
-    base = base_of(name, origin, config.model if config.model_class is not None else None)
+    base = base_configuration(name, origin, config.model if config.model_class is not None else None)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
     config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)

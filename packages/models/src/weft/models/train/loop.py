@@ -18,7 +18,7 @@ from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
-from .agreement import RollCall, StopVote, is_silence, keeper_of_store
+from .agreement import RollCall, StopVote, describe_store_host, is_silence
 from .checkpoints import NotSaved, Saver
 from .folder import CHECKPOINT
 from .measure import profiled
@@ -55,7 +55,7 @@ def train(run: Run, device: torch.device) -> int:
             raise
         raise TrainingError(f"the run cannot begin with {run.origin}: {error}") from error
     with (
-        RollCall(lambda: trainer.activity, keeper_of_store()) as roll,
+        RollCall(lambda: trainer.activity, describe_store_host()) as roll,
         Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
     ):
         try:

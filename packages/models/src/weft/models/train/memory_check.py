@@ -52,9 +52,9 @@ class MemoryNeed:
         A mean over the processes. Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
-        here = self.processes / self.parts
-        updated = here * (parameters + gradients + self.states * states)
-        compared = here * parameters + 1 if self.compares else 0.0
+        copies = self.processes / self.parts
+        updated = copies * (parameters + gradients + self.states * states)
+        compared = copies * parameters + 1 if self.compares else 0.0
         return math.floor(BYTES * self.parameters * max(updated, compared))
 
 
@@ -65,17 +65,17 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
     Returns a line of warning if the run comes close to the memory, else an empty list.
     Raises ValueError if the run cannot fit; the error names options that would.
     """
-    memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
+    memory, device = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
     if memory is None:
         return []
     need = memory_need(run, on_gpus=bool(gpus))
-    needs = f"needs at least {_gib(need.nbytes)} on {where}, without activations"
+    needs = f"needs at least {_gib(need.nbytes)} on {device}, without activations"
     if need.nbytes > memory.total:
         axes = " x ".join(f"{axis}={size}" for axis, size in run.axes.items())
-        fitting = ", or ".join(_fitting(run, need, memory, on_gpus=bool(gpus)))
+        alternatives = ", or ".join(_alternatives(run, need, memory, on_gpus=bool(gpus)))
         raise ValueError(
             f"{run.title} on {axes} {needs}, and there are {_gib(memory.total)}; "
-            + (f"would fit: {fitting}" if fitting else "give a smaller model")
+            + (f"would fit: {alternatives}" if alternatives else "give a smaller model")
         )
     if need.nbytes > USED * memory.available:
         return [f"memory may not suffice: the run {needs}, and {_gib(memory.available)} are free"]
@@ -106,7 +106,7 @@ def _local_processes(run: Run) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
 
 
-def _fitting(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
+def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
     """Yield fitting options, process counts and recipes, as text for the error."""
 
     def fits(candidate: MemoryNeed) -> bool:
@@ -232,9 +232,9 @@ def gpu_bytes() -> list[int]:
         driver, count = open_driver()
     except OSError:
         return []
-    device, nbytes, found = ctypes.c_int(0), ctypes.c_size_t(0), []
+    device, nbytes, sizes = ctypes.c_int(0), ctypes.c_size_t(0), []
     for number in range(count):
-        is_there = driver.cuDeviceGet(ctypes.byref(device), number) == 0
-        if is_there and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
-            found.append(nbytes.value)
-    return found
+        exists = driver.cuDeviceGet(ctypes.byref(device), number) == 0
+        if exists and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
+            sizes.append(nbytes.value)
+    return sizes

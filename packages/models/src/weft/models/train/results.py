@@ -20,19 +20,19 @@ from ..parallel import ParallelPlan
 from ..terminal import can_show
 from ..versions import versions
 from .config import TrainConfig
-from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, replace_folder, set_aside, tidy
+from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, rename_damaged_checkpoints, replace_folder, tidy
 from .metrics_file import (
     METRICS,
     NARROWEST,
     RunningChecksum,
     check_logged,
-    drawn,
+    draw_curves,
     read_curves,
     read_logged,
     save_picture,
 )
 from .report import Metrics, ParameterLayout, general_name
-from .toml import as_toml, with_sum
+from .toml import add_checksum, as_toml
 from .trackers import Trackers
 
 
@@ -112,9 +112,9 @@ class Results:
         tidy(self._folder)
         if logged is not None:
             check_logged(self._metrics, logged)
-        self._damaged = set_aside(self._folder, step)
+        self._damaged = rename_damaged_checkpoints(self._folder, step)
         self._cut(step)
-        self._write(CONFIG, with_sum(as_toml(recipe, config)))
+        self._write(CONFIG, add_checksum(as_toml(recipe, config)))
         layouts = {f"{general_name(each.name)}: {each.layout or 'whole'}": None for each in parameters}
         self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *layouts, ""]))
         self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
@@ -149,7 +149,7 @@ class Results:
             curves = read_curves(self._metrics)
             if not curves.steps:
                 return "no curves are drawn: no step was taken"
-            shown = drawn(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
+            shown = draw_curves(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
         except Exception as error:
             return f"no curves are drawn: {error}"
         lines = [shown] if can_show(shown) else []
