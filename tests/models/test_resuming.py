@@ -15,7 +15,7 @@ import torch
 from weft.mesh import ProcessMesh
 from weft.models import read_run, save_checkpoint
 from weft.models.cli import main
-from weft.models.cli.settings import configured
+from weft.models.cli.settings import read_configuration
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
@@ -69,7 +69,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Tra
     out, error = capsys.readouterr()
     assert ended.value.code == 0, error
     Path("asked.toml").write_text(out)
-    return configured([], Path("asked.toml"), command="train", about="")
+    return read_configuration([], Path("asked.toml"), command="train", about="")
 
 
 @pytest.mark.parametrize(

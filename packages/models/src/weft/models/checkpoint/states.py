@@ -21,9 +21,9 @@ from ..data.tokenizer import Tokenizer
 from ..families import family_of
 from ..parallel.parallelize import pipeline_of
 from .companions import Companions, attach_companions, companions_of
-from .configs import check_config, own_config, saved_config
+from .configs import check_config, checkpoint_config, model_config
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
-from .optimizers import check_optimizer, describe_optimizer, state_to_fill
+from .optimizers import check_optimizer, describe_optimizer, make_state_to_fill
 from .parts import PartLoadPlanner, PartSavePlanner, TensorPart, part_of
 from .shards import STORED_DTYPES
 from .storage import FolderReader, FolderWriter, check_sums, partial_path
@@ -146,13 +146,13 @@ def fill_from(
     with FolderReader(Path(folder)) as reader:
         manifest = reader.manifest
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
-        saved, own = saved_config(manifest, reader.folder), own_config(model)
+        saved, own = checkpoint_config(manifest, reader.folder), model_config(model)
         if saved is not None and own is not None:
             check_config(saved, own, reader.folder, further_difference=describe_difference(model, reader) or "")
         check_model(model, reader)
         _check_local_parameters(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
-        state = {} if optimizer is None else state_to_fill(model, optimizer, manifest)
+        state = {} if optimizer is None else make_state_to_fill(model, optimizer, manifest)
         tensors |= {
             f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
         }
