@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.models import Llama, initialize, parallelize
-from weft.models.cli.train import _settle
+from weft.models.cli.train import _complete_run
 from weft.models.data.text import Corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
@@ -138,10 +138,10 @@ def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("warp and weft. " * 2000)
-    run, _ = _settle(["--data.path", "text.txt", "--data.sequence-length", "512"], None)
+    run, _ = _complete_run(["--data.path", "text.txt", "--data.sequence-length", "512"], None)
     assert run.config.model.max_seq_len == 512
     assert run.notes == ("model.max_seq_len is 512, as data.sequence_length; llama-tiny has 256",)
-    usual, _ = _settle(["--data.path", "text.txt"], None)
+    usual, _ = _complete_run(["--data.path", "text.txt"], None)
     assert usual.notes == ()
 
 
@@ -283,6 +283,6 @@ def test_a_warmup_that_is_longer_than_the_run_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("warp and weft. " * 2000)
-    run, _ = _settle(["--data.path", "text.txt", *options.split()], None)
+    run, _ = _complete_run(["--data.path", "text.txt", *options.split()], None)
     assert len(run.notes) == (said is not None)
     assert said is None or said in run.notes[0]
