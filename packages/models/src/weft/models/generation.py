@@ -86,8 +86,12 @@ def generate(
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     with fixed_parameters(model):
-        drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options))
-    new = torch.stack(drawn, 1) if drawn else None  # [B, max_new_tokens], or fewer where all rows are complete
+        new_tokens = list(
+            stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options)
+        )
+    new = (
+        torch.stack(new_tokens, 1) if new_tokens else None
+    )  # [B, max_new_tokens], or fewer where all rows are complete
     if isinstance(prompts, Tensor):
         return prompts.clone() if new is None else torch.cat((prompts, new), 1)
     if new is None:
@@ -247,11 +251,11 @@ def _last_position(logits: Tensor) -> Tensor:
 
 def _uniform_numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tensor:
     """Uniform numbers for drawing, [count, B, 1] float64: each a function of (seed, row, number of tokens before)."""
-    drawn = []
+    new_tokens = []
     for row, tokens in enumerate(rows, first_row):
         key, before = derive_key(seed, "generate", row), len(tokens)
-        drawn.append(uniform((before + count,), key, device=tokens.device)[before:].double())
-    return torch.stack(drawn, 1).unsqueeze(-1)
+        new_tokens.append(uniform((before + count,), key, device=tokens.device)[before:].double())
+    return torch.stack(new_tokens, 1).unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

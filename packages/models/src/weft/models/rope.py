@@ -81,8 +81,8 @@ def length_of(positions: Tensor) -> Tensor:
 
 def _dynamic_base(rotary: Rotary, factor: float, length: int | Tensor, device: torch.device) -> Tensor:
     """The base under dynamic scaling: a scalar computed on the device, without a wait of the host for `length`."""
-    seen = torch.as_tensor(length, device=device).clamp(min=rotary.max_seq_len)
-    growth = factor * seen / rotary.max_seq_len - (factor - 1)
+    scaled_length = torch.as_tensor(length, device=device).clamp(min=rotary.max_seq_len)
+    growth = factor * scaled_length / rotary.max_seq_len - (factor - 1)
     base: Tensor = rotary.theta * growth ** (rotary.head_dim / (rotary.head_dim - 2))
     return base
 

@@ -224,13 +224,13 @@ class _Source:
 
     def shape(self, leaf: str) -> tuple[int, ...]:
         """The shape of the layer's A or B."""
-        return tuple(place.stop - place.start for place in self._slices(leaf))
+        return tuple(outer.stop - outer.start for outer in self._slices(leaf))
 
     def read(self, leaf: str, part: tuple[slice, ...]) -> Tensor:
         """The slice `part` of the layer's A or B."""
         pairs = zip(self._slices(leaf), part, strict=True)
         read: Tensor = (self.a if leaf == "A" else self.b)[
-            tuple(slice(place.start + here.start, place.start + here.stop) for place, here in pairs)
+            tuple(slice(outer.start + inner.start, outer.start + inner.stop) for outer, inner in pairs)
         ]
         return read
 

@@ -31,9 +31,9 @@ class Stored:
 
     def slices(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
         """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's."""
-        first, *rest = slices
+        first, *further = slices
         start = self.part * shape[0]
-        found = (slice(start + first.start, start + first.stop), *rest)
+        found = (slice(start + first.start, start + first.stop), *further)
         return found[::-1] if self.transposed else found
 
     def place(self, whole: Tensor) -> Tensor:

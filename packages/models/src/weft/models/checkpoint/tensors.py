@@ -132,8 +132,8 @@ def _is_repetition(stored: Any, repeats: Repeats, tensors: Mapping[str, OpenTens
 
 def _rows(stored: Any, start: int, stop: int | None) -> Tensor:
     """Rows `start` to `stop` of a stored tensor (to the end where None); all of a scalar."""
-    first, *rest = stored.get_shape() or [0]
-    part = (slice(start, first if stop is None else stop), *(slice(0, size) for size in rest))
+    first, *further = stored.get_shape() or [0]
+    part = (slice(start, first if stop is None else stop), *(slice(0, size) for size in further))
     tensor: Tensor = stored[part if stored.get_shape() else ...]
     return tensor
 

@@ -101,6 +101,8 @@ def _version() -> str:
     """The versions of Weft, torch, triton and Python, for a bug report."""
     from ..versions import versions
 
-    found = versions()
-    beside = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton", "python"))
-    return f"weft {found['weft-models'] or 'not installed'} ({beside})"
+    installed = versions()
+    further_versions = ", ".join(
+        f"{name} {installed[name] or 'not installed'}" for name in ("torch", "triton", "python")
+    )
+    return f"weft {installed['weft-models'] or 'not installed'} ({further_versions})"

@@ -84,7 +84,7 @@ def read_configuration(
             _check_options(model_of(origin), all_arguments, model.from_)
     user_model = None
     if model.model_class is not None:
-        _find_modules_here()
+        _find_modules_in_current_folder()
         user_model = _user_model_config(model.model_class, all_arguments, command)
     config = base_configuration(name, origin, user_model)
     if run_options:
@@ -144,7 +144,7 @@ def _model_options() -> argparse.ArgumentParser:
     return parser
 
 
-def _find_modules_here() -> None:
+def _find_modules_in_current_folder() -> None:
     """Make Python find modules in the current folder, as `python -m` does."""
     current_folder = str(Path.cwd())
     if not {"", current_folder} & set(sys.path):

@@ -75,8 +75,8 @@ Exit status
 def run(arguments: list[str]) -> int:
     with report_bad_input("train"):
         adopt_launcher()
-        files, rest = _files().parse_known_args(arguments)
-        new_run, gpus = _complete_run(rest, files.config)
+        files, run_arguments = _files().parse_known_args(arguments)
+        new_run, gpus = _complete_run(run_arguments, files.config)
         if files.print_config:
             print(as_toml(new_run.recipe, new_run.resolved), end="")
             return 0

@@ -169,18 +169,18 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Read the tokenizer's files. Raises ValueError where a file differs from the manifest's, and for a file not in
     the manifest.
     """
-    wanted: dict[str, str] = manifest.request["tokenizer"]
+    expected: dict[str, str] = manifest.request["tokenizer"]
     tokenizer_folder = folder / TOKENIZER_FOLDER
-    for name, digest in wanted.items():
+    for name, digest in expected.items():
         check_sum(tokenizer_folder / name, digest)
     for path in sorted(tokenizer_folder.iterdir()):
-        if path.name not in wanted and not path.name.startswith("."):
+        if path.name not in expected and not path.name.startswith("."):
             raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
-def check_sum(path: Path, wanted: str) -> None:
-    """Read a file. Raises ValueError where its SHA-256 is not `wanted`."""
-    if not path.is_file() or file_sha256(path) != wanted:
+def check_sum(path: Path, expected: str) -> None:
+    """Read a file. Raises ValueError where its SHA-256 is not `expected`."""
+    if not path.is_file() or file_sha256(path) != expected:
         raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or {ANEW}")
 
 

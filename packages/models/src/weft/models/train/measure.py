@@ -120,7 +120,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen: list[Collective] = []
+        self._collectives: list[Collective] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,13 +134,13 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             group = group_named(group) if isinstance(group, str) else group or dist.group.WORLD
             assert group is not None, "a collective has a group"
             nbytes = bytes_of_call(kind, group.size(), group.rank(), args, output)
-            self._seen.append(Collective(kind, axes_of_group(group.group_name), nbytes))
+            self._collectives.append(Collective(kind, axes_of_group(group.group_name), nbytes))
         return output
 
     @property
     def issued(self) -> Counter[str]:
         """Number of collectives of each kind since the last `take` or `take_each`."""
-        return Counter(each.kind for each in self._seen)
+        return Counter(each.kind for each in self._collectives)
 
     def take(self) -> Counter[str]:
         """Return the number of collectives of each kind since the last call, and start again from zero."""
@@ -148,7 +148,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def take_each(self) -> list[Collective]:
         """Return the collectives issued since the last call, in order, and start a new list."""
-        collectives, self._seen = self._seen, []
+        collectives, self._collectives = self._collectives, []
         return collectives
 
 

@@ -163,7 +163,7 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         total, available, swap = (1024 * kib[name] for name in ("MemTotal", "MemAvailable", "SwapTotal"))
     except (OSError, ValueError, KeyError, IndexError):
         return None

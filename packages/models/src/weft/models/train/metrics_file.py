@@ -169,12 +169,12 @@ def read_curves(metrics: Path) -> Curves:
 
 def draw_curves(curves: Curves, width: int) -> str:
     """Text plots of loss and speed for a terminal of `width` columns: side by side if wide enough. No colors."""
-    beside = width >= 2 * NARROW
+    side_by_side = width >= 2 * NARROW
     panels = [
-        _panel(title, curves.steps, values, width // 2 - 1 if beside else width)
+        _panel(title, curves.steps, values, width // 2 - 1 if side_by_side else width)
         for title, values in (("loss", curves.losses), ("tokens/s", curves.speeds))
     ]
-    if not beside:
+    if not side_by_side:
         return "\n".join(panels)
     left, right = (panel.splitlines() for panel in panels)
     wide = max(map(len, left))

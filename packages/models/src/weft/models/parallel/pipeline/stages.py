@@ -40,7 +40,7 @@ class Stages:
         self._running: int | None = None
         self._received: Any = None
         # Parameters of modules around the layers that other stages hold: module, name, and shape as a meta tensor.
-        self._shapes_around: list[tuple[nn.Module, str, Tensor]] = []
+        self._foreign_parameters: list[tuple[nn.Module, str, Tensor]] = []
         self._device: torch.device | None = None  # of the tensors put in their places
         absent = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
         self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in absent}
@@ -85,12 +85,12 @@ class Stages:
 
         arguments: of the model; the tensors are put on the device of these arguments.
         """
-        if not self._shapes_around:
+        if not self._foreign_parameters:
             return
         device = _device_of(arguments)
         if device != self._device:
             self._device = device
-            for module, leaf, shape in self._shapes_around:
+            for module, leaf, shape in self._foreign_parameters:
                 object.__setattr__(module, leaf, _fake(shape, device))
 
     def _layer(self, index: int, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ class Stages:
                     continue
                 if enclosing is None:  # the forward of a module around the layers reads this parameter's shape
                     del module._parameters[leaf]
-                    self._shapes_around.append((module, leaf, parameter.detach().to("meta")))
+                    self._foreign_parameters.append((module, leaf, parameter.detach().to("meta")))
                 else:
                     module.register_parameter(leaf, None)
             if enclosing is not None and not stages_of[enclosing] & own:
