@@ -259,7 +259,8 @@ def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
         if available < num_sequences:
             warnings.append(
                 f"a step takes {num_sequences:,} sequences of {source.name}, which has {available:,} to train on: some "
-                f"are taken {ceil(num_sequences / available)} times in it; give more text, or a smaller --data.batch-size"
+                f"are taken {ceil(num_sequences / available)} times in it; give more text, or a smaller "
+                f"--data.batch-size"
             )
     return warnings
 
