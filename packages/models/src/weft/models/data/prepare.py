@@ -179,19 +179,16 @@ def _claim(job: _Job, expected_progress: dict[str, Any]) -> Iterator[Manifest | 
         for partial in output.glob(f".{PROGRESS}.partial-*"):
             partial.unlink()  # of a process killed while writing
         if (output / PROGRESS).exists():
-            progress_document = _read_progress(output)
-            if progress_document is None:
+            saved = _read_progress(output)
+            if saved is None:
                 if not any(_finished_shard(job, number) for number in range(len(job.parts))):
                     raise ValueError(
                         f"{output / PROGRESS} is not as it was written; remove {output}, or give another --output"
                     )
                 write_record(output / PROGRESS, expected_progress)
-            elif progress_document != expected_progress:
-                changed = (
-                    "the inputs have changed since"
-                    if progress_document["request"] == request
-                    else f"of {_describe_request(progress_document['request'])}"
-                )
+            elif saved != expected_progress:
+                other = f"of {_describe_request(saved['request'])}"
+                changed = "the inputs have changed since" if saved["request"] == request else other
                 raise ValueError(
                     f"{output} holds the beginning of another preparation: {changed}; remove {output}, "
                     f"or give another --output"
@@ -209,12 +206,12 @@ def _claim(job: _Job, expected_progress: dict[str, Any]) -> Iterator[Manifest | 
 
 def _read_progress(output: Path) -> dict[str, Any] | None:
     """The content of a folder's progress.json; None where the file is damaged."""
-    progress_document = read_record(output / PROGRESS)
+    saved = read_record(output / PROGRESS)
     try:
-        check_request(as_type(dict[str, Any], (progress_document or {}).get("request"), PROGRESS))
+        check_request(as_type(dict[str, Any], (saved or {}).get("request"), PROGRESS))
     except ValueError:
         return None
-    return progress_document
+    return saved
 
 
 def _describe_request(request: dict[str, Any]) -> str:
