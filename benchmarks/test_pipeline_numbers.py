@@ -15,7 +15,7 @@ pytest.importorskip("safetensors", reason="checkpoints are written with safetens
 from weft.mesh import ProcessMesh
 from weft.models import Llama, PipelinePlan
 from weft.models.parallel.pipeline.run import stage_mesh_of
-from weft.models.schedules.schedule import NAMES, Name, bubble_formula, run_through
+from weft.models.schedules.schedule import NAMES, Name, bubble_formula, simulate
 from weft.models.step.memory import Memory, predict_memory
 
 from benchmarks.conftest import Tell
@@ -44,7 +44,7 @@ def schedules(pool: Pool) -> dict[Name, Ran]:
     for name in NAMES:
         of_ranks = pool.run(one_step, {"pp": STAGES}, "llama", {}, {"schedule": name}, ranks=STAGES)
         planned = PipelinePlan(schedule=name).make_schedule(STAGES, MICROBATCHES)
-        timeline = run_through(replace(planned, actions=tuple(tuple(each["ran"]) for each in of_ranks)))
+        timeline = simulate(replace(planned, actions=tuple(tuple(each["ran"]) for each in of_ranks)))
         idle = [int(timeline.idle(rank)) for rank in range(STAGES)]
         formula = bubble_formula(name, ranks=STAGES, microbatches=MICROBATCHES, chunks=planned.chunks)
         found[name] = Ran(idle, int(timeline.length), formula, [each["in_flight"] for each in of_ranks])

@@ -55,7 +55,7 @@ def waited(folder: Path) -> dict[str, list[float]]:
     copy, found = None, {"Weft": [], "Weft, synchronous": [], "torch's async_save": []}
     for number in range(SAVES):
         start = time.perf_counter()
-        copy = snapshot(model, optimizer).copied(copy)
+        copy = snapshot(model, optimizer).copy_to_cpu(copy)
         found["Weft"].append(time.perf_counter() - start)
         start = time.perf_counter()
         save_checkpoint(model, folder / f"weft-{number}", optimizer)

@@ -132,14 +132,14 @@ def test_commands_in_sentences_and_tables_are_typed_too() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_that_does_not_do_what_was_predicted_is_seen(dtype: str) -> None:
     report, said = Report(enabled=True), list[str]()
-    report.line = said.append  # type: ignore[method-assign]
+    report.print_line = said.append  # type: ignore[method-assign]
     predicted = Communication((Entry(phase="forward", kind="all-reduce", axes=("tp",), nbytes=8, count=1),))
-    report.issued(predicted, predicted)
-    report.check(5.0, 5.0, 4, dtype)
+    report.print_issued(predicted, predicted)
+    report.check_loss(5.0, 5.0, 4, dtype)
     assert len(said) == 5
     assert denied("\n".join(said)) == []
-    report.issued(predicted, Communication())
-    report.check(5.1, 5.0, 4, dtype)
+    report.print_issued(predicted, Communication())
+    report.check_loss(5.1, 5.0, 4, dtype)
     assert denied("\n".join(said)) == [said[6], said[9]]
 
 

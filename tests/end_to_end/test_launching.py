@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from weft.models.cli.train import _settle
+from weft.models.cli.train import _complete_run
 from weft.models.train.folder import CONFIG
 from weft.models.train.launch import CPU_PROCESSES
 from weft.models.train.run import Run
@@ -81,7 +81,7 @@ def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setenv("RANK", "0")
             monkeypatch.setenv("WORLD_SIZE", str(count))
         here = [word.replace("/shared", str(tmp_path)) for word in arguments]
-        return _settle([*here, "--data.path", "text.txt"], None)[0]
+        return _complete_run([*here, "--data.path", "text.txt"], None)[0]
 
     return settle
 

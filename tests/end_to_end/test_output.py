@@ -130,7 +130,7 @@ def test_a_command_whose_work_is_its_output_says_that_it_is_lost(
 def test_nothing_is_raised_in_a_process_that_prints_on_the_side(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    program = "from weft.models.output import begin_printing\nbegin_printing()\nprint(1, flush=True)\nprint(2)\n"
+    program = "from weft.models.terminal import begin_printing\nbegin_printing()\nprint(1, flush=True)\nprint(2)\n"
     done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")

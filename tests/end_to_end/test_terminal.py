@@ -127,12 +127,12 @@ from tests.models.metrics import some_metrics
 
 report = Report(enabled=True)
 config = replace(recipe("llama-tiny"), steps=3, log_every=2)
-with report.steps(config) as shown:
+with report.show_steps(config) as shown:
     for step in (1, 2, 3):
         shown.show(some_metrics(step=step, done=step / 3))
         if step == 1:
-            report.line("check")
-report.line("after")
+            report.print_line("check")
+report.print_line("after")
 """
 
 

@@ -21,7 +21,7 @@ from weft.models.train.folder import (
     lock,
     newest_complete,
     remove_old,
-    set_aside,
+    rename_damaged_checkpoints,
 )
 
 from tests.faults.attempts import Way, assert_same, complete, train_from
@@ -197,7 +197,7 @@ def test_a_run_goes_on_past_damaged_checkpoints_to_its_end(missing: bool, tmp_pa
 def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-4.damaged"):
         (tmp_path / name).mkdir()
-    assert set_aside(tmp_path, after=2) == [tmp_path / "checkpoint-4.damaged-1"]
+    assert rename_damaged_checkpoints(tmp_path, after=2) == [tmp_path / "checkpoint-4.damaged-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-2",
         "checkpoint-4.damaged",
@@ -207,7 +207,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
 
 def test_a_newer_checkpoint_that_is_whole_is_not_set_aside(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint-4 is newer than the checkpoint that this run resumed from"):
-        set_aside(folder.parent, after=2)
+        rename_damaged_checkpoints(folder.parent, after=2)
     read_all(folder)
 
 

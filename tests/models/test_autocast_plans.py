@@ -45,7 +45,7 @@ def lower() -> AbstractContextManager[Any]:
 def alone(family: str, dtype: torch.dtype) -> Found:
     """In bfloat16 under autocast, or in float64."""
     model, (tokens, targets) = make(FAMILIES[family]), batch()
-    options: dict[str, Any] = {"computing": lower} if dtype == torch.bfloat16 else {}
+    options: dict[str, Any] = {"call_context": lower} if dtype == torch.bfloat16 else {}
     microbatch = Microbatch(args=(tokens,), kwargs={"dropout_key": KEY}, targets=targets)
     found = find_gradients(
         model.to(torch.float64 if not options else None), CRITERION, [microbatch], GradientSync(model), **options
@@ -70,7 +70,7 @@ def on_a_mesh(family: str, plan: str) -> Found:
     parallelize(model, mesh, own)
     laid = lay_out_batch(mesh, own, *batch())
     given = {"positions": laid.positions, **inputs}
-    found, issued = observed_step(model, CRITERION, laid.tokens, laid.targets, inputs=given, computing=lower)
+    found, issued = observed_step(model, CRITERION, laid.tokens, laid.targets, inputs=given, call_context=lower)
     assert issued == recorded, f"issued\n{issued}\nrecorded\n{recorded}"
     return {"loss": whole(found.loss)} | {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 

@@ -66,7 +66,7 @@ def run_of(folder: Path, name: str, axes: dict[str, int], plan: dict[str, Any], 
 def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
     """The loss of step 1, its printed lines, and the error that ends it. change: added to the weights on the mesh."""
     trainer, said = Trainer(run, torch.device("cpu")), list[str]()
-    trainer.report.line = said.append  # type: ignore[method-assign]
+    trainer.report.print_line = said.append  # type: ignore[method-assign]
     if run.resume is not None:
         assert Saver(run, trainer.model, trainer.optimizer).resume() == 0
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
@@ -79,7 +79,7 @@ def first_step(run: Run, change: float = 0.0) -> tuple[float, list[str], str]:
         trainer.first_step()
     except TrainingError as stopped:
         error = str(stopped)
-    return float(trainer._unread[0].found.loss), [line for line in said if line.startswith("check")], error
+    return float(trainer._unread_steps[0].result.loss), [line for line in said if line.startswith("check")], error
 
 
 def their_loss(folder: Path, name: str) -> float:
@@ -134,13 +134,13 @@ def test_without_the_check_it_is_trained_all_the_same(folder: Path, pool: Pool) 
 def test_how_near_the_losses_must_be(alone: float, factor: float, within: bool, dtype: str) -> None:
     """Relative to the loss; a loss below 1 has the rounding of logits, which are not as small."""
     report = Report(enabled=False)
-    assert report.check(alone + factor * ROUNDING[dtype] * max(alone, 1.0), alone, 2, dtype) is within
+    assert report.check_loss(alone + factor * ROUNDING[dtype] * max(alone, 1.0), alone, 2, dtype) is within
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_not_within(loss: float) -> None:
-    assert not Report(enabled=False).check(loss, 5.0, 2, "float32")
-    assert not Report(enabled=False).check(5.0, loss, 2, "float32")
+    assert not Report(enabled=False).check_loss(loss, 5.0, 2, "float32")
+    assert not Report(enabled=False).check_loss(5.0, loss, 2, "float32")
 
 
 def test_a_folder_in_16_bits_is_trained_in_32(tmp_path: Path, folder: Path, pool: Pool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from weft.models.cli import main
-from weft.models.cli.settings import configured
+from weft.models.cli.settings import read_configuration
 from weft.models.rope_scaling import LinearRopeScaling
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.recipes import RECIPES, recipe
@@ -32,7 +32,7 @@ OTHER = replace(
 
 
 def parsed(arguments: list[str], file: Path | None) -> tuple[str, TrainConfig]:
-    return configured(arguments, file, command="train", about="")
+    return read_configuration(arguments, file, command="train", about="")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -30,9 +30,8 @@ from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.schedules.schedule import NAMES
-from weft.models.step.clip import clip_gradients
-from weft.models.step.find_gradients import find_gradients
-from weft.models.step.forward_backward import divide
+from weft.models.step.find_gradients import clip_gradients, find_gradients
+from weft.models.step.forward_backward import divide_batch
 from weft.reshard import GradientSync, layout_of
 
 from tests.models.cases import ALLOWED, deviation
@@ -147,7 +146,7 @@ class Training:
 
     def microbatches(self, step: int) -> list[Any]:
         key = derive_key(3, "dropout", step)
-        return divide(self.model, *batch(self._rows, step), self._count, {"dropout_key": key})
+        return divide_batch(self.model, *batch(self._rows, step), self._count, {"dropout_key": key})
 
     def gradients(self, step: int) -> Any:
         return find_gradients(self.model, self.criterion, self.microbatches(step), self.sync)

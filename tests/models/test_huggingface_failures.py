@@ -126,7 +126,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError("no space left")
 
-    monkeypatch.setattr(huggingface, "write_summed", full)
+    monkeypatch.setattr(huggingface, "write_with_checksums", full)
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(make(SMALL), tmp_path / "model")
     assert not any(tmp_path.iterdir())

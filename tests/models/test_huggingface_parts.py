@@ -109,7 +109,7 @@ def fail_to_save(folder):
     def full(*arguments, **options):
         raise OSError("no space left")
 
-    with patch.object(huggingface, "write_summed", full), pytest.raises(OSError, match="no space left"):
+    with patch.object(huggingface, "write_with_checksums", full), pytest.raises(OSError, match="no space left"):
         save_pretrained(model, folder / "model", shard_bytes=10_000)
 
 

@@ -12,7 +12,7 @@ from weft.kernels import KeyValueCache, attention, cross_entropy
 from weft.mesh import Layout, ProcessMesh
 from weft.models import PipelinePlan, forward_backward, generate, parallelize
 from weft.models.step.find_gradients import find_loss
-from weft.models.step.forward_backward import divide
+from weft.models.step.forward_backward import divide_batch
 from weft.reshard import GradientSync, clip_grad_norm_, distribute, fixed_parameters, reshard
 
 from tests.models.cases import gradients_off, whole
@@ -39,7 +39,7 @@ def first_in_inference_mode(name: str, axes: dict[str, int], plan: dict[str, Any
     for number in range(2):
         with torch.inference_mode():
             if "pp" in axes:
-                find_loss(model, cross_entropy, divide(model, *batch(), 2, {}))
+                find_loss(model, cross_entropy, divide_batch(model, *batch(), 2, {}))
             else:
                 tokens = batch()[0]
                 with fixed_parameters(model):

@@ -16,7 +16,7 @@ from weft.kernels import attention, cross_entropy
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard
 from weft.models import ColwiseParallel, LlamaConfig, ParallelPlan, generate, parallelize, record
 from weft.models.checks import check_tensor_parallel
-from weft.models.parallel.parameter_layouts import few_heads
+from weft.models.parallel.parameter_layouts import layers_with_few_heads
 from weft.models.parallel.resolve import resolve
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, layout_of, reshard
@@ -217,4 +217,6 @@ def test_degrees_that_do_not_fit_list_those_that_do(heads: int, kv_heads: int, w
     with pytest.raises(ValueError, match=r"degrees that work: 1, 2"):
         check_tensor_parallel(config, ways)
     around = ParallelPlan(tensor={"layers.*.mlp.up_proj": ColwiseParallel(), "lm_head": ColwiseParallel()})
-    assert few_heads(model, resolve(model, around), ways) == {}  # a plan that keeps the heads whole is accepted
+    assert (
+        layers_with_few_heads(model, resolve(model, around), ways) == {}
+    )  # a plan that keeps the heads whole is accepted

@@ -100,10 +100,10 @@ def test_a_rank_goes_back_without_waiting_for_the_others(pool: Pool) -> None:
 
 
 def communication_of_microbatches() -> str:
-    from weft.models.step.forward_backward import divide, weight_criterion
+    from weft.models.step.forward_backward import divide_batch, weight_criterion
 
     model, (tokens, targets) = on_ranks({"dp": 2}), a_batch()
-    parts = divide(model, tokens, targets, 2, {})
+    parts = divide_batch(model, tokens, targets, 2, {})
     _, communication = observed_microbatches(
         model, weight_criterion(cross_entropy, parts, targets), parts, GradientSync(model)
     )

@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from weft.models.train.agreement import of_this_attempt
+from weft.models.train.agreement import store_of_attempt
 
 RANKS = 3
 
 
 def meeting(store: dist.Store, ranks: list[int], threads: ThreadPoolExecutor) -> list[Future[dist.Store]]:
-    return [threads.submit(of_this_attempt, store, rank, RANKS, 10.0) for rank in ranks]
+    return [threads.submit(store_of_attempt, store, rank, RANKS, 10.0) for rank in ranks]
 
 
 @pytest.mark.parametrize("late", range(RANKS))
@@ -34,4 +34,4 @@ def test_a_rank_that_is_not_answered_says_so() -> None:
     store = dist.HashStore()
     store.set("weft/name of the attempt", "an earlier one")
     with pytest.raises(RuntimeError, match=r"rank 0 has not answered rank 1 for 0\.1 s"):
-        of_this_attempt(store, 1, 2, 0.1)
+        store_of_attempt(store, 1, 2, 0.1)

@@ -87,7 +87,7 @@ def ended_beside_a_write(folder: Path) -> str:
             with torch.no_grad():
                 trainer.model.norm.weight.fill_(float("nan"))  # type: ignore[union-attr]
 
-    write, explain = Snapshot.write, Trainer._ranks_where
+    write, explain = Snapshot.write, Trainer._ranks_with
 
     def held_up(copy: Snapshot, *arguments: Any) -> None:
         assert ending.wait(PATIENCE), "the run does not end"
@@ -97,7 +97,7 @@ def ended_beside_a_write(folder: Path) -> str:
         ending.set()
         return explain(trainer, here)
 
-    with patch.object(Snapshot, "write", held_up), patch.object(Trainer, "_ranks_where", about_to_end):
+    with patch.object(Snapshot, "write", held_up), patch.object(Trainer, "_ranks_with", about_to_end):
         return end_of(folder, broken, log_every=1)
 
 

@@ -29,8 +29,8 @@ from weft.models import (
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.parallel.parallelize import pipeline_of
-from weft.models.schedules.schedule import run_through
-from weft.models.step.clip import clip_gradients
+from weft.models.schedules.schedule import simulate
+from weft.models.step.find_gradients import clip_gradients
 
 from tests.models.cases import deviations, gradients_off, whole
 from tests.support.sample import together
@@ -256,7 +256,7 @@ def test_activations_in_flight_and_idle_slots_of_what_ran(
     found = pool.run(one_step, {"pp": ranks}, "llama", {}, plan, ranks=ranks)
     assert [each["in_flight"] for each in found] == in_flight
     planned = PipelinePlan(**plan).make_schedule(ranks, MICROBATCHES)
-    timeline = run_through(replace(planned, actions=tuple(tuple(each["ran"]) for each in found)))
+    timeline = simulate(replace(planned, actions=tuple(tuple(each["ran"]) for each in found)))
     assert [Fraction(timeline.idle(rank)) / Fraction(timeline.length) for rank in range(ranks)] == [idle] * ranks
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import PipelinePlan, forward_backward, parallelize
-from weft.models.step.clip import clip_gradients
+from weft.models.step.find_gradients import clip_gradients
 from weft.reshard import GradientSync
 
 from tests.models.cases import gradients_off, whole

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.mesh import Layout, ProcessMesh
-from weft.models.parallel.pipeline.messages import Channel, form_of, read, written
+from weft.models.parallel.pipeline.messages import Channel, decode_form, encode_form, form_of
 from weft.reshard import distribute
 
 from tests.architecture.rules import ROOT
@@ -38,8 +38,8 @@ X = torch.ones(2, 3, dtype=torch.bfloat16)
 )
 def test_what_is_written_is_read(message: Any) -> None:
     form = form_of(message)
-    told = written(form)
-    assert read(told) == form and type(read(told)) is type(form)
+    told = encode_form(form)
+    assert decode_form(told) == form and type(decode_form(told)) is type(form)
     json.loads(told)
 
 
@@ -55,8 +55,8 @@ def test_what_is_written_is_read(message: Any) -> None:
     ],
 )
 def test_what_json_has_not_is_refused(message: Any, kind: str) -> None:
-    with pytest.raises(TypeError, match=f"a {kind} cannot be told to the next stage; use tensors, numbers, text"):
-        written(form_of(message))
+    with pytest.raises(TypeError, match=f"a {kind} cannot be sent to the next stage; use tensors, numbers, text"):
+        encode_form(form_of(message))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_json_has_not_is_refused(message: Any, kind: str) -> None:
 )
 def test_what_was_not_written_so_is_refused(told: bytes) -> None:
     with pytest.raises(ValueError, match="is not the form of a message between stages"):
-        read(told)
+        decode_form(told)
 
 
 def handed_over(message: Any) -> Any:
@@ -88,7 +88,7 @@ def handed_over(message: Any) -> Any:
     laid = distribute(torch.arange(6.0).reshape(2, 3), Layout(mesh, "dp: S(0)"))
     channel.send({"laid": laid, "plain": (torch.arange(3), 5), "text": "x"}, "alike")
     channel.finish()
-    with pytest.raises(RuntimeError, match=r"pipeline of a test: .* a Pair cannot be told to the next stage"):
+    with pytest.raises(RuntimeError, match=r"pipeline of a test: .* a Pair cannot be sent to the next stage"):
         channel.send(message, "other")
     return None
 

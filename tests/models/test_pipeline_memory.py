@@ -19,7 +19,7 @@ from weft.models import Llama, LlamaConfig, ParallelPlan, PipelinePlan, initiali
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.parallel.pipeline.run import stage_mesh_of
 from weft.models.step.find_gradients import find_gradients
-from weft.models.step.forward_backward import divide
+from weft.models.step.forward_backward import divide_batch
 from weft.models.step.memory import predict_memory
 from weft.reshard import GradientSync
 from weft.reshard.training.gathered_modules import gathering_units
@@ -57,7 +57,7 @@ def measured(
     parallelize(model, ProcessMesh.grid(**axes), plan)
     sync, optimizer = GradientSync(model, bucket_bytes=1024), torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.arange(BATCH[0] * BATCH[1]).reshape(BATCH) % CONFIG.vocab_size
-    parts = divide(model, tokens, tokens, MICROBATCHES, {})
+    parts = divide_batch(model, tokens, tokens, MICROBATCHES, {})
 
     def criterion(logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(logits, targets, denominator=float(tokens.numel()))

@@ -19,7 +19,7 @@ from weft.models import ParallelPlan, PipelinePlan, parallelize, record
 from weft.models.decoder import CausalModel
 from weft.models.families import make_model
 from weft.models.step.communication import Communication
-from weft.models.step.forward_backward import divide, weight_criterion
+from weft.models.step.forward_backward import divide_batch, weight_criterion
 
 from tests.models.stepping import observed_microbatches
 from tests.models.test_pipeline import CONFIGS, MICROBATCHES, SCHEDULES, batch, make
@@ -47,7 +47,7 @@ def both(
     if recorder in (None, rank):  # recording takes longer than the step
         recorded = record(model, mesh, plan, batch=(tokens, targets), criterion=criterion, rank=rank, **options)
     parallelize(model, mesh, plan)
-    parts = divide(model, tokens, targets, plan.pipeline.microbatches if plan.pipeline else count, inputs)
+    parts = divide_batch(model, tokens, targets, plan.pipeline.microbatches if plan.pipeline else count, inputs)
     _, issued = observed_microbatches(model, weight_criterion(criterion, parts, targets), parts, clip_norm=1e9)
     return recorded, issued
 

@@ -25,7 +25,7 @@ from weft.models import (
     parallelize,
 )
 from weft.models.layers import Embedding, Linear
-from weft.models.parallel.resolve import parts_of, parts_with, resolve
+from weft.models.parallel.resolve import module_plans_of, plans_deciding, resolve
 from weft.reshard import GradientSync, distribute, layout_of, reshard
 
 from tests.models.cases import gradients_of, gradients_off, make, whole
@@ -176,10 +176,11 @@ def test_merged_plans_name_modules_by_prefixes() -> None:
     styles = resolve(model, plan)
     assert styles["left.embed_tokens"] == VocabParallel() and styles["right.lm_head"] == ColwiseParallel()
     assert "right.embed_tokens" not in styles
-    assert [(part.name, part.plan.sequence) for part in parts_of(model, plan)] == [("left", False), ("right", True)]
+    found = [(each.name, each.plan.sequence) for each in module_plans_of(model, plan)]
+    assert found == [("left", False), ("right", True)]
     assert "[left]\nembed_tokens: VocabParallel()" in str(plan)
     nested = nn.ModuleDict({"both": model, "other": make(CONFIG)})
-    names = [part.name for part in parts_of(nested, ParallelPlan.merge({"both": plan, "oth*": own}))]
+    names = [each.name for each in module_plans_of(nested, ParallelPlan.merge({"both": plan, "oth*": own}))]
     assert names == ["both.left", "both.right", "other"]
 
 
@@ -189,7 +190,7 @@ def test_an_option_holds_within_its_part() -> None:
 
     def of(**plans: ParallelPlan) -> list[str]:
         merged = ParallelPlan.merge({name.replace("_", "."): plan for name, plan in plans.items()})
-        return [part.name for part in parts_with(parts_of(model, merged), "context")]
+        return [each.name for each in plans_deciding(module_plans_of(model, merged), "context")]
 
     assert of(both_left=plain, both_right=gathers) == ["both.left", "both.right"]
     around = ParallelPlan()

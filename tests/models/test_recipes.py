@@ -29,11 +29,11 @@ def trained(name: str, dp: int, tp: int, steps: int) -> list[Metrics]:
     config = replace(recipe(name), check=False, data=SMALLER)
     run = Run(recipe=name, config=config, corpus=find_corpus(None), dp=dp, tp=tp, folder=Path("nowhere"))
     trainer = Trainer(run, torch.device("cpu"))
-    trainer.report.line = lambda line: None  # type: ignore[method-assign]
+    trainer.report.print_line = lambda line: None  # type: ignore[method-assign]
     trainer.first_step()
     for step in range(1, steps):
         trainer.step(step)
-    return trainer.read()
+    return trainer.read_metrics()
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ import torch
 from weft.mesh import ProcessMesh
 from weft.models import read_run, save_checkpoint
 from weft.models.cli import main
-from weft.models.cli.settings import configured
+from weft.models.cli.settings import read_configuration
 from weft.models.data.text import find_corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
@@ -25,7 +25,7 @@ from weft.models.train.recipes import recipe
 from weft.models.train.results import Results
 from weft.models.train.run import Run
 from weft.models.train.saved_run import check_same_run, describe_run
-from weft.models.train.toml import as_toml, check_sum, with_sum
+from weft.models.train.toml import add_checksum, as_toml, check_sum
 
 from tests.models.metrics import some_metrics
 from tests.support.sample import Portion
@@ -69,7 +69,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Tra
     out, error = capsys.readouterr()
     assert ended.value.code == 0, error
     Path("asked.toml").write_text(out)
-    return configured([], Path("asked.toml"), command="train", about="")
+    return read_configuration([], Path("asked.toml"), command="train", about="")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_each_flipped_bit_in_the_options_is_found_or_changes_none(
     portion: Portion, config: TrainConfig, tmp_path: Path
 ) -> None:
     path, options = tmp_path / "config.toml", as_toml(RECIPE, config)
-    whole = with_sum(options).encode()
+    whole = add_checksum(options).encode()
     path.write_bytes(whole)
     check_sum(path)
     for place in portion.of(range(len(whole)), every=8):

@@ -25,8 +25,8 @@ from weft.models import (
     lay_out_batch,
     parallelize,
 )
-from weft.models.layers import ROWWISE
-from weft.models.parallel.local_modules import is_rowwise
+from weft.models.layers import ROW_INDEPENDENT
+from weft.models.parallel.local_modules import is_row_independent
 from weft.reshard import to_global
 
 from tests.models.cases import gradients_off, whole
@@ -74,12 +74,12 @@ def with_others(value: Any) -> Any:
 
 
 def rows_that_follow_others(model: nn.Module) -> tuple[set[str], set[type]]:
-    """Classes declared rowwise whose first output row depends on the rest; and all rowwise classes called."""
+    """The `row_independent` classes whose first output row depends on other rows; and all such classes called."""
     calls: list[tuple[nn.Module, Any, Any]] = []
     hooks = [
         module.register_forward_pre_hook(lambda m, args, kwargs: calls.append((m, args, kwargs)), with_kwargs=True)
         for module in model.modules()
-        if is_rowwise(module)
+        if is_row_independent(module)
     ]
     given = a_batch()
     given.pop("targets")
@@ -102,12 +102,12 @@ def test_what_is_declared_row_by_row_reads_no_other_row() -> None:
         wrong, seen = rows_that_follow_others(make(name))
         assert not wrong, name
         called |= seen
-    assert called >= {kind for kind in ROWWISE if kind.__module__.startswith("weft.")}
+    assert called >= {kind for kind in ROW_INDEPENDENT if kind.__module__.startswith("weft.")}
 
 
 def test_a_model_whose_angles_follow_the_longest_row_is_not_declared_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the test above would tell."""
-    assert not is_rowwise(make("llama-dynamic"))
+    assert not is_row_independent(make("llama-dynamic"))
     monkeypatch.setattr(Llama, "reads_other_rows", False)
     assert rows_that_follow_others(make("llama-dynamic"))[0] == {"Llama"}
 

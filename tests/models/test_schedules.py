@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 from weft.models.schedules.orders import make_schedule
-from weft.models.schedules.schedule import NAMES, Action, DeadlockError, Schedule, check_order, run_through
+from weft.models.schedules.schedule import NAMES, Action, DeadlockError, Schedule, check_order, simulate
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (*range(1, 10), 16)))
 NAMED = [*((name, 1) for name in NAMES if name != "interleaved"), ("interleaved", 2), ("interleaved", 3)]
@@ -36,7 +36,7 @@ def share_idle(schedule: Schedule) -> set[Fraction]:
 def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, chunks: int) -> None:
     for schedule in schedules(name, chunks):
         ends = {}
-        for span in run_through(schedule).spans:
+        for span in simulate(schedule).spans:
             for action, begin, end in span:
                 assert action not in ends
                 ends[action] = (begin, end)
@@ -88,9 +88,9 @@ def test_activations_in_flight() -> None:
 def test_anchor_30_no_deadlock_whatever_takes_how_long(name: str, chunks: int) -> None:
     times = random.Random(5)
     for schedule in schedules(name, chunks):
-        run_through(schedule, lambda action: times.expovariate(1.0))
+        simulate(schedule, lambda action: times.expovariate(1.0))
         if name != "interleaved" or schedule.microbatches % schedule.ranks == 0:
-            run_through(schedule, lambda action: times.expovariate(1.0), sends="blocking")
+            simulate(schedule, lambda action: times.expovariate(1.0), sends="blocking")
 
 
 def test_a_deadlock_is_found() -> None:
@@ -99,7 +99,7 @@ def test_a_deadlock_is_found() -> None:
     with pytest.raises(
         DeadlockError, match="rank 0 before B of microbatch 0 on stage 0, rank 1 before F of microbatch 1"
     ):
-        run_through(replace(good, actions=((a0, c0, a1, c1), (f1, b1, f0, b0))))
+        simulate(replace(good, actions=((a0, c0, a1, c1), (f1, b1, f0, b0))))
     crossed = replace(good, actions=((a0, a1, c0, c1), (f1, b1, f0, b0)))
     with pytest.raises(
         ValueError, match=r"stage 0 takes the F of microbatches in the order \[0, 1\], and stage 1 in \[1, 0\]"

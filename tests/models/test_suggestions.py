@@ -72,7 +72,7 @@ def test_the_options_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     (line,) = [line for line in suggested(OTHER) if "another mesh" in line]
     _, _, *arguments = shlex.split(line.partition("    ")[0])
-    settled, _ = train_command._settle(arguments, None)
+    settled, _ = train_command._complete_run(arguments, None)
     assert settled.config == replace(OTHER, output=None, mesh=MeshConfig(dp=4, tp=1))
 
 
@@ -139,7 +139,7 @@ def test_each_command_is_one_that_is_not_refused(
 ) -> None:
     """Parsed by the shell and by the command's own parser, with the run's options."""
     files, rest = train_command._files().parse_known_args(shlex.split(typed))
-    run, _ = train_command._settle(rest, files.config)
+    run, _ = train_command._complete_run(rest, files.config)
     if launched:
         world = {**LAUNCHED, "TORCHELASTIC_RUN_ID": "1"}
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -154,7 +154,7 @@ def test_each_command_is_one_that_is_not_refused(
     assert any("FILE_OR_FOLDER" in line for line in train) != bool(has_text)
     for line in train:
         words = shlex.split(line.partition("    ")[0].replace("FILE_OR_FOLDER", "text.txt"))
-        found, _ = train_command._settle(words[words.index("train") + 1 :], None)
+        found, _ = train_command._complete_run(words[words.index("train") + 1 :], None)
         same = {"mesh": run.config.mesh, "plan": run.config.plan, "output": run.config.output}
         if "FILE_OR_FOLDER" in line:
             same["data"] = run.config.data

@@ -33,13 +33,13 @@ def trained(text: str, sizes: dict[str, Any], plan: dict[str, Any], compiles: bo
         **{"dp": 1, "tp": 1, **sizes},
     )
     made = Trainer(run, torch.device("cpu"))
-    made.report.line = lambda text: None  # type: ignore[method-assign]
+    made.report.print_line = lambda text: None  # type: ignore[method-assign]
     made.first_step()
     graphs = [counters["stats"]["unique_graphs"]]
     for step in range(1, STEPS):
         made.step(step)
     graphs.append(counters["stats"]["unique_graphs"])
-    taken = made.read()
+    taken = made.read_metrics()
     return [number for each in taken for number in (each.loss, each.grad_norm or 0.0)], graphs
 
 

@@ -56,14 +56,14 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         folder=Path(text).parent,
     )
     made, said, computed = Trainer(run, torch.device("cpu")), [], set()
-    made.report.line = said.append
+    made.report.print_line = said.append
     for layer in made.model.blocks:
         layer.mlp.up_proj.register_forward_hook(lambda module, args, output: computed.add(output.dtype))
     before = [parameter.detach().to_local().clone() for parameter in made.model.parameters()]
     made.first_step()
-    if made.predicted is not None:
-        assert Communication.of(made.issued) == made.predicted
-    assert made._unread[0].found.loss.dtype == torch.float32
+    if made.prediction is not None:
+        assert Communication.of(made.issued_collectives) == made.prediction
+    assert made._unread_steps[0].result.loss.dtype == torch.float32
     kept = {each.dtype for state in made.optimizer.state.values() for each in state.values() if each.ndim}
     after = [parameter.to_local() for parameter in made.model.parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -71,7 +71,7 @@ def first_step(text: str, plan: PlanConfig) -> dict[str, object]:
         "computed": computed,
         "parameters": {each.dtype for each in after},
         "kept": kept,
-        "loss": made._unread[0].found.loss.item(),
+        "loss": made._unread_steps[0].result.loss.item(),
         "said": said,
     }
 
@@ -82,14 +82,14 @@ def reduced(text: str, dtype: Any, zero: Any) -> tuple[list[int], list[Tensor]]:
     config = replace(CONFIG, dtype="float32", reduce_dtype=dtype, plan=PlanConfig(zero=zero), optimizer=uncut)
     run = Run(recipe="small", config=config, corpus=find_corpus(Path(text)), dp=2, tp=1, folder=Path(text).parent)
     made, given = Trainer(run, torch.device("cpu")), []
-    made.report.line = lambda line: None  # type: ignore[method-assign]
+    made.report.print_line = lambda line: None  # type: ignore[method-assign]
     made.optimizer.register_step_pre_hook(
         lambda optimizer, *_: given.extend(each.grad.to_local() for each in made.model.parameters())
     )
     made.first_step()
-    kind, issued = "reduce-scatter" if zero else "all-reduce", Communication.of(made.issued)
+    kind, issued = "reduce-scatter" if zero else "all-reduce", Communication.of(made.issued_collectives)
     told = [
-        sum(each.select(phase=phase, kind=kind).nbytes for phase in AFTER) for each in (made.predicted, issued) if each
+        sum(each.select(phase=phase, kind=kind).nbytes for phase in AFTER) for each in (made.prediction, issued) if each
     ]
     return told, given
 
@@ -140,8 +140,8 @@ def test_layers_compute_in_bfloat16_and_parameters_are_float32(pool: Pool, text:
 @pytest.mark.parametrize(("dtype", "words"), [("float32", "NOT within 1e-06"), ("bfloat16", "within 1e-03")])
 def test_how_near_two_losses_must_be_follows_the_dtype(dtype: str, words: str) -> None:
     report, said = Report(enabled=True), []
-    report.line = said.append  # type: ignore[method-assign]
-    report.check(5.0001, 5.0, 4, dtype)
+    report.print_line = said.append  # type: ignore[method-assign]
+    report.check_loss(5.0001, 5.0, 4, dtype)
     assert said == [
         f"check  loss of step 1: 5.0001000 on 4 processes, 5.0000000 on one: {words}, as {dtype} rounds; "
         "relative difference 2.0e-05"

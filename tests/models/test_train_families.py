@@ -57,7 +57,7 @@ def first_step(text: str, model: ModelConfig, axes: dict[str, int], plan: dict[s
     config = TrainConfig(model=model, data=data, plan=PlanConfig(**plan))
     run = Run(recipe="small", config=config, corpus=find_corpus(Path(text)), folder=Path(text).parent, **axes)
     made, said = Trainer(run, torch.device("cpu")), list[str]()
-    made.report.line = said.append  # type: ignore[method-assign]
+    made.report.print_line = said.append  # type: ignore[method-assign]
     made.first_step()
     return said if made.rank == 0 else []
 

@@ -19,7 +19,7 @@ from weft.mesh import Layout, Partial, ProcessMesh, Shard
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
 from weft.models.train.measure import flops_per_token, peak_flops
-from weft.models.train.metrics_file import drawn, read_curves, save_picture
+from weft.models.train.metrics_file import draw_curves, read_curves, save_picture
 from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
 from weft.models.train.trackers import Trackers, check_trackers
@@ -61,7 +61,7 @@ def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
 
 def test_a_line_is_shown_wherever_held_out_text_was_read(capsys: pytest.CaptureFixture[str]) -> None:
     """Besides the first line, the last, and lines at multiples of log_every."""
-    with Report(enabled=True).steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
+    with Report(enabled=True).show_steps(replace(recipe("llama-tiny"), steps=25, log_every=10)) as shown:
         for step in range(1, 26):
             shown.show(some_metrics(step=step, held_out_loss=2.0 if step % 7 == 0 else None))
     lines = capsys.readouterr().out.splitlines()
@@ -156,7 +156,7 @@ def test_the_curves_are_drawn_on_a_terminal_and_saved(tmp_path: Path) -> None:
     curves = read_curves(lines(tmp_path))
     assert (curves.steps[0], curves.losses[-1], curves.held_out) == (1, 2.0, [(20, 5.0)])
     for width in (60, 120):
-        picture = drawn(curves, width)
+        picture = draw_curves(curves, width)
         assert max(map(len, picture.splitlines())) <= width
         assert "(loss)" in picture and "(tokens/s)" in picture and "\x1b" not in picture
     for name, beginning in (("curves.svg", b"<?xml"), ("curves.png", b"\x89PNG")):
@@ -168,7 +168,7 @@ def test_the_curves_are_drawn_on_a_terminal_and_saved(tmp_path: Path) -> None:
 def test_a_curve_without_extent_is_drawn(values: list[float], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(asdict(some_metrics(step=i, loss=x))) + "\n" for i, x in enumerate(values, 1)))
-    assert "(loss)" in drawn(read_curves(path), 80)
+    assert "(loss)" in draw_curves(read_curves(path), 80)
     save_picture(read_curves(path), tmp_path / "curves.svg")
 
 

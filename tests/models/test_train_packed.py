@@ -26,7 +26,7 @@ from weft.models.families import make_model
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.loop import train
 from weft.models.train.recipes import recipe
-from weft.models.train.report import Metrics, next_steps
+from weft.models.train.report import Metrics, closing_lines
 from weft.models.train.run import Run, complete_plan, mesh_sizes
 from weft.models.train.trainer import Trainer, TrainingError
 
@@ -91,13 +91,13 @@ def trained(prepared: str, family: str, mesh: dict[str, int], plan: dict[str, An
     )
     made = Trainer(run, torch.device("cpu"))
     lines: list[str] = []
-    made.report.line = lines.append  # type: ignore[method-assign]
+    made.report.print_line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()
     made.first_step()
     with no_reads():
         made.step(1)
     assert not [line for line in lines if "NOT" in line]
-    return [first, *(each.loss for each in made.read())]
+    return [first, *(each.loss for each in made.read_metrics())]
 
 
 READING = 0.05  # seconds that reading a batch takes, without a core
@@ -115,13 +115,13 @@ def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
         return read(step, rows)
 
     made._batches.batch = slowly  # type: ignore[method-assign]
-    made.read_ahead(0)
+    made.prefetch_data(0)
     tokens = settings.data.batch_size * settings.data.sequence_length
     found: list[Metrics] = []
     for step in (*range(6), 20):
-        made.begin_reading()
+        made.restart_clock()
         made.step(step)
-        found += made.read()
+        found += made.read_metrics()
     return (
         [each.data_share for each in found[1:6]],
         [each.data_share * tokens / each.tokens_per_second for each in found[6:]],
@@ -182,7 +182,7 @@ def step_of_few(path: str) -> float:
         torch.device("cpu"),
     )
     made.step(0)
-    return made.read()[0].loss
+    return made.read_metrics()[0].loss
 
 
 def test_a_step_of_more_sequences_than_there_are_takes_each_as_often(tmp_path: Path, pool: Pool) -> None:
@@ -241,8 +241,10 @@ def closing(prepared: str, vocab_size: int) -> tuple[float, str]:
     settled = config("llama", {"dp": 1, "tp": 1}, {})
     settled = replace(settled, model=replace(settled.model, vocab_size=vocab_size))
     run = Run(recipe="llama-tiny", config=settled, corpus=find_data(Path(prepared)), folder=Path("run"), dp=1, tp=1)
-    a_token = Trainer(run, torch.device("cpu")).held_out_bytes()
-    return a_token, next_steps(run, (math.log(8), math.log(2)), 1.0, a_token=a_token, on_cpu=True).splitlines()[0]
+    bytes_per_token = Trainer(run, torch.device("cpu")).held_out_bytes_per_token()
+    return bytes_per_token, closing_lines(
+        run, (math.log(8), math.log(2)), 1.0, bytes_per_token=bytes_per_token, on_cpu=True
+    ).splitlines()[0]
 
 
 def test_bits_a_byte_are_of_the_text_whatever_the_tokenizer(pool: Pool, tmp_path: Path) -> None:

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.models import Llama, initialize, parallelize
-from weft.models.cli.train import _settle
+from weft.models.cli.train import _complete_run
 from weft.models.data.text import Corpus
 from weft.models.families import make_model
 from weft.models.parallel import ParallelPlan
 from weft.models.rope_scaling import DynamicRopeScaling
-from weft.models.step.clip import clip_gradients
+from weft.models.step.find_gradients import clip_gradients
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from weft.models.train.folder import check_new, find_checkpoint
 from weft.models.train.learning_rate import learning_rate
 from weft.models.train.measure import CollectiveCount
 from weft.models.train.recipes import RECIPES, recipe
-from weft.models.train.report import describe
+from weft.models.train.report import describe_run
 from weft.models.train.results import Results
 from weft.models.train.run import Run, mesh_sizes
 from weft.reshard import distribute, to_global
@@ -138,10 +138,10 @@ def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("warp and weft. " * 2000)
-    run, _ = _settle(["--data.path", "text.txt", "--data.sequence-length", "512"], None)
+    run, _ = _complete_run(["--data.path", "text.txt", "--data.sequence-length", "512"], None)
     assert run.config.model.max_seq_len == 512
     assert run.notes == ("model.max_seq_len is 512, as data.sequence_length; llama-tiny has 256",)
-    usual, _ = _settle(["--data.path", "text.txt"], None)
+    usual, _ = _complete_run(["--data.path", "text.txt"], None)
     assert usual.notes == ()
 
 
@@ -156,7 +156,7 @@ def test_a_run_on_longer_sequences_says_that_its_model_is_for_them(
 def test_what_was_left_out_is_said(pictures: str, said: list[str]) -> None:
     corpus = Corpus("a text", (), 10, skipped=tuple(Path(f"{name}.png") for name in pictures))
     run = Run(recipe="llama-tiny", config=recipe("llama-tiny"), corpus=corpus, dp=1, tp=1, folder=Path("out"))
-    assert describe(run, gpus=0).splitlines()[1:] == said
+    assert describe_run(run, gpus=0).splitlines()[1:] == said
 
 
 @pytest.mark.parametrize(
@@ -283,6 +283,6 @@ def test_a_warmup_that_is_longer_than_the_run_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("warp and weft. " * 2000)
-    run, _ = _settle(["--data.path", "text.txt", *options.split()], None)
+    run, _ = _complete_run(["--data.path", "text.txt", *options.split()], None)
     assert len(run.notes) == (said is not None)
     assert said is None or said in run.notes[0]

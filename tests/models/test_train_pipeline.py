@@ -16,8 +16,8 @@ from weft.models.data.text import find_corpus
 from weft.models.losses import local_value
 from weft.models.step.memory import predict_memory
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
-from weft.models.train.loop import find_parts, train
-from weft.models.train.report import Part, Report
+from weft.models.train.loop import find_parameter_layouts, train
+from weft.models.train.report import ParameterLayout, Report
 from weft.models.train.run import Run, complete_plan, mesh_sizes
 from weft.models.train.trainer import Trainer
 
@@ -49,7 +49,7 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
     """The held-out loss, the losses of two steps, and the held-out loss again."""
     made = Trainer(made_run(text, mesh, plan, **options), torch.device("cpu"))
     lines: list[str] = []
-    made.report.line = lines.append  # type: ignore[method-assign]
+    made.report.print_line = lines.append  # type: ignore[method-assign]
     first = made.held_out_loss()
     made.first_step()
     made.step(1)
@@ -57,7 +57,7 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
         title, heads, *rows = lines[-1].splitlines()
         assert title.startswith("held by each rank") and len(rows) == made.mesh.size
         assert heads.split("  ")[-4:] == ["parameters", "gradients", "optimizer state", "in flight"]
-        parts = find_parts(made)
+        parts = find_parameter_layouts(made)
         assert {part.name for part in parts} == {name for name, _ in made._outline.make_model().named_parameters()}
         assert [part.stage_rank for part in parts] == sorted(int(part.stage_rank or 0) for part in parts)
         said = predict_memory(made._outline.make_model(), made.mesh, made.plan, rank=made.rank)
@@ -71,14 +71,18 @@ def trained(text: str, mesh: dict[str, int], plan: dict[str, Any], options: dict
     if made.rank == 0:
         assert [line.split()[-2:] for line in lines if line.endswith("as predicted")] == [["as", "predicted"]] * 3
         assert not any("NOT as predicted" in line for line in lines)
-    losses = [metrics.loss for metrics in made.read()]
+    losses = [metrics.loss for metrics in made.read_metrics()]
     return [first, *losses, made.held_out_loss()]
 
 
 def test_a_layout_says_on_which_stages_a_parameter_lies(capsys: pytest.CaptureFixture[str]) -> None:
     names = {0: ("embed.weight", "layers.0.up.weight"), 1: ("layers.1.up.weight", "embed.weight", "norm.weight")}
-    parts = [Part(name=name, shape=(4, 2), layout=None, stage_rank=at) for at, held in names.items() for name in held]
-    Report(enabled=True).layout(parts)
+    parts = [
+        ParameterLayout(name=name, shape=(4, 2), layout=None, stage_rank=at)
+        for at, held in names.items()
+        for name in held
+    ]
+    Report(enabled=True).print_layout(parts)
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[1] for row in rows] == ["embed.weight", "layers.*.up.weight", "norm.weight"]
     assert [row[-1] for row in rows] == ["on pp=0, 1", "on pp=0, 1", "on pp=1"]

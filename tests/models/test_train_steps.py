@@ -18,10 +18,9 @@ from weft.mesh import ProcessMesh
 from weft.models import Communication, Llama, LlamaConfig, initialize, parallelize, record
 from weft.models.data.batches import Batches
 from weft.models.data.text import find_corpus
-from weft.models.step.clip import clip_gradients
 from weft.models.step.communication import Phase
-from weft.models.step.find_gradients import find_gradients
-from weft.models.step.forward_backward import divide
+from weft.models.step.find_gradients import clip_gradients, find_gradients
+from weft.models.step.forward_backward import divide_batch
 from weft.models.train.config import DataConfig, MeshConfig, OptimizerConfig, PlanConfig, TrainConfig
 from weft.models.train.optimizer import make_optimizer
 from weft.models.train.run import Run
@@ -65,7 +64,7 @@ def trainer(text: str, sizes: tuple[int, int, int] = (2, 1, 2), plan: dict[str, 
     config = replace(CONFIG, plan=PlanConfig(**(plan or {})))
     run = Run(recipe="small", config=config, corpus=corpus, dp=dp, cp=cp, tp=tp, folder=Path(text).parent)
     made = Trainer(run, torch.device("cpu"))
-    made.report.line = lambda line: None  # type: ignore[method-assign]
+    made.report.print_line = lambda line: None  # type: ignore[method-assign]
     return made
 
 
@@ -82,11 +81,11 @@ def steps_without_reading(text: str, sizes: tuple[int, int, int], plan: dict[str
     made = trainer(text, sizes, plan)
     held_out = made.held_out_loss()
     made.first_step()
-    assert made.predicted == (Communication.of(made.issued) if dist.get_rank() == 0 else None)
+    assert made.prediction == (Communication.of(made.issued_collectives) if dist.get_rank() == 0 else None)
     with no_reads():
         for step in range(1, 3):
             made.step(step)
-    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read()])
+    return Ran(held_out=held_out, losses=[metrics.loss for metrics in made.read_metrics()])
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +129,7 @@ def broken_at_step_three(text: str) -> str:
     made.step(2)
     made.step(3)
     with pytest.raises(TrainingError) as caught:
-        made.read()
+        made.read_metrics()
     return str(caught.value)
 
 
@@ -150,7 +149,7 @@ def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], micr
         initialize(model, seed=0)
         sync, optimizer = GradientSync(model), make_optimizer(model, OptimizerConfig())
         tokens = torch.zeros(4, 8, dtype=torch.long)
-        batch = divide(model, tokens, tokens, microbatches, {"dropout_key": 3})
+        batch = divide_batch(model, tokens, tokens, microbatches, {"dropout_key": 3})
         criterion = partial(cross_entropy, denominator=float(tokens.numel()))
         recorded.take_each()
         for _ in range(2):
@@ -183,7 +182,7 @@ def test_what_was_kept_for_tensors_without_data_is_not_given_to_others() -> None
     with recording(mesh, 0), FakeTensorMode():
         model = parallelize(Llama(config), mesh)
         without = torch.zeros(2, 8, dtype=torch.long)
-        part = divide(model, without, without, 1, {"dropout_key": 3})[0]
+        part = divide_batch(model, without, without, 1, {"dropout_key": 3})[0]
         cross_entropy(model(*part.args, **part.kwargs), part.targets).backward()
     model = Llama(config)
     initialize(model, seed=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from weft.models import Llama, from_pretrained, initialize, save_pretrained
 from weft.models.checkpoint.convert import convert
-from weft.models.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, uncovered
+from weft.models.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, coverage_error
 from weft.models.checkpoint.shards import STORED_DTYPES
 from weft.models.checkpoint.states import load_checkpoint
 
@@ -123,21 +123,21 @@ def test_a_cover_is_told_from_all_else_as_by_counting(shape):
                 draw.shuffle(boxes)
         expected = covers_once(shape, boxes)
         seen.add(expected)
-        assert (uncovered(shape, boxes) is None) == expected, boxes
+        assert (coverage_error(shape, boxes) is None) == expected, boxes
     assert seen == ({True} if 0 in shape else {True, False})
 
 
 def test_a_cover_that_no_grid_makes_is_a_cover():
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    assert uncovered((3, 3), pinwheel) is None
-    assert uncovered((3, 3), pinwheel[:-1]) is not None
+    assert coverage_error((3, 3), pinwheel) is None
+    assert coverage_error((3, 3), pinwheel[:-1]) is not None
 
 
 def test_many_parts_are_checked_in_seconds():
     boxes = boxes_of((512, 512), [range(4, 512, 4), range(4, 512, 4)])
     start = time.process_time()
-    assert len(boxes) == 2**14 and uncovered((512, 512), boxes) is None
-    assert uncovered((512, 512), boxes[1:]) is not None
+    assert len(boxes) == 2**14 and coverage_error((512, 512), boxes) is None
+    assert coverage_error((512, 512), boxes[1:]) is not None
     assert time.process_time() - start < 5
 
 

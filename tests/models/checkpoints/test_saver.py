@@ -69,7 +69,7 @@ class Gate:
 def steps_beside_a_write(folder: Path) -> dict[str, Any]:
     run, gate = run_in(folder, 1), Gate()
     trainer = Trainer(run, torch.device("cpu"))
-    trainer.report.line = lambda text: None  # type: ignore[method-assign]
+    trainer.report.print_line = lambda text: None  # type: ignore[method-assign]
     saver = Saver(run, trainer.model, trainer.optimizer)
     trainer.step(0)
     truth = held(trainer.model, trainer.optimizer)

@@ -32,7 +32,7 @@ def made(seed: int = 1, **config: Any) -> tuple[Any, torch.optim.Optimizer]:
 def test_anchor_31_what_changes_after_the_copy_does_not_show_in_the_file(tmp_path: Path) -> None:
     model, optimizer = made()
     truth = held(model, optimizer)
-    copy = snapshot(model, optimizer).copied()
+    copy = snapshot(model, optimizer).copy_to_cpu()
     with torch.no_grad():
         for tensor in (*model.parameters(), *(each for state in optimizer.state.values() for each in state.values())):
             tensor.add_(1)
@@ -61,9 +61,9 @@ def went_on(folder: Path) -> tuple[tuple[int, ...], list[float]]:
     """This rank's shape of a weight, and the losses after a second snapshot, which reused the first copy's memory."""
     model, optimizer = make(UNEVEN, seed=1, num_layers=1)
     losses_of(model, optimizer, range(1))
-    copy = snapshot(model, optimizer).copied()
+    copy = snapshot(model, optimizer).copy_to_cpu()
     losses_of(model, optimizer, range(1, 2))
-    snapshot(model, optimizer).copied(copy).write(folder)
+    snapshot(model, optimizer).copy_to_cpu(copy).write(folder)
     return tuple(model.layers[0].self_attn.q_proj.weight.to_local().shape), losses_of(model, optimizer, range(2, 5))
 
 
@@ -132,7 +132,7 @@ def test_training_waits_for_less_than_a_tenth_of_what_saving_computes(tmp_path: 
     copy, shares = None, []
     for number in range(6):
         start = time.thread_time()
-        copy = snapshot(model, optimizer).copied(copy)
+        copy = snapshot(model, optimizer).copy_to_cpu(copy)
         copied = time.thread_time()
         copy.write(tmp_path / str(number))
         shares.append((copied - start) / (time.thread_time() - start))

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .qwen.model import Qwen
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.pipeline_plan import PipelinePlan
-    from .step.clip import clip_gradients
     from .step.communication import Communication
+    from .step.find_gradients import clip_gradients
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
     from .step.record import record
@@ -76,7 +76,7 @@ _HOMES = {
     "YarnRopeScaling": ".rope_scaling",
     "Memory": ".step.memory",
     "predict_memory": ".step.memory",
-    "clip_gradients": ".step.clip",
+    "clip_gradients": ".step.find_gradients",
 }  # public name -> module; `families.FAMILIES` adds the names of the model families
 __all__ = [
     "GPT",

@@ -56,9 +56,9 @@ def check_drawing(
         ("top_k", top_k, top_k is None or top_k >= 1, "1 or more"),
         ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0, and at most 1"),
     )
-    for name, value, is_right, wanted in checks:
-        if not is_right:
-            raise ValueError(f"{names.get(name, name)} is {value}; it must be {wanted}")
+    for name, value, is_valid, requirement in checks:
+        if not is_valid:
+            raise ValueError(f"{names.get(name, name)} is {value}; it must be {requirement}")
 
 
 def check_sizes(config: Any, *names: str) -> None:

@@ -86,8 +86,12 @@ def generate(
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     with fixed_parameters(model):
-        drawn = list(stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options))
-    new = torch.stack(drawn, 1) if drawn else None  # [B, max_new_tokens], or fewer where all rows are complete
+        new_tokens = list(
+            stream(model, prompts, max_new_tokens=max_new_tokens, use_cache=use_cache, ends=ends, **options)
+        )
+    new = (
+        torch.stack(new_tokens, 1) if new_tokens else None
+    )  # [B, max_new_tokens], or fewer where all rows are complete
     if isinstance(prompts, Tensor):
         return prompts.clone() if new is None else torch.cat((prompts, new), 1)
     if new is None:
@@ -113,7 +117,7 @@ def stream(
 
     Arguments, communication and errors: as for `generate`.
     """
-    rows = _rows(prompts)
+    rows = _as_rows(prompts)
     check_drawing(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     draw = _Draw(temperature=temperature, top_k=top_k, top_p=top_p)
     _check(rows)
@@ -161,7 +165,7 @@ def _stream(
     last = torch.zeros(len(rows), dtype=torch.int64, device=rows[0].device)
     for step in range(max_new_tokens):
         with torch.no_grad():
-            logits = contexts.read()  # [B, V]
+            logits = contexts.next_logits()  # [B, V]
             _check_logits(logits, step)
             chosen = logits.argmax(-1) if numbers is None else _pick(logits, draw, numbers[step])
             if ends:
@@ -189,11 +193,11 @@ class _Contexts:
         self._use_cache = use_cache
         self._starts: list[int] = []  # the first column of each row's context in the cache
         self._options: dict[str, Any] = {}
-        # A model on a mesh returns all logits, and `_last` cuts them.
+        # A model on a mesh returns all logits, and `_last_position` cuts them.
         on_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self._last: dict[str, Any] = {"last": True} if isinstance(model, CausalModel) and not on_mesh else {}
+        self._last_only: dict[str, Any] = {"last": True} if isinstance(model, CausalModel) and not on_mesh else {}
 
-    def read(self) -> Tensor:
+    def next_logits(self) -> Tensor:
         """The logits of the last position, [B, V]."""
         starts = [self._stop - length + _context_start(length, self._limit) for length in self.lengths]
         if starts == self._starts and self._use_cache:
@@ -204,8 +208,8 @@ class _Contexts:
         self._options = {}
         if max(starts) > first:
             device = self._tokens.device
-            begins = torch.tensor(starts, device=device).unsqueeze(1)  # [B, 1]
-            places = torch.arange(first, first + room, device=device) - begins  # [B, room], negative in padding
+            first_columns = torch.tensor(starts, device=device).unsqueeze(1)  # [B, 1]
+            places = torch.arange(first, first + room, device=device) - first_columns  # [B, room], negative in padding
             self._options = {"positions": places.clamp(min=0), "documents": (places >= 0).long()}
         if self._use_cache:
             self._options["cache"] = self._model.make_cache(room)
@@ -213,13 +217,13 @@ class _Contexts:
 
     def _logits(self, column: int) -> Tensor:
         """The logits of the last position, from reading the columns from `column` on."""
-        options = self._options | self._last
+        options = self._options | self._last_only
         if "positions" in options:
-            here = slice(column - min(self._starts), self._stop - min(self._starts))
-            options["positions"] = options["positions"][:, here]
+            columns = slice(column - min(self._starts), self._stop - min(self._starts))
+            options["positions"] = options["positions"][:, columns]
             if not self._use_cache:
-                options["documents"] = options["documents"][:, here]
-        return _last(self._model(self._tokens[:, column : self._stop], **options))
+                options["documents"] = options["documents"][:, columns]
+        return _last_position(self._model(self._tokens[:, column : self._stop], **options))
 
     def append(self, chosen: Tensor) -> None:
         """Adds one token to each row."""
@@ -234,7 +238,7 @@ def _context_start(length: int, limit: int) -> int:
     return max(0, -(-(length - limit) // half) * half)
 
 
-def _last(logits: Tensor) -> Tensor:
+def _last_position(logits: Tensor) -> Tensor:
     """[B, T, V] in any layout -> the last position's logits, replicated: [B, V]."""
     if isinstance(logits, DTensor):
         layout = layout_of(logits)
@@ -247,11 +251,11 @@ def _last(logits: Tensor) -> Tensor:
 
 def _uniform_numbers(rows: list[Tensor], count: int, seed: int, first_row: int) -> Tensor:
     """Uniform numbers for drawing, [count, B, 1] float64: each a function of (seed, row, number of tokens before)."""
-    drawn = []
+    new_tokens = []
     for row, tokens in enumerate(rows, first_row):
         key, before = derive_key(seed, "generate", row), len(tokens)
-        drawn.append(uniform((before + count,), key, device=tokens.device)[before:].double())
-    return torch.stack(drawn, 1).unsqueeze(-1)
+        new_tokens.append(uniform((before + count,), key, device=tokens.device)[before:].double())
+    return torch.stack(new_tokens, 1).unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,17 +316,17 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
     for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():
             continue
-        found = read_json(file, "fetch or save it again").get("eos_token_id")
-        if found is None or found == []:
+        value = read_json(file, "fetch or save it again").get("eos_token_id")
+        if value is None or value == []:
             continue
-        several = found if isinstance(found, list) else [found]
-        if not all(type(each) is int and 0 <= each < 2**31 for each in several):
-            raise ValueError(f"{file}: eos_token_id is {found!r:.60}; it must be the id of a token, or a list of ids")
-        return tuple(several)
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(each) is int and 0 <= each < 2**31 for each in ids):
+            raise ValueError(f"{file}: eos_token_id is {value!r:.60}; it must be the id of a token, or a list of ids")
+        return tuple(ids)
     return tuple(default)
 
 
-def _rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _as_rows(prompts: Tensor | Sequence[Tensor]) -> list[Tensor]:
     if isinstance(prompts, Tensor) and prompts.ndim != 2:
         raise ValueError(f"generate takes prompts [B, T], or a list of [T], got shape {tuple(prompts.shape)}")
     if not len(prompts):

@@ -10,24 +10,25 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 from weft.kernels.extension import Runs
 
-Kind = TypeVar("Kind", bound=type[nn.Module])
-ROWWISE: set[type[nn.Module]] = set()
+ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
+ROW_INDEPENDENT: set[type[nn.Module]] = set()
 
 
-def rowwise(kind: Kind) -> Kind:
+def row_independent(cls: ModuleClass) -> ModuleClass:
     """Class decorator for modules that compute each row of a batch [B, T, ...] independently and communicate nothing.
 
-    On a mesh with data axes only, a block of such modules runs on local tensors (`parallel.rows`). Subclasses are not
-    included; decorate them too. Where the config makes a module's rows depend on each other, the module's
-    `reads_other_rows` is True.
+    A row is a sequence of the batch. The decorator adds the class, without its subclasses, to ROW_INDEPENDENT.
+    `parallel.local_modules` reads the set: on a mesh with data axes only, a block of such modules runs on local
+    tensors. A class whose rows depend on each other under some configs also has a property `reads_other_rows`, True
+    under these configs; see `decoder.Decoder`.
     """
-    ROWWISE.add(kind)
-    return kind
+    ROW_INDEPENDENT.add(cls)
+    return cls
 
 
-@rowwise
+@row_independent
 class Linear(nn.Linear):
-    """nn.Linear without initial values: `initialize` or a checkpoint fills the parameters, once.
+    """nn.Linear whose constructor leaves the parameters unset; `models.initialize` or a checkpoint sets them later.
 
     unit: sharding the outputs never splits a group of `unit` consecutive outputs, such as the elements of one head.
     """
@@ -44,9 +45,9 @@ class Linear(nn.Linear):
         return kernels.linear(input, self.weight, self.bias)
 
 
-@rowwise
+@row_independent
 class Embedding(nn.Embedding):
-    """nn.Embedding without initial values: `initialize` or a checkpoint fills the table, once."""
+    """nn.Embedding whose constructor leaves the table unset; `models.initialize` or a checkpoint sets it later."""
 
     def reset_parameters(self) -> None:
         """Leaves the table unset."""
@@ -56,7 +57,7 @@ class Embedding(nn.Embedding):
         return kernels.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
-@rowwise
+@row_independent
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x**2) + eps) * weight, over the last dim. The weight starts unset, as `Linear`'s."""
 
@@ -66,7 +67,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[..., size] -> [..., size]. With a residual of this shape: (input + residual, its norm), in one pass."""
+        """[..., size] -> [..., size]. With a residual of this shape: the pair (sum, norm of the sum), in one op."""
         if residual is None:
             return kernels.rms_norm(input, self.weight, self.eps)
         return kernels.add_rms_norm(input, residual, self.weight, self.eps)
@@ -75,7 +76,7 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-@rowwise
+@row_independent
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dim. Parameters start unset."""
 
@@ -85,7 +86,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[..., size] -> [..., size]. With a residual of this shape: (input + residual, its norm), in one pass."""
+        """[..., size] -> [..., size]. With a residual of this shape: the pair (sum, norm of the sum), in one op."""
         if residual is None:
             return kernels.layer_norm(input, self.weight, self.bias, self.eps)
         return kernels.add_layer_norm(input, residual, self.weight, self.bias, self.eps)
@@ -94,8 +95,8 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-@rowwise
-class HeadNorm(nn.Module):
+@row_independent
+class HeadNormRope(nn.Module):
     """RMS norm of each head, then rotary embedding, in one op. All heads of `size` elements share one weight [size]."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -104,20 +105,20 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: as for `kernels.rope`."""
+        """[..., T, heads * size] -> [..., T, heads * size]. cos, sin: [T, size // 2] or [B, T, size // 2]."""
         return kernels.rms_norm_rope(input, self.weight, cos, sin, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-@rowwise
+@row_independent
 class Dropout(nn.Module):
     """Dropout with a mask by (key, name, global element index), the same on every mesh; see `kernels.dropout`.
 
     name: the module's path in the model; gives each layer a mask of its own.
-    The key is an argument of every call and is not stored. Recomputing a layer later, after further microbatches,
-    therefore draws the same mask.
+    The module stores no key: every call gets the key as an argument. Activation recomputation calls the layer again
+    with the key of the first call, and so draws the same mask, also after calls with other keys.
     """
 
     def __init__(self, p: float, name: str) -> None:
@@ -130,39 +131,42 @@ class Dropout(nn.Module):
         """[...] -> [...]: the input with dropout, plus `residual` if given. No dropout if p is 0, and in eval mode.
 
         key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
-        order, residual: as for `kernels.dropout`.
+        order: of the tokens (dim -2) where not stored in reading order, see `Batch.order`; the mask stays the same.
+        residual: of the input's shape.
         Raises RuntimeError where elements would be dropped and the key is None.
         """
-        options = self.options(key)
-        if not options:
+        if not self.is_active:
             return input if residual is None else kernels.add(input, residual)
-        p, key = options["dropout"], options["dropout_key"]
-        return kernels.dropout(input, p, key, self.name, order=order, residual=residual)
+        return kernels.dropout(input, self.p, self._require(key), self.name, order=order, residual=residual)
 
-    def options(self, key: int | Tensor | None) -> dict[str, Any]:
-        """The dropout arguments of `kernels.attention`, which drops attention weights itself. Empty without dropout.
+    def attention_options(self, key: int | Tensor | None) -> dict[str, Any]:
+        """Keyword arguments for `kernels.attention`, which drops attention weights itself. Empty without dropout.
 
         Raises RuntimeError where elements would be dropped and the key is None.
         """
-        if not self.drops:
+        if not self.is_active:
             return {}
+        return {"dropout": self.p, "dropout_key": self._require(key), "dropout_name": self.name}
+
+    def _require(self, key: int | Tensor | None) -> int | Tensor:
+        """`key`. Raises RuntimeError for None."""
         if key is None:
             raise RuntimeError(
                 f"{self.name} drops elements with p={self.p} while training, but the model was given no key: call "
                 f'model(tokens, dropout_key=derive_key(seed, "dropout", step)), or model.eval() first'
             )
-        return {"dropout": self.p, "dropout_key": key, "dropout_name": self.name}
+        return key
 
     @property
-    def drops(self) -> bool:
-        """Whether this call may zero elements: p is above 0, and the module is in training mode."""
+    def is_active(self) -> bool:
+        """Whether calls zero elements now: p is above 0, and the module is in training mode."""
         return self.p > 0 and self.training
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-@rowwise
+@row_independent
 class KeysAndValues(nn.Module):
     """The identity on keys and values: a place for hooks between their computation and their use.
 
@@ -176,9 +180,9 @@ class KeysAndValues(nn.Module):
         return key, value
 
 
-@rowwise
+@row_independent
 class DotProductAttention(nn.Module):
-    """Causal attention without parameters: the part of an attention layer between its projections.
+    """Causal attention without parameters, from projected queries, keys and values to the output projection's input.
 
     A layer may pass keys and values through `keys_and_values` before computing its queries.
     window: the number of most recent keys visible to a query, its own included; None: all.
@@ -210,9 +214,15 @@ class DotProductAttention(nn.Module):
         cache: KeyValueCache | None = None,
         order: Runs | None = None,
     ) -> Tensor:
-        """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`."""
-        options: dict[str, Any] = {"window": self.window, "scale": self.scale, **self.dropout.options(dropout_key)}
-        options |= {"documents": documents, "cache": cache, "order": order}
+        """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D], by `kernels.attention`.
+
+        dropout_key: as `key` of `Dropout.forward`.
+        documents: [B, T] ints, the number of each token's document; tokens attend within their document only. With a
+            cache: [B, capacity]. None: every row is one document.
+        cache: keys and values of earlier tokens; extended by this call's. order: as for `Dropout.forward`.
+        """
+        options: dict[str, Any] = {"documents": documents, "cache": cache, "order": order}
+        options |= {"window": self.window, "scale": self.scale, **self.dropout.attention_options(dropout_key)}
         return kernels.attention(query, key, value, head_dim=self.head_dim, **options)
 
     def extra_repr(self) -> str:
@@ -222,23 +232,26 @@ class DotProductAttention(nn.Module):
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def projects_at_once(attention: nn.Module) -> bool:
+def can_fuse_qkv(attention: nn.Module) -> bool:
     """Whether one op may compute q, k and v: no projection has a hook or adapter, and `keys_and_values` has no hook."""
-    attend: Any = attention._modules["attend"]
+    attend: Any = attention._modules["attend"]  # faster than `attention.attend`, found by a __getattr__ in Python
     return all(map(is_bare, map(attention._modules.get, PROJECTIONS))) and is_bare(
         attend.keys_and_values, KeysAndValues
     )
 
 
-def project_at_once(
+def project_qkv(
     attention: nn.Module, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, T, H] -> queries, keys, values in one op; see `projects_at_once`. cos, sin: as for `kernels.qkv_linear`."""
+    """x [B, T, H] -> queries [B, T, heads * D], keys, values [B, T, kv_heads * D], in one op; see `can_fuse_qkv`.
+
+    cos, sin: of the rotary angles, [T, D // 2] or [B, T, D // 2], to rotate queries and keys; None: not rotated.
+    """
     layers: list[Any] = [attention._modules[name] for name in PROJECTIONS]
     return kernels.qkv_linear(x, *[each.weight for each in layers], *[each.bias for each in layers], cos=cos, sin=sin)
 
 
-@rowwise
+@row_independent
 class Attention(nn.Module):
     """Causal attention layer with grouped queries and rotary positions.
 
@@ -267,8 +280,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, unit=head_dim)
         self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias, unit=head_dim)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=output_bias)
-        self.q_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else HeadNorm(head_dim, qk_norm_eps)
+        self.q_norm = None if qk_norm_eps is None else HeadNormRope(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else HeadNormRope(head_dim, qk_norm_eps)
         self.attend = DotProductAttention(head_dim, dropout=dropout, window=window, name=f"{name}.attend")
 
     def forward(
@@ -280,28 +293,33 @@ class Attention(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """x [B, T, H] -> [B, T, H]. cos, sin: as for `kernels.rope`; the rest: as for `DotProductAttention`."""
-        if not projects_at_once(self):
-            key = _rotated(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
+        """x [B, T, H] -> [B, T, H].
+
+        cos, sin: of the rotary angles, [T, D // 2] or [B, T, D // 2].
+        dropout_key, documents, cache: as for `DotProductAttention.forward`.
+        """
+        if not can_fuse_qkv(self):
+            # keys and values first: a hook on `keys_and_values` communicates while the queries are computed
+            key = _rotate(self.k_proj(x), self.k_norm, cos, sin)  # [B, T, kv_heads * D]
             key, value = self.attend.keys_and_values(key, self.v_proj(x))
-            query = _rotated(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
+            query = _rotate(self.q_proj(x), self.q_norm, cos, sin)  # [B, T, heads * D]
         elif self.q_norm is None or self.k_norm is None:
-            query, key, value = project_at_once(self, x, cos, sin)
+            query, key, value = project_qkv(self, x, cos, sin)
         else:
-            query, key, value = project_at_once(self, x)
+            query, key, value = project_qkv(self, x)
             query, key = self.q_norm(query, cos, sin), self.k_norm(key, cos, sin)
         mixed = self.attend(query, key, value, dropout_key, documents, cache)  # [B, T, heads * D]
         output: Tensor = self.o_proj(mixed)
         return output
 
 
-def _rotated(heads: Tensor, norm: HeadNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(heads: Tensor, norm: HeadNormRope | None, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding to queries or keys, after a norm of each head where the model has one."""
-    turned: Tensor = kernels.rope(heads, cos, sin) if norm is None else norm(heads, cos, sin)
-    return turned
+    rotated: Tensor = kernels.rope(heads, cos, sin) if norm is None else norm(heads, cos, sin)
+    return rotated
 
 
-@rowwise
+@row_independent
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)). One op computes gate and up, unless there is a bias, hook or adapter."""
 
@@ -339,20 +357,20 @@ def hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:
     return layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
 
 
-def join(
+def add_and_norm(
     dropout: Dropout, norm: nn.Module, output: Tensor, residual: Tensor, key: int | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Adds a layer's output to the residual stream: (stream, norm(stream)). One pass without dropout, else two."""
-    if dropout.drops:
+    """Adds a layer's output, after dropout, to the residual stream; returns (new stream, its norm)."""
+    if dropout.is_active:
         stream = dropout(output, key, residual=residual)
         return stream, norm(stream)
-    stream, normal = norm(output, residual)
-    return stream, normal
+    stream, normed = norm(output, residual)
+    return stream, normed
 
 
-@rowwise
+@row_independent
 class Block(nn.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both addends as in GPT-2.
+    """One transformer block: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), as in GPT-2.
 
     name: the block's path in the model.
     """
@@ -378,5 +396,5 @@ class Block(nn.Module):
     ) -> Tensor:
         """x [B, T, H] -> [B, T, H]. Further arguments: as for `Attention`."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
-        x, normal = join(self.self_attn_dropout, self.post_attention_layernorm, mixed, x, dropout_key)
-        return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
+        x, normed = add_and_norm(self.self_attn_dropout, self.post_attention_layernorm, mixed, x, dropout_key)
+        return cast(Tensor, self.mlp_dropout(self.mlp(normed), dropout_key, residual=x))

@@ -42,38 +42,40 @@ SUPPORTED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class Replacement:
     """A module, the new forward, and a description of this forward for the printed summary."""
 
     module: nn.Module
     forward: Forward
-    what: str
+    description: str
 
 
 class Patch:
     """The changes made by `patch`. Its string has a line for each class of changed modules."""
 
-    def __init__(self, replaced: list[Replaced]) -> None:
-        self._replaced = replaced
-        for each in replaced:
+    def __init__(self, changes: list[Replacement]) -> None:
+        self._changes = changes
+        for each in changes:
             each.module.forward = each.forward
 
     def __str__(self) -> str:
-        counts = Counter((type(each.module).__name__, each.what) for each in self._replaced)
-        return "\n".join(f"{name} x {count}: {what}" for (name, what), count in counts.items()) or "nothing"
+        counts = Counter((type(each.module).__name__, each.description) for each in self._changes)
+        return (
+            "\n".join(f"{name} x {count}: {description}" for (name, description), count in counts.items()) or "nothing"
+        )
 
     def undo(self) -> None:
         """Restores every module's own forward. A second call does nothing.
 
         Raises RuntimeError, and changes nothing, where a forward was replaced after `patch`.
         """
-        for each in self._replaced:
+        for each in self._changes:
             if each.module.__dict__.get("forward") is not each.forward:
                 name = type(each.module).__name__
                 raise RuntimeError(f"the forward of a {name} was replaced after patch; take that back first, then undo")
-        for each in self._replaced:
+        for each in self._changes:
             del each.module.forward
-        self._replaced = []
+        self._changes = []
 
 
 def patch(model: nn.Module) -> Patch:
@@ -91,38 +93,40 @@ def patch(model: nn.Module) -> Patch:
     module.
     """
     family = SUPPORTED.get(type(model).__name__)
-    if family is None or not hasattr(model, "config") or not _of_transformers(type(model)):
+    if family is None or not hasattr(model, "config") or not _is_of_transformers(type(model)):
         raise ValueError(f"patch takes a {', '.join(SUPPORTED)} of transformers, not a {type(model).__name__}")
     replacements: dict[str | None, tuple[Forward, str]] = {
-        family.model: (_model, _what_of_model(model)),
-        family.norm: (_norm, "rms_norm"),
-        family.mlp: (_gated_mlp, "swiglu"),
+        family.model: (_model_forward, _describe_model(model)),
+        family.norm: (_norm_forward, "rms_norm"),
+        family.mlp: (_gated_mlp_forward, "swiglu"),
     }
     if getattr(model.config, "hidden_act", None) != "silu":
         del replacements[family.mlp]
-    replaced = []
+    changes = []
     for name, module in model.named_modules():
-        if type(module).__name__ not in replacements or not _of_transformers(type(module)):
+        if type(module).__name__ not in replacements or not _is_of_transformers(type(module)):
             continue
-        where = f"{name or type(model).__name__}.forward"
+        forward_name = f"{name or type(model).__name__}.forward"
         if "forward" in module.__dict__:
-            raise ValueError(f"{where} is not its class's own: it was patched or wrapped before; undo that, then patch")
+            raise ValueError(
+                f"{forward_name} is not its class's own: it was patched or wrapped before; undo that, then patch"
+            )
         if module._compiled_call_impl is not None:
-            raise ValueError(f"{where} was compiled by Module.compile(); patch first, then compile")
+            raise ValueError(f"{forward_name} was compiled by Module.compile(); patch first, then compile")
         if not _is_forward_of_transformers(type(module)):
             own = type(module).forward
             raise ValueError(
-                f"{where} is not that of transformers: {own.__module__}.{own.__qualname__} stands in its place for "
-                f"every {type(module).__name__}; take that back, then patch"
+                f"{forward_name} is not that of transformers: {own.__module__}.{own.__qualname__} stands in its "
+                f"place for every {type(module).__name__}; take that back, then patch"
             )
-        replacement, what = replacements[type(module).__name__]
-        replaced.append(Replaced(module, _bound(replacement, module), what))
-    changed = Patch(replaced)
-    print(changed)
-    return changed
+        replacement, description = replacements[type(module).__name__]
+        changes.append(Replacement(module, _bind(replacement, module), description))
+    patched = Patch(changes)
+    print(patched)
+    return patched
 
 
-def _of_transformers(kind: type) -> bool:
+def _is_of_transformers(kind: type) -> bool:
     """Whether transformers defines the class, rather than another library with a class of this name."""
     return kind.__module__.partition(".")[0] == "transformers"
 
@@ -136,12 +140,12 @@ def _is_forward_of_transformers(kind: type[nn.Module]) -> bool:
     return code is not None and Path(code.co_filename).is_relative_to(folder)
 
 
-def _what_of_model(model: Any) -> str:
-    why = _why_own_forward(model)
-    return "linear_cross_entropy in training, which makes no logits" if why is None else f"its own forward: {why}"
+def _describe_model(model: Any) -> str:
+    reason = _reason_for_own_forward(model)
+    return "linear_cross_entropy in training, which makes no logits" if reason is None else f"its own forward: {reason}"
 
 
-def _why_own_forward(model: Any) -> str | None:
+def _reason_for_own_forward(model: Any) -> str | None:
     """Why `linear_cross_entropy` would bypass the model's head or loss; None if both are transformers' own."""
     from transformers.loss import loss_utils  # the library of the model; Weft does not depend on it
 
@@ -170,7 +174,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(map(len, own)) or any(len(getattr(torch.nn.modules.module, f"_global_{name}")) for name in of_all)
 
 
-def _bound(replacement: Forward, module: nn.Module) -> Forward:
+def _bind(replacement: Forward, module: nn.Module) -> Forward:
     """Binds `replacement` to the module, with the signature of the class's own forward, which callers inspect."""
     own = type(module).forward
     names = tuple(inspect.signature(own).parameters)[1:]
@@ -182,11 +186,11 @@ def _bound(replacement: Forward, module: nn.Module) -> Forward:
     return MethodType(forward, module)
 
 
-def _norm(self: Any, arguments: dict[str, Any]) -> Tensor:
+def _norm_forward(self: Any, arguments: dict[str, Any]) -> Tensor:
     return rms_norm(arguments["hidden_states"], self.weight, self.variance_epsilon)
 
 
-def _gated_mlp(self: Any, arguments: dict[str, Any]) -> Any:
+def _gated_mlp_forward(self: Any, arguments: dict[str, Any]) -> Any:
     if type(self.act_fn) is not nn.SiLU or "forward" in self.act_fn.__dict__ or _has_hooks(self.act_fn):
         return type(self).forward(self, **arguments)
     return self.down_proj(swiglu(self.gate_proj(arguments["x"]), self.up_proj(arguments["x"])))
@@ -197,11 +201,11 @@ def _requests_logits(logits_to_keep: Any) -> bool:
     return isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
 
 
-def _model(self: Any, arguments: dict[str, Any]) -> Any:
+def _model_forward(self: Any, arguments: dict[str, Any]) -> Any:
     asks_for_logits = (
         not self.training or arguments.get("labels") is None or _requests_logits(arguments.get("logits_to_keep"))
     )
-    if asks_for_logits or _why_own_forward(self) is not None:
+    if asks_for_logits or _reason_for_own_forward(self) is not None:
         return type(self).forward(self, **arguments)
     head = self.get_output_embeddings()
     from transformers import modeling_outputs  # the library of the model; Weft does not depend on it

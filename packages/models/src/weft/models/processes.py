@@ -126,11 +126,11 @@ def _wait(started: list[ForkServerProcess], seconds: float) -> None:
 
 def _end(started: list[ForkServerProcess], grace: float) -> None:
     """End the remaining processes: by SIGTERM, and after `grace` seconds by SIGKILL."""
-    begun = [process for process in started if process.pid is not None]
-    for process in begun:
+    with_pid = [process for process in started if process.pid is not None]
+    for process in with_pid:
         process.terminate()
-    _wait(begun, grace)
-    for process in begun:
+    _wait(with_pid, grace)
+    for process in with_pid:
         process.kill()
 
 

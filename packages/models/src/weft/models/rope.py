@@ -49,17 +49,17 @@ def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int
     return 1.0 / rotary.theta**exponent
 
 
-_PARTS = "_positions_of_all_parts"  # attribute of a microbatch's positions: the positions of all microbatches
+_ALL_POSITIONS = "_positions_of_all_parts"  # attribute of a microbatch's positions: the positions of all microbatches
 
 
-def mark_parts(parts: Sequence[Tensor]) -> None:
+def link_positions_of_batch(parts: Sequence[Tensor]) -> None:
     """Links the positions of all microbatches of a batch: `length_of` any of them is the batch's length."""
     # Detached aliases: a tensor referring to itself by an attribute would live until garbage collection.
     aliases = tuple(
         [wrap_with_spec(x.to_local(), dtensor_spec(x)) if isinstance(x, DTensor) else x.detach() for x in parts]
     )
     for each in parts:
-        setattr(each, _PARTS, aliases)
+        setattr(each, _ALL_POSITIONS, aliases)
 
 
 def length_of(positions: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def length_of(positions: Tensor) -> Tensor:
 
     Communication: where the positions are sharded, an all-reduce of a number over the sharding axes.
     """
-    parts: tuple[Tensor, ...] = getattr(positions, _PARTS, (positions,))
+    parts: tuple[Tensor, ...] = getattr(positions, _ALL_POSITIONS, (positions,))
     locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in parts]
     nothing = torch.full((), -1, dtype=positions.dtype, device=positions.device)
     highest = torch.stack([each.max() if each.numel() else nothing for each in locals_]).max()
@@ -81,8 +81,8 @@ def length_of(positions: Tensor) -> Tensor:
 
 def _dynamic_base(rotary: Rotary, factor: float, length: int | Tensor, device: torch.device) -> Tensor:
     """The base under dynamic scaling: a scalar computed on the device, without a wait of the host for `length`."""
-    seen = torch.as_tensor(length, device=device).clamp(min=rotary.max_seq_len)
-    growth = factor * seen / rotary.max_seq_len - (factor - 1)
+    scaled_length = torch.as_tensor(length, device=device).clamp(min=rotary.max_seq_len)
+    growth = factor * scaled_length / rotary.max_seq_len - (factor - 1)
     base: Tensor = rotary.theta * growth ** (rotary.head_dim / (rotary.head_dim - 2))
     return base
 

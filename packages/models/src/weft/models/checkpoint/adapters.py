@@ -111,10 +111,10 @@ def save_lora(
     error = attempt(start_folder, folder, temporary) if writer else None
     raise_on_all(error, parallel)
     parts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    for layer, where in stored.items():
+    for layer, stored_layer in stored.items():
         a, b = (whole_parameter(model, f"{layer}.lora.{leaf}", keep=writer) for leaf in ("A", "B"))
-        parts.setdefault(where.name, {})[where.part] = a, b
-    several = {name: len(own) for name, own in parts.items() if len(own) > 1}
+        parts.setdefault(stored_layer.name, {})[stored_layer.part] = a, b
+    joined_layers = {name: len(own) for name, own in parts.items() if len(own) > 1}
     if writer:
         config = {
             "peft_type": "LORA",
@@ -122,19 +122,19 @@ def save_lora(
             "base_model_name_or_path": base,
             "r": adapters.rank,
             "lora_alpha": adapters.alpha,
-            "rank_pattern": {name: n * adapters.rank for name, n in several.items()},
-            "alpha_pattern": {name: n * adapters.alpha for name, n in several.items()},
+            "rank_pattern": {name: n * adapters.rank for name, n in joined_layers.items()},
+            "alpha_pattern": {name: n * adapters.alpha for name, n in joined_layers.items()},
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": any(where.transposed for where in stored.values()),
+            "fan_in_fan_out": any(stored_layer.transposed for stored_layer in stored.values()),
             "target_modules": list(parts),
             "inference_mode": True,
         }
-        of = {where.name: where.parts for where in stored.values()}
+        num_parts = {stored_layer.name: stored_layer.parts for stored_layer in stored.values()}
         tensors = {
             f"{PREFIX}{name}.lora_{leaf}.weight": whole
             for name, own in parts.items()
-            for leaf, whole in zip(("A", "B"), _as_one(own, of[name]), strict=True)
+            for leaf, whole in zip(("A", "B"), _join_adapters(own, num_parts[name]), strict=True)
         }
 
         def write() -> None:
@@ -167,10 +167,10 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
     weights = weights_of_model(model)
     for name, each in model.named_modules():
         if isinstance(each, nn.Linear):
-            where = _stored_layer(weights, name)
-            layers.setdefault(where.name, {})[where.part] = name
+            stored_layer = _stored_layer(weights, name)
+            layers.setdefault(stored_layer.name, {})[stored_layer.part] = name
     with open_shard(folder / FILE, "fetch it again") as file:
-        found: dict[str, dict[str, Any]] = {}  # Hugging Face's layer -> its "A" and "B" in the file
+        file_tensors: dict[str, dict[str, Any]] = {}  # Hugging Face's layer -> its "A" and "B" in the file
         for tensor in file.keys():  # noqa: SIM118  safe_open is not iterable
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(?:\.default)?\.weight", tensor)
             if match is None or match[1] not in layers:
@@ -183,9 +183,9 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
                     f"{folder / FILE}: {tensor} is {stored.get_dtype()} of shape {stored.get_shape()}; it must be a "
                     f"matrix of {', '.join(WEIGHT_DTYPES)}"
                 )
-            found.setdefault(match[1], {})[match[2]] = stored
+            file_tensors.setdefault(match[1], {})[match[2]] = stored
         sources: dict[str, _Source] = {}  # by the name of our layer
-        for name, pair in found.items():
+        for name, pair in file_tensors.items():
             if set(pair) != {"A", "B"}:
                 raise ValueError(f"{folder / FILE} has no lora_A or no lora_B of {name}; check it")
             own = _sources(pair, len(layers[name]), config["r"])
@@ -195,7 +195,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
                     f"is not block diagonal; merge it in peft, and read the model"
                 )
             sources.update({layers[name][part]: source for part, source in own.items()})
-        _check_patterns(config, found, folder / CONFIG_FILE)
+        _check_patterns(config, file_tensors, folder / CONFIG_FILE)
         for layer, source in sources.items():  # checked before `lora` allocates memory for the config's rank
             outputs, inputs = model.get_parameter(f"{layer}.weight").shape
             for leaf, shape in (("A", (config["r"], inputs)), ("B", (outputs, config["r"]))):
@@ -219,18 +219,18 @@ class _Source:
     rows: slice  # the layer's outputs: rows of B
     ranks: slice  # the layer's ranks: rows of A and columns of B
 
-    def _place(self, leaf: str) -> tuple[slice, ...]:
+    def _slices(self, leaf: str) -> tuple[slice, ...]:
         return (self.ranks, slice(0, self.a.get_shape()[1])) if leaf == "A" else (self.rows, self.ranks)
 
     def shape(self, leaf: str) -> tuple[int, ...]:
         """The shape of the layer's A or B."""
-        return tuple(place.stop - place.start for place in self._place(leaf))
+        return tuple(outer.stop - outer.start for outer in self._slices(leaf))
 
     def read(self, leaf: str, part: tuple[slice, ...]) -> Tensor:
         """The slice `part` of the layer's A or B."""
-        pairs = zip(self._place(leaf), part, strict=True)
+        pairs = zip(self._slices(leaf), part, strict=True)
         read: Tensor = (self.a if leaf == "A" else self.b)[
-            tuple(slice(place.start + here.start, place.start + here.stop) for place, here in pairs)
+            tuple(slice(outer.start + inner.start, outer.start + inner.stop) for outer, inner in pairs)
         ]
         return read
 
@@ -250,8 +250,8 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
     blocks = pair["B"][:].reshape(parts, outputs // parts, wide // rank, rank)
     used = (blocks != 0).any(3).any(1)  # [parts, ranks / rank]
     if wide == rank:
-        acting = [part for part in range(parts) if used[part] or not used.any()]
-        return {part: _Source(pair["A"], pair["B"], rows[part], slice(0, rank)) for part in acting}
+        with_adapter = [part for part in range(parts) if used[part] or not used.any()]
+        return {part: _Source(pair["A"], pair["B"], rows[part], slice(0, rank)) for part in with_adapter}
     order = list(range(parts)) if wide == parts * rank else [int(each.argmax()) for each in used.int().T]
     if sorted(set(order)) != order or any(used[:, i].sum() > int(used[part, i]) for i, part in enumerate(order)):
         return None
@@ -284,25 +284,25 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
             raise ValueError(f"{file}: {field} is {value!r}; it must be a number above 0")
 
 
-def _check_patterns(config: dict[str, Any], found: dict[str, dict[str, Any]], file: Path) -> None:
+def _check_patterns(config: dict[str, Any], file_tensors: dict[str, dict[str, Any]], file: Path) -> None:
     """Raises ValueError for ranks or scales of single layers, except where one adapter joins several of ours."""
-    times = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in found.items()}
-    for field, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
+    multiples = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in file_tensors.items()}
+    for field, value_per_part in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
         value = config.get(field)
         pattern = {} if value is None else as_type(dict[str, Any], value, f"{file}: {field}")
-        own = {name: n * one for name, n in times.items() if n > 1}
+        own = {name: n * value_per_part for name, n in multiples.items() if n > 1}
         if pattern != own:
             raise ValueError(f"{file}: {field} {pattern!r} is not supported; it may be {own!r}")
 
 
-def _as_one(parts: dict[int, tuple[Tensor, Tensor]], of: int) -> tuple[Tensor, Tensor]:
+def _join_adapters(parts: dict[int, tuple[Tensor, Tensor]], num_parts: int) -> tuple[Tensor, Tensor]:
     """A and B of a stored layer of `of` parts. parts: part number -> (A, B), for the parts that have an adapter."""
-    if of == 1:
+    if num_parts == 1:
         return parts[0]
     pairs = [parts[part] for part in sorted(parts)]
     a = torch.cat([a for a, _ in pairs])
     outputs, rank = pairs[0][1].shape
-    b = a.new_zeros(of * outputs, a.shape[0])
+    b = a.new_zeros(num_parts * outputs, a.shape[0])
     for i, part in enumerate(sorted(parts)):
         b[part * outputs : (part + 1) * outputs, i * rank : (i + 1) * rank] = parts[part][1]
     return a, b

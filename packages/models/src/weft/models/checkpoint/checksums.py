@@ -21,13 +21,13 @@ from .storage import Piece, check_sums
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def write_summed(
+def write_with_checksums(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
     """Writes a safetensors file by `write_shard`; returns the manifest's entries of the file and of its tensors."""
     stored: dict[str, StoredTensor] = {}
 
-    def with_sums() -> Iterable[Tensor]:
+    def add_checksums() -> Iterable[Tensor]:
         each = iter(tensors)  # `zip` would keep a tensor alive until the next is made
         for name, (dtype, sizes) in shapes.items():
             shape = tuple(sizes)
@@ -38,10 +38,10 @@ def write_summed(
             yield tensor
             del tensor
 
-    return write_shard(path, shapes, with_sums()), stored
+    return write_shard(path, shapes, add_checksums()), stored
 
 
-class Sums:
+class FolderChecksums:
     """Verifies reads from a Hugging Face folder against the folder's checksums.json; does nothing without this file.
 
     The caller reads tensors through `of`, and calls `check` after the last read.
@@ -66,20 +66,20 @@ class Sums:
         if self._manifest is not None and filename in self._manifest.files:
             self._manifest.check(self._folder, filename, read_header(self._folder / filename))
 
-    def of(self, name: str, stored: Any) -> Any:
+    def wrap(self, name: str, stored: Any) -> Any:
         """Wraps a tensor's safetensors slices; each read adds a checksum for `check` to compare.
 
         Raises DamagedCheckpoint where the tensor's dtype or shape in the file differs from checksums.json.
         """
         if self._manifest is None or name not in self._manifest.tensors:
             return stored
-        recorded, found = self._manifest.tensors[name], (stored.get_dtype(), tuple(stored.get_shape()))
-        if found != (recorded.dtype, recorded.shape):
+        recorded, actual = self._manifest.tensors[name], (stored.get_dtype(), tuple(stored.get_shape()))
+        if actual != (recorded.dtype, recorded.shape):
             raise DamagedCheckpoint(
-                f"{self._folder} has {name} as {found}, and {CHECKSUMS} as {(recorded.dtype, recorded.shape)}; "
+                f"{self._folder} has {name} as {actual}, and {CHECKSUMS} as {(recorded.dtype, recorded.shape)}; "
                 f"{self._manifest.remedy}"
             )
-        return _Summed(name, stored, self._pieces)
+        return _ChecksummedSlices(name, stored, self._pieces)
 
     def check(self, mesh: ProcessMesh | DeviceMesh | None, device: torch.device) -> None:
         """Raises DamagedCheckpoint where a tensor, if the ranks together read all of it, was changed since the save.
@@ -89,17 +89,17 @@ class Sums:
         if self._manifest is None:
             return
         pieces = self._pieces
-        whole = None if mesh is None or not dist.is_initialized() else as_process_mesh(mesh)
-        if whole is not None and whole.coordinate(dist.get_rank()) is not None:
-            groups = device_mesh(whole, device.type)
-            for axis in whole.axis_names:
-                of_ranks: list[dict[tuple[str, int, Piece], int]] = [{} for _ in range(whole.axis_size(axis))]
+        process_mesh = None if mesh is None or not dist.is_initialized() else as_process_mesh(mesh)
+        if process_mesh is not None and process_mesh.coordinate(dist.get_rank()) is not None:
+            groups = device_mesh(process_mesh, device.type)
+            for axis in process_mesh.axis_names:
+                of_ranks: list[dict[tuple[str, int, Piece], int]] = [{} for _ in range(process_mesh.axis_size(axis))]
                 dist.all_gather_object(of_ranks, pieces, group=axis_group(groups, axis))
                 pieces = {key: each for of_rank in of_ranks for key, each in of_rank.items()}
         check_sums(self._folder, self._manifest, pieces)
 
 
-class _Summed:
+class _ChecksummedSlices:
     """A tensor's safetensors slices. Each read records its checksum in `pieces`."""
 
     def __init__(self, name: str, stored: Any, pieces: dict[tuple[str, int, Piece], int]) -> None:

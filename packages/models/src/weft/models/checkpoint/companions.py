@@ -1,4 +1,7 @@
-"""Companions of a model's weights in a folder: tokenizer, chat template, generation settings, token ids."""
+"""Companions of a model's weights in a folder: tokenizer, chat template, generation settings, token ids.
+
+Weft reads companions with a model and writes them with every save, unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _END = "eos_token_id"
 class Companions:
     """The contents of a model's folder besides the network and the weights.
 
-    Read with the model, kept on the model by `keep_companions`, and written again by every save.
+    Read with the model, attached to the model by `attach_companions`, and written by every later save.
     """
 
     # Fields of config.json listed in COMPANIONS: ids of tokens, generation settings.
@@ -38,7 +41,7 @@ class Companions:
 
         Raises ValueError as `read_companions`.
         """
-        return cls(_chosen(config), read_companions(folder, (*FILES, GENERATION_FILE), check))
+        return cls(_companion_fields(config), read_companions(folder, (*FILES, GENERATION_FILE), check))
 
     @classmethod
     def saved(cls, folder: Path, config: Mapping[str, Any], manifest: Manifest) -> Companions:
@@ -48,7 +51,8 @@ class Companions:
         """
         names = [name for name in (*FILES, GENERATION_FILE) if name in manifest.files]
         return cls(
-            _chosen(config), read_companions(folder, names, lambda name, content: manifest.check(folder, name, content))
+            _companion_fields(config),
+            read_companions(folder, names, lambda name, content: manifest.check(folder, name, content)),
         )
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> Companions:
@@ -109,7 +113,7 @@ def companions_of(model: nn.Module) -> Companions:
     return found if isinstance(found, Companions) else Companions()
 
 
-def keep_companions(model: nn.Module, companions: Companions) -> None:
+def attach_companions(model: nn.Module, companions: Companions) -> None:
     """Attach a folder's companions to the model. Where the folder has none, the model's earlier companions stay."""
     before = companions_of(model)
     fields = companions.fields if any(each is not None for each in companions.fields.values()) else before.fields
@@ -118,5 +122,5 @@ def keep_companions(model: nn.Module, companions: Companions) -> None:
         setattr(model, _ATTRIBUTE, merged)
 
 
-def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
+def _companion_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name in COMPANIONS}

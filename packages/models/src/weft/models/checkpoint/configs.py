@@ -55,12 +55,15 @@ def check_config(saved: ModelConfig, target: ModelConfig, folder: Path, *, furth
     saved: the folder's config, from `config_of`. target: the config of the model to fill with the folder's weights.
     further_difference: added to the differences in the message.
     """
-    found = differences(saved, target)
-    if found:
-        listed = [f"{name} is {there!r} in the folder, and {here!r} here" for name, (there, here) in found.items()]
-        differences_found = "; ".join([*listed, *filter(None, [further_difference])])
+    differing = differences(saved, target)
+    if differing:
+        listed = [
+            f"{name} is {saved_value!r} in the folder, and {model_value!r} here"
+            for name, (saved_value, model_value) in differing.items()
+        ]
+        listed_text = "; ".join([*listed, *filter(None, [further_difference])])
         raise ValueError(
-            f"{folder} is of another model: {differences_found}. Make the model with the folder's config, or read the "
+            f"{folder} is of another model: {listed_text}. Make the model with the folder's config, or read the "
             f"model by from_pretrained({str(folder)!r})"
         )
 
@@ -73,26 +76,26 @@ def config_of(folder: str | Path) -> ModelConfig | None:
     """
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
-        return saved_config(Manifest.read(folder), folder)
+        return checkpoint_config(Manifest.read(folder), folder)
     config = read_config(folder)
     if (folder / CHECKSUMS).is_file() and CONFIG in (manifest := Manifest.read(folder, CHECKSUMS)).files:
         config = manifest.document(folder, CONFIG)
-    return as_config(folder, config)
+    return parse_config(folder, config)
 
 
-def saved_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
+def checkpoint_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
     """The config of a checkpoint; None for a model outside the families. Raises as `config_of`."""
-    return as_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
+    return parse_config(folder, manifest.document(folder, CONFIG)) if CONFIG in manifest.files else None
 
 
-def own_config(model: object) -> ModelConfig | None:
+def model_config(model: object) -> ModelConfig | None:
     """The model's config if its class is exactly a family's config class, else None."""
     config = getattr(model, "config", None)
     known = {family.config_class for family in FAMILIES.values()}
     return config if isinstance(config, ModelConfig) and type(config) in known else None
 
 
-def as_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
+def parse_config(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
     """The family's config from a config.json. Raises ValueError for an unknown model."""
     read: ModelConfig = weights_of(folder, config).read_config(config)
     return read

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..data.tokenizer import CHAT_FOLDER, FILES
 from ..documents import links_outside
 from ..families import make_model
-from .checksums import INDEX_FILE, Sums, write_summed
+from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
 from .companions import GENERATION_FILE, Companions
 from .configs import check_layers, read_config, weights_of
 from .huggingface import SHARD_BYTES, finish_pretrained, shards_of
@@ -37,7 +37,7 @@ from .manifest import (
 from .shards import STORED_DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, finish_folder, partial_path
-from .stored import widest
+from .stored import common_dtype
 from .tensors import check_tensors, open_tensors, read_slices, weight_files
 
 
@@ -69,10 +69,10 @@ def copy_folder(source: Path, target: Path) -> None:
             raise ValueError(f"{path} is no plain file of its folder; put a copy in its place, or remove it")
     with _partial_folder(target):
         for path in paths:
-            with path.open("rb") as read, (partial_path(target) / path.name).open("wb") as written:
-                shutil.copyfileobj(read, written)
-                written.flush()
-                os.fsync(written.fileno())
+            with path.open("rb") as source_file, (partial_path(target) / path.name).open("wb") as target_file:
+                shutil.copyfileobj(source_file, target_file)
+                target_file.flush()
+                os.fsync(target_file.fileno())
         sync_folder(partial_path(target))
         partial_path(target).rename(target)
         sync_folder(target.parent)
@@ -113,7 +113,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         if CONFIG not in reader.manifest.files:
             raise ValueError(f"{source} is of a model of no family, which has no Hugging Face form")
         config = reader.manifest.document(source, CONFIG)
-        weights, model = _model(source, config, reader.manifest.tensors)
+        weights, model = _make_model(source, config, reader.manifest.tensors)
         check_model(model, reader)
         stored = {name: reader.manifest.tensors[f"{MODEL}{name}"] for name, _ in model.named_parameters()}
         dtypes = {name: STORED_DTYPES[each.dtype] for name, each in stored.items()}
@@ -125,7 +125,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
             shapes = {
                 tensor: (
-                    widest(dtypes[name] for name in names),
+                    common_dtype(dtypes[name] for name in names),
                     weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)),
                 )
                 for tensor, names in tensors.items()
@@ -147,7 +147,7 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
                     yield whole
                     del whole  # freed before the next tensor is made
 
-            files[filename], found = write_summed(partial_path(target) / filename, shapes, values())
+            files[filename], found = write_with_checksums(partial_path(target) / filename, shapes, values())
             stored_tensors.update(found)
         companions = Companions.saved(source, config, reader.manifest)
         manifest = Manifest(stored_tensors, files, CHECKSUMS)
@@ -157,15 +157,15 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
 def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
     config = read_config(source)
-    prefix, sums = weights_of(source, config).PREFIX, Sums(source)
+    prefix, sums = weights_of(source, config).PREFIX, FolderChecksums(source)
     with ExitStack() as opened:
         tensors = open_tensors(source, opened, prefix, sums)
-        weights, model = _model(source, config, tensors)
+        weights, model = _make_model(source, config, tensors)
         check_tensors(model, tensors, source, weights)
         opened.enter_context(_partial_folder(target))
         files: dict[str, StoredFile] = {}
         found: dict[str, StoredTensor] = {}
-        for filename, names in _files(model, shard_bytes).items():
+        for filename, names in _assign_files(model, shard_bytes).items():
             shapes = {
                 key_of(f"{MODEL}{name}", (0,) * len(shape)): (
                     STORED_DTYPES[tensors[weights.stored(name).name]().get_dtype()],
@@ -178,7 +178,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
                 for name, shape in names.items():
                     stored = weights.stored(name)
                     file = tensors[stored.name]()
-                    whole = stored.restored(
+                    whole = stored.to_parameter_orientation(
                         read_slices(file, stored.slices(tuple(map(slice, [0] * len(shape), shape)), shape))
                     )
                     starts = (0,) * len(shape)
@@ -206,7 +206,7 @@ def _unknown_files(source: Path, known: Iterable[str]) -> list[str]:
     return sorted(path.name for path in source.iterdir() if path.name not in carried and not path.name.startswith("."))
 
 
-def _model(source: Path, config: Mapping[str, Any], tensors: Collection[str]) -> tuple[Any, nn.Module]:
+def _make_model(source: Path, config: Mapping[str, Any], tensors: Collection[str]) -> tuple[Any, nn.Module]:
     """The family's module `weights`, and the model on the meta device. tensors: names of the folder's tensors."""
     weights = weights_of(source, config)
     own = weights.read_config(config)
@@ -215,14 +215,14 @@ def _model(source: Path, config: Mapping[str, Any], tensors: Collection[str]) ->
         return weights, make_model(own)
 
 
-def _files(model: nn.Module, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
+def _assign_files(model: nn.Module, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """File name -> parameters with shapes. A file holds up to `shard_bytes` of float32, or one larger parameter."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
-    held = 0
+    file_bytes = 0
     for name, parameter in model.named_parameters():
-        if files[-1] and held + parameter.nbytes > shard_bytes:
+        if files[-1] and file_bytes + parameter.nbytes > shard_bytes:
             files.append({})
-            held = 0
+            file_bytes = 0
         files[-1][name] = tuple(parameter.shape)
-        held += parameter.nbytes
+        file_bytes += parameter.nbytes
     return {f"part-{number:05}.safetensors": names for number, names in enumerate(files)}

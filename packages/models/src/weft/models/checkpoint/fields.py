@@ -1,4 +1,4 @@
-"""The fields of Hugging Face's config.json: which of them Weft reads, checks, carries along or ignores."""
+"""The fields of Hugging Face's config.json: which of them Weft reads, checks, saves unchanged, or ignores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from ..config import ModelConfig
 from ..documents import as_type, types_of
 
-# Fields about the file itself and about running the model, without effect on the network.
-_FILE = frozenset(
+# Fields about the file itself and about running the model, without effect on the network. Weft does not save them.
+_NO_EFFECT = frozenset(
     [
         "_attn_implementation",
         "_attn_implementation_autoset",
@@ -39,8 +39,8 @@ _FILE = frozenset(
     ]
 )
 
-# Fields about the tokenizer, generation, and tasks besides next-token prediction: kept with the model and saved
-# again.
+# Fields about the tokenizer, generation, and tasks besides next-token prediction: attached to the model by
+# `attach_companions`, and saved unchanged.
 COMPANIONS = frozenset(
     [
         "bad_words_ids",
@@ -87,12 +87,12 @@ COMPANIONS = frozenset(
     ]
 )
 # Types of the companion fields with a use in Weft.
-_TYPES: Mapping[str, Any] = dict.fromkeys(
+_COMPANION_TYPES: Mapping[str, Any] = dict.fromkeys(
     ("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None
 )
-IGNORED = _FILE | COMPANIONS
+IGNORED = _NO_EFFECT | COMPANIONS  # not read into any config
 
-# Fields supported only with the listed values; a family's `fixed` replaces an entry.
+# Fields of every family that are supported only with the listed values; an entry of a family's `fixed` replaces one.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -114,21 +114,20 @@ class Fields:
 
     model: str  # the model's name in errors
     config: type[ModelConfig]  # the family's config class; its annotations give the fields' types
-    names: Mapping[str, str]  # Hugging Face's name -> our name
+    names: Mapping[str, str]  # Hugging Face's name of a field -> the name in our config
     required: Collection[str]  # keys of `names` that config.json must have
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
     read_by_family: Collection[str] = ()  # fields read by the family's `weights` module itself
     ignored: Collection[str] = ()  # the family's fields without effect on the network
-    # Keys of `names` whose value may be null: the size is then derived from other sizes, in transformers and in our
-    # config. A size of 0 is an error. Null in any other key of `names` is an error; read_by_family, ignored and
-    # IGNORED fields may be null.
+    # Keys of `names` for sizes that may be null, such as head_dim: transformers and our config then derive the size
+    # from other sizes. The value 0 is an error, and so is null in any other key of `names`.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The values for our config, by our names.
+        """The values for our config, by our names. config: the content of config.json.
 
-        A missing or null field takes no value, but a missing field in `defaults` takes that default.
+        A missing or null field is left out of the result; a missing field with an entry in `defaults` has that value.
         Raises ValueError for a required field that is missing or null, and for a field that is unknown, null without
         being `nullable`, of the wrong type, or of a value that Weft does not support.
         """
@@ -138,13 +137,13 @@ class Fields:
         for name, value in config.items():
             self._check(name, value)
         values = {**self.defaults, **config}
-        return {ours: values[theirs] for theirs, ours in self.names.items() if values.get(theirs) is not None}
+        return {own_name: values[name] for name, own_name in self.names.items() if values.get(name) is not None}
 
     def write(self, config: object) -> dict[str, Any]:
         """The fields of config.json for one of our configs, without the `read_by_family` fields."""
-        written = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
+        written = {name: getattr(config, own_name) for name, own_name in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
-        # Written as null: for an absent id transformers would assume a default of its own.
+        # Written as null: for an absent id, transformers would assume a default of its own.
         return {**fixed, **written, "bos_token_id": None, "eos_token_id": None}
 
     def _check(self, name: str, value: Any) -> None:
@@ -159,8 +158,8 @@ class Fields:
             )
         if name in self.names and value is not None:
             as_type(types_of(self.config)[self.names[name]], value, f"config.json: {name}")
-        if name in _TYPES:
-            as_type(_TYPES[name], value, f"config.json: {name}")
+        if name in _COMPANION_TYPES:
+            as_type(_COMPANION_TYPES[name], value, f"config.json: {name}")
         if name in self.names or name in self.read_by_family or name in self.ignored or name in IGNORED:
             return
         values = self.fixed.get(name, FIXED.get(name))

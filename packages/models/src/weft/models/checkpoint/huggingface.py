@@ -24,13 +24,13 @@ from ..initialization import local_slices
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
-from .checksums import INDEX_FILE, Sums, write_summed
-from .companions import Companions, companions_of, keep_companions
+from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
+from .companions import Companions, attach_companions, companions_of
 from .configs import check_layers, read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
 from .states import fill_from
-from .stored import grouped, joined, widest
+from .stored import common_dtype, group_by_stored_tensor, join_parameters
 from .tensors import SINGLE_FILE, WEIGHT_DTYPES, check_tensors, open_tensors, read_slices
 
 SHARD_BYTES = 5_000_000_000  # the size of a weights file, as in transformers
@@ -69,7 +69,7 @@ def from_pretrained(
     config = read_config(folder)
     weights = weights_of(folder, config)
     own_config = weights.read_config(config)
-    sums = Sums(folder)
+    sums = FolderChecksums(folder)
     with ExitStack() as files:
         tensors = open_tensors(folder, files, weights.PREFIX, sums)
         check_layers(own_config, tensors, folder)
@@ -83,13 +83,15 @@ def from_pretrained(
             stored = weights.stored(name)
             file = tensors[stored.name]()
             held = stored.slices(local_slices(parameter), tuple(parameter.shape))
-            part = stored.restored(read_slices(file, held)).to(device, dtype or WEIGHT_DTYPES[file.get_dtype()])
+            part = stored.to_parameter_orientation(read_slices(file, held)).to(
+                device, dtype or WEIGHT_DTYPES[file.get_dtype()]
+            )
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
         _replace(model, loaded)
     sums.check(mesh, torch.device(device))
-    keep_companions(model, Companions.read(folder, config, sums.check_content))
+    attach_companions(model, Companions.read(folder, config, sums.check_content))
     return model
 
 
@@ -129,12 +131,14 @@ def save_pretrained(
 
     def write(filename: str, whole: Mapping[str, Tensor]) -> None:
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()}
-        files[filename], found = write_summed(temporary / filename, shapes, whole.values())
+        files[filename], found = write_with_checksums(temporary / filename, shapes, whole.values())
         stored.update(found)
 
     for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
         whole = {
-            tensor: joined([(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names])
+            tensor: join_parameters(
+                [(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names]
+            )
             for tensor, names in tensors.items()
         }
         if writer and error is None:  # after a failure all ranks still gather; the error is raised at the end
@@ -209,7 +213,7 @@ def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) 
     """File name -> stored tensor -> parameters. A file holds up to shard_bytes, or one larger tensor."""
     files: list[dict[str, list[str]]] = [{}]
     held = 0
-    for tensor, names in grouped(parameters, weights.stored).items():
+    for tensor, names in group_by_stored_tensor(parameters, weights.stored).items():
         nbytes = sum(parameters[name].numel() * parameters[name].element_size() for name in names)
         if files[-1] and held + nbytes > shard_bytes:
             files.append({})
@@ -255,7 +259,7 @@ def finish_pretrained(
     manifest: of the safetensors files, which are already written.
     """
     stored = [(STORED_DTYPES[tensor.dtype], torch.Size(tensor.shape)) for tensor in manifest.tensors.values()]
-    dtype = widest(each for each, _ in stored)  # transformers converts every tensor to this dtype
+    dtype = common_dtype(each for each, _ in stored)  # transformers converts every tensor to this dtype
     written = {CONFIG: as_document({**config, "torch_dtype": str(dtype).removeprefix("torch.")}), **documents}
     if len(manifest.files) > 1:
         total = sum(each.itemsize * shape.numel() for each, shape in stored)

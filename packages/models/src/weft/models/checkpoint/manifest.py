@@ -113,7 +113,7 @@ class Manifest:
         }
         if self.optimizer is not None:
             holds["optimizer"] = dict(self.optimizer)
-        return _as_written(holds)
+        return _to_json(holds)
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
@@ -135,12 +135,12 @@ class Manifest:
                 raise ValueError(f"its format is not {FORMAT!r}")
             version = as_type(int, value.get("version"), "version")
             if version > VERSION:
-                raise _Newer
-            holds = as_type(_Holds, value.get("holds"), "holds")
+                raise _NewerVersion
+            holds = as_type(_Content, value.get("holds"), "holds")
             _check(holds)
-            if text != _as_written(value["holds"]).encode():
+            if text != _to_json(value["holds"]).encode():
                 raise ValueError("its sha256 does not match its content")
-        except _Newer:
+        except _NewerVersion:
             raise ValueError(
                 f"{path} has version {version}, and this Weft reads up to version {VERSION}; install a newer Weft"
             ) from None
@@ -185,17 +185,17 @@ def find_manifest(folder: Path) -> Manifest | None:
     return next((Manifest.read(folder, name) for name in REMEDIES if (folder / name).is_file()), None)
 
 
-class _Newer(Exception):
+class _NewerVersion(Exception):
     pass
 
 
-def _as_written(holds: Mapping[str, Any]) -> str:
+def _to_json(holds: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(holds).encode()).hexdigest()
     return json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest, "holds": holds}, indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Holds:
+class _Content:
     """The part of a manifest covered by the sha256."""
 
     tensors: Mapping[str, StoredTensor]
@@ -211,7 +211,7 @@ class _Optimizer:
     groups: int | None
 
 
-def _check(holds: _Holds) -> None:
+def _check(holds: _Content) -> None:
     """Raises ValueError unless file names are plain and each tensor's parts cover it once, within listed files."""
     for name, file in holds.files.items():
         check_plain_name(name, "it")
@@ -220,8 +220,8 @@ def _check(holds: _Holds) -> None:
     for name, tensor in holds.tensors.items():
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{name} has the dtype {tensor.dtype!r}, which is none of {', '.join(ITEM_BYTES)}")
-        if wrong := uncovered(tensor.shape, [(part.offsets, part.shape) for part in tensor.parts]):
-            raise ValueError(f"{name}: {wrong}")
+        if error_text := coverage_error(tensor.shape, [(part.offsets, part.shape) for part in tensor.parts]):
+            raise ValueError(f"{name}: {error_text}")
         for part in tensor.parts:
             if part.file not in holds.files:
                 raise ValueError(f"{name} is in {part.file!r}, which is not among the listed files")
@@ -231,7 +231,7 @@ def _check(holds: _Holds) -> None:
                 raise ValueError(f"{name} has the sum {part.sum}, which is not a number of 64 bits")
 
 
-def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
+def coverage_error(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
     """Why the parts do not cover a tensor of this shape exactly once, in words; None if the parts do.
 
     Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the whole
@@ -240,14 +240,13 @@ def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
     for parts that cut d dims.
     """
     if not _is_size(shape):
-        return f"its shape {_shown(shape)} is not the shape of a tensor"
+        return f"its shape {_format_sizes(shape)} is not the shape of a tensor"
     for offsets, sizes in parts:
+        part_text = f"the part at {_format_sizes(offsets)} of shape {_format_sizes(sizes)}"
         if len(offsets) != len(shape) or len(sizes) != len(shape) or not _is_size(sizes):
-            return (
-                f"the part at {_shown(offsets)} of shape {_shown(sizes)} does not fit a tensor of shape {_shown(shape)}"
-            )
+            return f"{part_text} does not fit a tensor of shape {_format_sizes(shape)}"
         if any(not 0 <= start <= whole - size for start, size, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"the part at {_shown(offsets)} of shape {_shown(sizes)} reaches beyond the shape {_shown(shape)}"
+            return f"{part_text} reaches beyond the shape {_format_sizes(shape)}"
     if not math.prod(shape):
         return None
     cut = [dim for dim, whole in enumerate(shape) if any(sizes[dim] != whole for _, sizes in parts)]
@@ -259,7 +258,7 @@ def uncovered(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
             corner = tuple(offsets[dim] + end * sizes[dim] for dim, end in zip(cut, ends, strict=True))
             corners[corner] += -sign if sum(ends) % 2 else sign
     if any(corners.values()):
-        return f"its {len(parts)} parts do not cover the shape {_shown(shape)} exactly once"
+        return f"its {len(parts)} parts do not cover the shape {_format_sizes(shape)} exactly once"
     return None
 
 
@@ -269,6 +268,6 @@ def _is_size(shape: Sequence[int]) -> bool:
     return math.prod(max(size, 1) for size in shape) <= _MOST_ELEMENTS
 
 
-def _shown(sizes: Sequence[int]) -> str:
+def _format_sizes(sizes: Sequence[int]) -> str:
     listed = [str(size) if abs(size) < 10**20 else "…" for size in sizes[:8]]
     return f"[{', '.join([*listed, *['…'] * (len(sizes) > 8)])}]"

@@ -13,9 +13,9 @@ from ..parallel.parallelize import pipeline_of
 from .manifest import OPTIMIZER, Manifest
 from .shards import STORED_DTYPES
 
-_UNTRIED = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
+_NO_TRIAL_STEP = ("LBFGS", "SparseAdam")  # their step needs a closure, or a sparse gradient
 # Options for a trial step, which affect how the step is computed, but not which state the optimizer keeps.
-_HOW = {
+_TRIAL_OPTIONS = {
     "capturable": False,
     "foreach": None,
     "fused": None,
@@ -33,7 +33,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return {"kind": type(optimizer).__name__, "groups": groups}
 
 
-def state_to_fill(
+def make_state_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
     """Parameter name -> the parameter, and zeroed tensors to load its state into.
@@ -41,8 +41,8 @@ def state_to_fill(
     State of the parameter's shape gets the parameter's layout.
     """
     groups = _groups(optimizer)
-    found: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
-    for name, parameter, keys in _stored(model, optimizer, manifest):
+    state: dict[str, tuple[nn.Parameter, dict[str, Tensor]]] = {}
+    for name, parameter, keys in _parameters_with_state(model, optimizer, manifest):
         on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")
         values: dict[str, Tensor] = {}
         for key in keys:
@@ -52,8 +52,8 @@ def state_to_fill(
             else:  # the step count, which torch keeps on the device only if its kernel reads the count there
                 device = parameter.device if on_device else "cpu"
                 values[key] = torch.zeros(tensor.shape, dtype=STORED_DTYPES[tensor.dtype], device=device)
-        found[name] = (parameter, values)
-    return found
+        state[name] = (parameter, values)
+    return state
 
 
 def check_optimizer(
@@ -78,21 +78,21 @@ def check_optimizer(
             f"{own['kind']} has {own['groups']}; {remedy}"
         )
     groups, state_names = _groups(optimizer), {}
-    for name, parameter, keys in _stored(model, optimizer, manifest):
+    for name, parameter, keys in _parameters_with_state(model, optimizer, manifest):
         group = groups[parameter]
         kind = id(group), parameter.ndim, parameter.dtype
         if kind not in state_names:
             state_names[kind] = _keys_of(optimizer, group, parameter)
-        wanted = state_names[kind]
-        if wanted is not None and wanted != set(keys):
-            differ = [
+        expected = state_names[kind]
+        if expected is not None and expected != set(keys):
+            differences = [
                 f"it {verb} {', '.join(sorted(names))}"
-                for verb, names in (("lacks", wanted - set(keys)), ("has beside", set(keys) - wanted))
+                for verb, names in (("lacks", expected - set(keys)), ("has beside", set(keys) - expected))
                 if names
             ]
             raise ValueError(
                 f"{folder} has the state of another optimizer than this {own['kind']}: of {name} "
-                f"{' and '.join(differ)}; {remedy}"
+                f"{' and '.join(differences)}; {remedy}"
             )
 
 
@@ -100,7 +100,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
     return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _stored(
+def _parameters_with_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> list[tuple[str, nn.Parameter, list[str]]]:
     """The optimizer's parameters with state in the checkpoint, and the names of this state."""
@@ -117,11 +117,15 @@ def _stored(
 def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str] | None:
     """The names of the state that torch's optimizer keeps for a parameter; None where no step can be tried."""
     kind: Any = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _UNTRIED:
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _NO_TRIAL_STEP:
         return None
-    tried = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
-    tried.grad = torch.zeros_like(tried)
-    options = {**group, **{name: value for name, value in _HOW.items() if name in group}, "params": [tried]}
-    one = kind([options])
-    one.step()
-    return {key for key, value in one.state[tried].items() if isinstance(value, Tensor)}
+    trial_parameter = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
+    trial_parameter.grad = torch.zeros_like(trial_parameter)
+    options = {
+        **group,
+        **{name: value for name, value in _TRIAL_OPTIONS.items() if name in group},
+        "params": [trial_parameter],
+    }
+    trial_optimizer = kind([options])
+    trial_optimizer.step()
+    return {key for key, value in trial_optimizer.state[trial_parameter].items() if isinstance(value, Tensor)}

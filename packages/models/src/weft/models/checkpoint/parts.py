@@ -31,8 +31,8 @@ from ..initialization import local_slices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """The local part of a tensor on this rank.
+class TensorPart:
+    """This rank's part of a tensor, to be written to a checkpoint or filled from one. Made by `part_of`.
 
     No DTensor, because `values` may be a copy on another device than the mesh's.
     """
@@ -44,22 +44,22 @@ class Part:
     def chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
 
-    def copied(self, into: Part | None = None) -> Part:
+    def copy_to_cpu(self, into: TensorPart | None = None) -> TensorPart:
         """A copy of the part in CPU memory, which later training steps do not change.
 
         into: an earlier copy of the same part to overwrite: allocating memory takes longer than copying.
         """
         if into is None:
             on_gpu = self.values.is_cuda
-            into = Part(self.shape, self.offsets, torch.empty_like(self.values, device="cpu", pin_memory=on_gpu))
+            into = TensorPart(self.shape, self.offsets, torch.empty_like(self.values, device="cpu", pin_memory=on_gpu))
         into.values.copy_(self.values)
         return into
 
 
-def part_of(tensor: Tensor) -> Part:
+def part_of(tensor: Tensor) -> TensorPart:
     """This rank's part of a DTensor; all of a plain tensor, which is assumed to be equal on all ranks."""
     local = tensor.detach()
-    return Part(
+    return TensorPart(
         tuple(tensor.shape),
         tuple(each.start for each in local_slices(tensor)),
         local.to_local() if isinstance(local, DTensor) else local,
@@ -73,7 +73,7 @@ class PartSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        parts: Mapping[str, Part] = self.state_dict
+        parts: Mapping[str, TensorPart] = self.state_dict
         self.plan = SavePlan(
             [
                 WriteItem(

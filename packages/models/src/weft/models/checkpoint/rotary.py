@@ -60,7 +60,7 @@ def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
         return Repeats(
             what="the rotary frequencies of config.json",
             remedy="set rope_theta and rope_scaling in config.json as the model was trained, or remove the tensor",
-            is_right=partial(_are_frequencies, config),
+            accepts=partial(_are_frequencies, config),
         )
     return None
 
@@ -72,11 +72,11 @@ def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
     from ..rope import compute_rotary_frequencies
 
     whole = replace(config.rotary, scaling=None), config.rotary
-    right = [compute_rotary_frequencies(each, torch.device("cpu")) for each in whole]
+    expected = [compute_rotary_frequencies(each, torch.device("cpu")) for each in whole]
     allowed = 4 * torch.finfo(stored.dtype).eps
     return any(
         stored.shape == each.shape and torch.allclose(stored.float(), each, rtol=max(allowed, 1e-5), atol=1e-7)
-        for each in right
+        for each in expected
     )
 
 
@@ -171,8 +171,8 @@ def write_rope(config: RotaryConfig) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if config.rope_scaling is not None:
         (name,) = (name for name, kind in _KINDS.items() if isinstance(config.rope_scaling, kind.make))
-        values = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in _KINDS[name].names.items()}
-        scaling = {"rope_type": name} | {theirs: value for theirs, value in values.items() if value is not None}
+        values = {key: getattr(config.rope_scaling, own_name) for key, own_name in _KINDS[name].names.items()}
+        scaling = {"rope_type": name} | {key: value for key, value in values.items() if value is not None}
     return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
@@ -181,15 +181,15 @@ def _read_scaling(name: str, settings: Mapping[str, Any], max_seq_len: int) -> R
         raise ValueError(f"config.json: rope type {name!r} is not supported; use one of default, {', '.join(_KINDS)}")
     kind = _KINDS[name]
     _check_known(name, settings, (*kind.names, *kind.unmapped))
-    missing = [theirs for theirs in kind.names if theirs not in kind.optional and settings.get(theirs) is None]
+    missing = [key for key in kind.names if key not in kind.optional and settings.get(key) is None]
     if missing:
         raise ValueError(f"config.json: the {name!r} rope scaling has no {', '.join(missing)}; add it")
     if settings.get("truncate", True) is None:  # transformers reads null as false, and an absent field as true
         raise ValueError("config.json: the 'yarn' rope scaling has truncate null; give true or false")
-    values = {ours: settings[theirs] for theirs, ours in kind.names.items() if settings.get(theirs) is not None}
-    for theirs, ours in kind.names.items():
-        if ours in values:
-            as_type(types_of(kind.make)[ours], values[ours], f"config.json: the {name!r} rope scaling: {theirs}")
+    values = {own_name: settings[key] for key, own_name in kind.names.items() if settings.get(key) is not None}
+    for key, own_name in kind.names.items():
+        if own_name in values:
+            as_type(types_of(kind.make)[own_name], values[own_name], f"config.json: the {name!r} rope scaling: {key}")
     if name == "dynamic":
         _check_original(settings, max_seq_len)
     if name == "yarn":

@@ -20,34 +20,33 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..data.tokenizer import Tokenizer
 from ..families import family_of
 from ..parallel.parallelize import pipeline_of
-from .companions import Companions, companions_of, keep_companions
-from .configs import check_config, own_config, saved_config
+from .companions import Companions, attach_companions, companions_of
+from .configs import check_config, checkpoint_config, model_config
 from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
-from .optimizers import check_optimizer, describe_optimizer, state_to_fill
-from .parts import Part, PartLoadPlanner, PartSavePlanner, part_of
+from .optimizers import check_optimizer, describe_optimizer, make_state_to_fill
+from .parts import PartLoadPlanner, PartSavePlanner, TensorPart, part_of
 from .shards import STORED_DTYPES
 from .storage import FolderReader, FolderWriter, check_sums, partial_path
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and the documents.
+    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and the other files.
 
-    Every rank's snapshot has documents; only rank 0's are written.
     Made by `snapshot`. A run copies the snapshot to CPU memory and writes the copy in the background.
     """
 
-    parts: Mapping[str, Part]  # by tensor name
-    documents: Mapping[str, bytes]  # contents by file name
+    parts: Mapping[str, TensorPart]  # by tensor name
+    files: Mapping[str, bytes]  # contents by file name: config, run, tokenizer, ...; on all ranks, written by rank 0
     optimizer: Mapping[str, Any] | None = None  # from `describe_optimizer`; None without an optimizer
 
-    def copied(self, into: Snapshot | None = None) -> Snapshot:
+    def copy_to_cpu(self, into: Snapshot | None = None) -> Snapshot:
         """A copy in CPU memory; training can continue while the copy is written.
 
         into: an earlier copy, already written, whose memory is reused.
         """
         earlier = {} if into is None else into.parts
-        parts = {name: part.copied(earlier.get(name)) for name, part in self.parts.items()}
+        parts = {name: part.copy_to_cpu(earlier.get(name)) for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -56,10 +55,10 @@ class Snapshot:
         group: all ranks; nothing else may use it during the call.
         """
         try:
-            with _quietly():
+            with _without_warning():
                 save(
                     dict(self.parts),
-                    storage_writer=FolderWriter(folder, self.documents, self.optimizer),
+                    storage_writer=FolderWriter(folder, self.files, self.optimizer),
                     planner=PartSavePlanner(),
                     process_group=group,
                     no_dist=not dist.is_initialized(),
@@ -67,7 +66,7 @@ class Snapshot:
         except CheckpointException as error:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 shutil.rmtree(partial_path(folder), ignore_errors=True)
-            raise _cause(error) from None
+            raise _first_failure(error) from None
 
 
 def snapshot(
@@ -77,13 +76,16 @@ def snapshot(
     run: Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Snapshot:
-    """The content of a checkpoint. The tensors are the model's own, not copies; see `Snapshot.copied`."""
+    """The content of a checkpoint. The tensors are the model's own, not copies; see `Snapshot.copy_to_cpu`.
+
+    Called by `save_checkpoint`, and by `Saver` in a run. Arguments: as for `save_checkpoint`.
+    """
     family, companions = family_of(model), companions_of(model).with_tokenizer(tokenizer)
-    documents = {RUN: as_document(run or {}), **companions.files}
+    files = {RUN: as_document(run or {}), **companions.files}
     if family is not None:
-        documents[CONFIG] = as_document(companions.in_config(family.weights.write_config(model)))
+        files[CONFIG] = as_document(companions.in_config(family.weights.write_config(model)))
     parts = {name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}
-    return Snapshot(parts, documents, None if optimizer is None else describe_optimizer(model, optimizer))
+    return Snapshot(parts, files, None if optimizer is None else describe_optimizer(model, optimizer))
 
 
 def save_checkpoint(
@@ -98,9 +100,9 @@ def save_checkpoint(
 
     No tensor is gathered: each rank writes local parts, and a part held by several ranks is written once. The folder
     appears complete or not at all.
-    The folder also gets the model's config.json, if the model belongs to a family, and the model's tokenizer and
-    further companions, see `from_pretrained`. A subclass computing otherwise than its family is saved without a
-    config, like a model from outside.
+    The folder also gets the model's companions (tokenizer, chat template, generation settings; see `from_pretrained`)
+    and, for the families of Weft, the model's config.json. A model class of the user's own is saved without a config,
+    and so is a subclass of a family that overrides how the family computes.
     run: JSON values about the run; `read_run` returns them. tokenizer: written into the folder.
     Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank its plan,
     and gathers the results.
@@ -116,19 +118,19 @@ def load_checkpoint(
 
     Each rank reads only local slices and verifies the stored checksums.
     The model's config must be the checkpoint's, except for fields that do not change what the same weights compute:
-    dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model from outside
-    is compared by the names and shapes of its parameters.
+    dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model class of the
+    user's own is compared by the names and shapes of its parameters.
     No value is rounded: a parameter's dtype may be wider than the stored dtype, not narrower.
-    The model then carries the checkpoint's tokenizer, chat template, generation settings and token ids, see
-    `from_pretrained`.
+    The checkpoint's companions (tokenizer, chat template, generation settings, token ids) are attached to the model,
+    and later saves write them; see `from_pretrained`.
     optimizer: of this model, of the saved kind, before its first step. Left unchanged where the checkpoint has no
     optimizer state, as after `weft convert`.
     Returns the reader, which has counted the bytes read.
-    Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; by way of rank 0,
-    the plan of the load and the comparison of checksums.
-    Raises, on every rank, ValueError for a checkpoint of another model (naming the differing fields), of another
-    optimizer (naming its kind or state), or of a dtype to be rounded; DamagedCheckpoint for an incomplete or changed
-    checkpoint.
+    Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; rank 0 gathers which
+    parts each rank reads, and all checksums of the values read, and broadcasts the outcome.
+    Raises, on every rank, ValueError for a checkpoint of another model (naming the differing fields) or of another
+    optimizer (naming its kind or state), and where a stored dtype is wider than the parameter's; DamagedCheckpoint for
+    an incomplete or changed checkpoint.
     """
     return fill_from(model, folder, optimizer)
 
@@ -144,24 +146,24 @@ def fill_from(
     with FolderReader(Path(folder)) as reader:
         manifest = reader.manifest
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
-        saved, own = saved_config(manifest, reader.folder), own_config(model)
+        saved, own = checkpoint_config(manifest, reader.folder), model_config(model)
         if saved is not None and own is not None:
-            check_config(saved, own, reader.folder, further_difference=tensors_that_differ(model, reader) or "")
+            check_config(saved, own, reader.folder, further_difference=describe_difference(model, reader) or "")
         check_model(model, reader)
-        _check_own_part(model, optimizer, reader, rounding)
+        _check_local_parameters(model, optimizer, reader, rounding)
         tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
-        state = {} if optimizer is None else state_to_fill(model, optimizer, manifest)
+        state = {} if optimizer is None else make_state_to_fill(model, optimizer, manifest)
         tensors |= {
             f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
         }
         parts: dict[str, Any] = {name: part_of(tensor) for name, tensor in tensors.items()}
         try:
-            with torch.no_grad(), _quietly():
+            with torch.no_grad(), _without_warning():
                 load(parts, storage_reader=reader, planner=PartLoadPlanner(), no_dist=not dist.is_initialized())
         except CheckpointException as error:
-            raise _cause(error) from None
-        _check_on_all(reader)
-        keep_companions(model, Companions.saved(reader.folder, config, manifest))
+            raise _first_failure(error) from None
+        _check_sums_of_all_ranks(reader)
+        attach_companions(model, Companions.saved(reader.folder, config, manifest))
     if optimizer is not None:
         for parameter, values in state.values():
             optimizer.state[parameter] = values
@@ -175,29 +177,29 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 
 def check_model(model: nn.Module, reader: FolderReader) -> None:
     """Raises ValueError unless the checkpoint's tensors have exactly the names and shapes of the model's."""
-    differing = tensors_that_differ(model, reader)
-    if differing is not None:
-        raise ValueError(f"{reader.folder} is of another model: {differing}; build the model that was saved")
+    difference = describe_difference(model, reader)
+    if difference is not None:
+        raise ValueError(f"{reader.folder} is of another model: {difference}; build the model that was saved")
 
 
-def tensors_that_differ(model: nn.Module, reader: FolderReader) -> str | None:
-    """A difference in name or shape between the checkpoint's tensors and the model's, in words; None without any."""
+def describe_difference(model: nn.Module, reader: FolderReader) -> str | None:
+    """The first difference in name or shape between the checkpoint's tensors and the model's, in words, or None."""
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
-    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    found = {
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    stored = {
         name.removeprefix(MODEL): tensor.shape
         for name, tensor in reader.manifest.tensors.items()
         if name.startswith(MODEL)
     }
-    for verb, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
+    for verb, names in (("lacks", expected.keys() - stored.keys()), ("has", stored.keys() - expected.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            whose = "this model" if verb == "lacks" else "the checkpoint"
-            return f"it {verb} {min(names)}{more}, of {whose}"
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            return f"{name} has shape {found[name]}, and {shape} here"
+            owner = "this model" if verb == "lacks" else "the checkpoint"
+            return f"it {verb} {min(names)}{more}, of {owner}"
+    for name, shape in expected.items():
+        if stored[name] != shape:
+            return f"{name} has shape {stored[name]}, and {shape} here"
     return None
 
 
@@ -214,10 +216,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return tensors
 
 
-def _check_own_part(
+def _check_local_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, reader: FolderReader, rounding: bool
 ) -> None:
-    """Checks dtypes and optimizer for the parameters on this rank, which may belong to some stages only.
+    """Checks dtypes and optimizer for the parameters on this rank: under a pipeline, those of its stages.
 
     Communication: an all-gather of the outcomes. Raises the first failing rank's error on every rank.
     """
@@ -251,8 +253,11 @@ def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
         )
 
 
-def _check_on_all(reader: FolderReader) -> None:
-    """`check_sums` over the reads of all ranks. Communication: a gather of the sums, and a broadcast of the outcome."""
+def _check_sums_of_all_ranks(reader: FolderReader) -> None:
+    """Compares the checksums of what all ranks have read with the manifest's, on rank 0; see `check_sums`.
+
+    Communication: a gather of the sums, and a broadcast of the outcome.
+    """
     pieces = [reader.sums_of_pieces]
     if dist.is_initialized():
         pieces = [{} for _ in range(dist.get_world_size())]
@@ -269,7 +274,7 @@ def _check_on_all(reader: FolderReader) -> None:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_warning() -> Iterator[None]:
     """Silences torch's warning about a missing process group, in a process without one."""
     with nullcontext() if dist.is_initialized() else warnings.catch_warnings():
         if not dist.is_initialized():
@@ -277,7 +282,7 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _cause(error: CheckpointException) -> BaseException:
+def _first_failure(error: CheckpointException) -> BaseException:
     """The error of the lowest rank that failed."""
     cause: BaseException = min(error.failures.items())[1][0]
     return cause

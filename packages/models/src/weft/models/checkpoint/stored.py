@@ -31,9 +31,9 @@ class Stored:
 
     def slices(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
         """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's."""
-        first, *rest = slices
+        first, *further = slices
         start = self.part * shape[0]
-        found = (slice(start + first.start, start + first.stop), *rest)
+        found = (slice(start + first.start, start + first.stop), *further)
         return found[::-1] if self.transposed else found
 
     def place(self, whole: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Stored:
         size = own.shape[0] // self.parts
         return own[self.part * size : (self.part + 1) * size]
 
-    def restored(self, read: Tensor) -> Tensor:
+    def to_parameter_orientation(self, read: Tensor) -> Tensor:
         """Values read from the stored tensor, in the parameter's orientation."""
         return read.mT.contiguous() if self.transposed else read
 
@@ -57,7 +57,7 @@ class Repeats:
     what: str  # for the error: the required content
     remedy: str  # how the error ends
     tensor: str | None = None
-    is_right: Callable[[Tensor], bool] = bool
+    accepts: Callable[[Tensor], bool] = bool
 
 
 def tied_head(embedding: str) -> Repeats:
@@ -69,7 +69,7 @@ def tied_head(embedding: str) -> Repeats:
     )
 
 
-def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
+def join_parameters(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
     """The stored tensor, joined from its parameters, which are all given, in any order.
 
     The dtype is the narrowest to hold the values of all parameters without rounding.
@@ -79,20 +79,20 @@ def joined(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
     assert sorted(stored.part for stored, _ in pairs) == list(range(first.parts)), "every part is given once"
     if first.parts == 1 and not first.transposed:
         return tensor
-    whole = tensor.new_empty(first.shape(tuple(tensor.shape)), dtype=widest([each.dtype for _, each in pairs]))
+    whole = tensor.new_empty(first.shape(tuple(tensor.shape)), dtype=common_dtype([each.dtype for _, each in pairs]))
     for stored, tensor in pairs:
         stored.place(whole).copy_(tensor)
     return whole
 
 
-def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The narrowest dtype to which all of `dtypes` convert without rounding."""
     from torch import promote_types
 
     return reduce(promote_types, dtypes)
 
 
-def grouped(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:
+def group_by_stored_tensor(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:
     """Stored tensor's name -> the parameters in it, in order of their first parameters."""
     groups: dict[str, list[str]] = {}
     for name in names:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import as_type, check_plain_name, read_json
-from .checksums import INDEX_FILE, Sums
+from .checksums import INDEX_FILE, FolderChecksums
 from .shards import open_shard
 from .stored import Repeats
 
@@ -20,30 +20,30 @@ SINGLE_FILE = "model.safetensors"
 WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROWS = 1 << 14  # rows in memory at a time, of each of two compared tensors
 
-Opened = Callable[[], Any]  # returns the slices of a tensor
+OpenTensor = Callable[[], Any]  # returns the slices of a tensor
 
 
-def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: Sums) -> dict[str, Opened]:
+def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: FolderChecksums) -> dict[str, OpenTensor]:
     """Stored tensor's name -> a function returning the tensor's slices. `sums` records each read.
 
     prefix: of the tensor names in a model with a head. Where no stored name has this prefix, the file holds the model
     without a head, like the published GPT-2, and the prefix is added.
     Raises ValueError for a missing file, a file in another format, and a tensor in two files.
     """
-    tensors: dict[str, Opened] = {}
-    homes: dict[str, str] = {}
+    tensors: dict[str, OpenTensor] = {}
+    file_of: dict[str, str] = {}
     for filename in weight_files(folder):
         if not (folder / filename).is_file():
             raise ValueError(f"{folder} has no {filename}, which {INDEX_FILE} names; fetch it again")
         sums.check_header(filename)
         file = files.enter_context(open_shard(folder / filename, "fetch it again"))
         for name in file.keys():  # noqa: SIM118  safe_open is not iterable
-            if name in homes:
+            if name in file_of:
                 raise ValueError(
-                    f"{folder} holds {name} twice, in {homes[name]} and in {filename}; remove the file of the older "
+                    f"{folder} holds {name} twice, in {file_of[name]} and in {filename}; remove the file of the older "
                     f"save"
                 )
-            homes[name] = filename
+            file_of[name] = filename
             tensors[name] = partial(_slices, sums, file, name)
     if any(name.startswith(prefix) for name in tensors):
         return tensors
@@ -80,11 +80,11 @@ def weight_files(folder: Path) -> list[str]:
     )
 
 
-def _slices(sums: Sums, file: Any, name: str) -> Any:
-    return sums.of(name, file.get_slice(name))
+def _slices(sums: FolderChecksums, file: Any, name: str) -> Any:
+    return sums.wrap(name, file.get_slice(name))
 
 
-def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path, weights: Any) -> None:
+def check_tensors(model: nn.Module, tensors: Mapping[str, OpenTensor], folder: Path, weights: Any) -> None:
     """Raises ValueError unless the files hold the model's tensors, in the model's shapes, and else only repetitions.
 
     A repetition is a tensor whose values follow from the config or from another tensor, like the head of a tied
@@ -97,11 +97,11 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path,
         shapes[stored.name] = stored.shape(tuple(parameter.shape))
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise ValueError(f"{folder} lacks {_listed(missing)}; check config.json against the files")
+        raise ValueError(f"{folder} lacks {_list_names(missing)}; check config.json against the files")
     repetitions = {name: weights.repetition(name, model.config) for name in tensors if name not in shapes}
     unexpected = [name for name, repeats in repetitions.items() if repeats is None]
     if unexpected:
-        raise ValueError(f"{folder} holds {_listed(unexpected)}, which config.json's model does not have; check it")
+        raise ValueError(f"{folder} holds {_list_names(unexpected)}, which config.json's model does not have; check it")
     for name, shape in shapes.items():
         stored = tensors[name]()
         if tuple(stored.get_shape()) != shape:
@@ -115,30 +115,30 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, Opened], folder: Path,
             raise ValueError(f"{folder}: {name} is not {repeats.what}; {repeats.remedy}")
 
 
-def _is_repetition(stored: Any, repeats: Repeats, tensors: Mapping[str, Opened]) -> bool:
+def _is_repetition(stored: Any, repeats: Repeats, tensors: Mapping[str, OpenTensor]) -> bool:
     shape = stored.get_shape()
     if repeats.tensor is None:
         values = _rows(stored, 0, None)
-        return repeats.is_right(values) or not values.any()
-    same = tensors[repeats.tensor]()
-    if shape != same.get_shape():
+        return repeats.accepts(values) or not values.any()
+    repeated = tensors[repeats.tensor]()
+    if shape != repeated.get_shape():
         return False
     is_equal = is_zero = True
-    for at in range(0, shape[0], _ROWS):
-        values, wanted = (_rows(each, at, min(at + _ROWS, shape[0])) for each in (stored, same))
-        is_equal, is_zero = is_equal and bool((values == wanted).all()), is_zero and not values.any()
+    for start in range(0, shape[0], _ROWS):
+        values, expected = (_rows(each, start, min(start + _ROWS, shape[0])) for each in (stored, repeated))
+        is_equal, is_zero = is_equal and bool((values == expected).all()), is_zero and not values.any()
     return is_equal or is_zero
 
 
 def _rows(stored: Any, start: int, stop: int | None) -> Tensor:
     """Rows `start` to `stop` of a stored tensor (to the end where None); all of a scalar."""
-    first, *rest = stored.get_shape() or [0]
-    part = (slice(start, first if stop is None else stop), *(slice(0, size) for size in rest))
+    first, *further = stored.get_shape() or [0]
+    part = (slice(start, first if stop is None else stop), *(slice(0, size) for size in further))
     tensor: Tensor = stored[part if stored.get_shape() else ...]
     return tensor
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

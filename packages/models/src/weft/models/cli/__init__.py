@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0, 1 if a run stopped, 2 for input that cannot be used, 130 after Ctrl-C."""
-    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    command, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         from .command import call
 
-        status = call(command, rest)
+        status = call(command, command_arguments)
     except (KeyboardInterrupt, RuntimeError) as error:
         # Python 3.11 turns an exception raised while a class is created into a RuntimeError
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__cause__, KeyboardInterrupt):

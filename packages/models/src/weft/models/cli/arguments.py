@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import tyro
 
-from ..terminal import PROGRAM, one_line, wrapped
+from ..terminal import PROGRAM, one_line, wrap_lines
 
 T = TypeVar("T")
 SILENT_SECONDS = 15.0  # ten times the spread of the start of a launcher's processes on busy cores
@@ -51,7 +51,7 @@ def parse(
             default=tyro.MISSING_NONPROP if default is None else default,
             args=arguments,
             prog=f"{PROGRAM} {command}",
-            description=wrapped(about, width),
+            description=wrap_lines(about, width),
             compact_help=width < compact_below,
             console_outputs=is_printing_rank(),
             config=(tyro.conf.AvoidSubcommands,),  # a recipe without a rope scaling gets no subcommand to choose one

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-from ..output import NotPrinted, printing
-from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, one_line, wrapped
+from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, NotPrinted, one_line, printing, wrap_lines
 
 COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
 WORKING = ("train", "data", "convert")  # commands whose result is files, not their output
@@ -60,7 +59,7 @@ def call(command: str, arguments: Sequence[str]) -> int:
 def _call(command: str, arguments: Sequence[str]) -> int:
     """Run a command. `call` handles output that cannot be written."""
     if command in ("-h", "--help", "help"):
-        print(wrapped(HELP, shutil.get_terminal_size().columns))
+        print(wrap_lines(HELP, shutil.get_terminal_size().columns))
         return 0
     if command == "--version":
         print(_version())
@@ -102,6 +101,8 @@ def _version() -> str:
     """The versions of Weft, torch, triton and Python, for a bug report."""
     from ..versions import versions
 
-    found = versions()
-    beside = ", ".join(f"{name} {found[name] or 'not installed'}" for name in ("torch", "triton", "python"))
-    return f"weft {found['weft-models'] or 'not installed'} ({beside})"
+    installed = versions()
+    further_versions = ", ".join(
+        f"{name} {installed[name] or 'not installed'}" for name in ("torch", "triton", "python")
+    )
+    return f"weft {installed['weft-models'] or 'not installed'} ({further_versions})"

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..data.inputs import Columns
-from ..terminal import PROGRAM, printable, wrapped
+from ..terminal import PROGRAM, printable, wrap_lines
 from .arguments import parse, report_bad_input
 
 MIB = 1 << 20
@@ -159,9 +159,9 @@ class VerifyOptions:
 
 
 def run(arguments: list[str]) -> int:
-    command, *rest = arguments or ["--help"]
+    command, *command_arguments = arguments or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(wrapped(HELP, shutil.get_terminal_size().columns))
+        print(wrap_lines(HELP, shutil.get_terminal_size().columns))
         return 0
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -169,7 +169,7 @@ def run(arguments: list[str]) -> int:
         known = ", ".join(COMMANDS)
         print(f"{PROGRAM} data: unknown command {command!r}; {hint}the commands are {known}", file=sys.stderr)
         return 2
-    return COMMANDS[command](rest)
+    return COMMANDS[command](command_arguments)
 
 
 def _prepare(arguments: list[str]) -> int:
@@ -206,7 +206,7 @@ def _prepare(arguments: list[str]) -> int:
     print(
         f"prepared {options.output}: {_count(documents, 'document')}, {_count(tokens, 'token')} of "
         f"{manifest.vocab_size:,} kinds, {manifest.dtype}, in {_count(len(shards), 'shard')}; "
-        f"{_around(manifest.request)}"
+        f"{_describe_boundary_tokens(manifest.request)}"
     )
     skipped = [name for shard in shards for name in shard.skipped]
     if empty or bad or skipped:
@@ -261,7 +261,7 @@ def _verify(arguments: list[str]) -> int:
     return 0
 
 
-def _around(request: dict[str, Any]) -> str:
+def _describe_boundary_tokens(request: dict[str, Any]) -> str:
     """The tokens before and after each document, in words."""
     begin, end = (", ".join(map(str, request[name])) for name in ("before_each", "after_each"))
     parts = [f"begins with token {begin}"] * bool(begin) + [f"ends with token {end}" if end else "has no end"]

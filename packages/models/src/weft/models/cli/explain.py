@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..terminal import PROGRAM
 from ..train.config import MeshConfig, TrainConfig
-from ..train.gpus import gpu_count
 from ..train.launch import processes_for
+from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
 from .arguments import report_bad_input
-from .settings import base_of, configured, origin_of, with_complete_plan
+from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
 
 ABOUT = f"""\
   Shows what a step of `{PROGRAM} train` would do on any mesh, computed from shapes alone: no process is started, and \
@@ -47,23 +47,25 @@ Exit status
 
 def run(arguments: list[str]) -> int:
     with report_bad_input("explain"):
-        own, rest = _own().parse_known_args(arguments)
-        name, config = configured(rest, own.config, command="explain", about=ABOUT)
-        config, axes = _settle(
+        own_options, run_arguments = _own_options().parse_known_args(arguments)
+        name, config = read_configuration(run_arguments, own_options.config, command="explain", about=ABOUT)
+        config, axes = _complete_configuration(
             config,
-            base_of(name, origin_of(config), config.model if config.model_class is not None else None),
-            own.batch,
+            base_configuration(name, origin_of(config), config.model if config.model_class is not None else None),
+            own_options.batch,
         )
         count = math.prod(axes.values())
-        if not 0 <= own.rank < count:
-            raise ValueError(f"--rank {own.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}")
+        if not 0 <= own_options.rank < count:
+            raise ValueError(
+                f"--rank {own_options.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}"
+            )
         from ..train.explanation import explain  # imported here because torch takes seconds
 
-        explain(title_of(name, config), config, axes, own.rank)
+        explain(title_of(name, config), config, axes, own_options.rank)
     return 0
 
 
-def _own() -> argparse.ArgumentParser:
+def _own_options() -> argparse.ArgumentParser:
     """The parser of the options of `explain` alone."""
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
@@ -72,8 +74,10 @@ def _own() -> argparse.ArgumentParser:
     return parser
 
 
-def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[TrainConfig, dict[str, int]]:
-    """The configuration with all sizes settled, and the axes of the mesh.
+def _complete_configuration(
+    config: TrainConfig, base: TrainConfig, batch: str | None
+) -> tuple[TrainConfig, dict[str, int]]:
+    """The configuration with all sizes and plan options filled in, and the axes of the mesh.
 
     base: the configuration before the command's options, to see whether the batch size was changed. batch: of
     --batch.
@@ -86,8 +90,8 @@ def _settle(config: TrainConfig, base: TrainConfig, batch: str | None) -> tuple[
         rows, tokens = _sizes(batch)
         config = replace(config, data=replace(config.data, batch_size=rows, sequence_length=tokens))
     elif config.data.batch_size == base.data.batch_size:
-        least = dp * (config.plan.microbatches or mesh.pp)
-        config = replace(config, data=replace(config.data, batch_size=max(config.data.batch_size, least)))
+        fewest_rows = dp * (config.plan.microbatches or mesh.pp)
+        config = replace(config, data=replace(config.data, batch_size=max(config.data.batch_size, fewest_rows)))
     config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)
     return config, axes_of(pp=mesh.pp, dp=dp, cp=cp, tp=tp)
 

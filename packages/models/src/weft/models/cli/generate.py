@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> int:
         from ..generation import LogitsNotFinite, end_ids, stream
 
         ends, prompt = end_ids(folder, default=[tokenizer.end]), tokenizer.encode(options.prompt)
-        drawn = stream(
+        new_tokens = stream(
             from_pretrained(folder).eval(),
             torch.tensor([prompt], dtype=torch.int64),
             max_new_tokens=options.tokens,
@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
             ends=ends,
         )
     shown = printable if sys.stdout.isatty() else str
-    new = takewhile(lambda token: token not in ends, (int(tokens) for tokens in drawn))
+    new = takewhile(lambda token: token not in ends, (int(tokens) for tokens in new_tokens))
     try:
         for text in chain([options.prompt], tokenizer.decode_each(new, after=prompt)):
             print(shown(text), end="", flush=True)

@@ -14,7 +14,7 @@ from weft.mesh.extension import WIDTH, coloured
 from ..terminal import PROGRAM
 from .arguments import parse, report_bad_input
 
-DRAWN = 2**20  # most ranks of a mesh that is drawn, which takes 0.1 s
+MOST_RANKS_OF_PICTURE = 2**20  # most ranks of a mesh that is drawn, which takes 0.1 s
 PLANNED = 1024  # most ranks of a plan: the bytes of every rank are computed, which takes 10 s
 ABOUT = f"""\
   Draws which rank holds which part of a tensor. With TARGET, also plans the change to that layout: the steps, the \
@@ -78,7 +78,7 @@ def _explained(options: LayoutOptions, columns: int) -> str:
     """
     mesh = _mesh(options.mesh)
     shape = None if options.shape is None else _shape(options.shape)
-    _check_size(mesh, DRAWN, "drawn")
+    _check_size(mesh, MOST_RANKS_OF_PICTURE, "drawn")
     layout = Layout(mesh, options.layout)
     if options.target is None:
         return layout.explain(shape, width=min(columns, WIDTH))

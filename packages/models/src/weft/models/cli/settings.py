@@ -18,8 +18,8 @@ from ..terminal import PROGRAM
 from ..train.config import MeshConfig, OptimizerConfig, TrainConfig
 from ..train.folder import CONFIG, find_to_resume, newest_complete
 from ..train.from_folder import contradictions, find_model, find_origin, model_of
-from ..train.gpus import gpu_count
 from ..train.launch import CPU_PROCESSES, launched_processes, processes_for
+from ..train.memory_check import gpu_count
 from ..train.model_class import config_class_of
 from ..train.recipes import RECIPES, WITHOUT_RECIPE, recipe, size_in_words
 from ..train.run import complete_plan, mesh_sizes
@@ -31,7 +31,7 @@ NEWEST = "newest"  # the value of --resume without a path
 DEFAULT_RECIPE = "llama-tiny"
 
 
-def configured(
+def read_configuration(
     arguments: Sequence[str], file: Path | None, *, command: str, about: str
 ) -> tuple[str | None, TrainConfig]:
     """The recipe's name (None without a recipe) and the configuration.
@@ -42,24 +42,26 @@ def configured(
     Raises ValueError for input that cannot be used, such as a --model option that contradicts the folder of --from.
     """
     own_arguments = list(arguments)
-    requested = own_arguments.pop(0) if own_arguments and not own_arguments[0].startswith("-") else None
-    of_file, options = (None, []) if file is None else read_toml(file)
-    before = config_to_resume([*options, *own_arguments])
-    if before is not None:
-        check_sum(before)
-    not_resumed = names_not_resumed([*options, *own_arguments])
-    of_run, options_of_run = (None, []) if before is None else read_toml(before, without=not_resumed)
-    every = [*options_of_run, *options, *own_arguments]
-    model = _model_options().parse_known_args(every)[0]
-    is_outside = model.from_ is not None or model.model_class is not None
-    name = requested or of_file or of_run or (None if is_outside else DEFAULT_RECIPE)
-    for path, known in ((file, of_file), (before, of_run)):
+    named_recipe = own_arguments.pop(0) if own_arguments and not own_arguments[0].startswith("-") else None
+    file_recipe, options = (None, []) if file is None else read_toml(file)
+    resumed_config = config_to_resume([*options, *own_arguments])
+    if resumed_config is not None:
+        check_sum(resumed_config)
+    ignored_options = options_not_resumed([*options, *own_arguments])
+    run_recipe, run_options = (
+        (None, []) if resumed_config is None else read_toml(resumed_config, without=ignored_options)
+    )
+    all_arguments = [*run_options, *options, *own_arguments]
+    model = _model_options().parse_known_args(all_arguments)[0]
+    has_own_model = model.from_ is not None or model.model_class is not None
+    name = named_recipe or file_recipe or run_recipe or (None if has_own_model else DEFAULT_RECIPE)
+    for path, known in ((file, file_recipe), (resumed_config, run_recipe)):
         if known not in (None, name):
             raise ValueError(f"config {path} is of the recipe {known}, but {name} is asked for; leave out one of them")
     recipes = "\n".join(f"  {known}: {size_in_words(RECIPES[known].model)}" for known in RECIPES)
     about = about.format(recipes=recipes, default=DEFAULT_RECIPE)
 
-    def parsed(options: list[str], default: TrainConfig, file: Path | None = None) -> TrainConfig:
+    def parse_options(options: list[str], default: TrainConfig, file: Path | None = None) -> TrainConfig:
         return parse(
             *(TrainConfig, options),
             command=f"{command} [RECIPE]",
@@ -71,30 +73,31 @@ def configured(
 
     origin = None
     if model.from_ is not None:
-        going_on = checkpoint_to_resume(model.output, model.resume)
-        if going_on is not None and before is None:
+        resumed_checkpoint = checkpoint_to_resume(model.output, model.resume)
+        if resumed_checkpoint is not None and resumed_config is None:
             raise ValueError(
-                f"--from {model.from_} begins a new run, but --resume continues {going_on}; give only one of them"
+                f"--from {model.from_} begins a new run, but --resume continues {resumed_checkpoint}; give only one "
+                f"of them"
             )
-        origin = find_origin(model.from_, going_on)
+        origin = find_origin(model.from_, resumed_checkpoint)
         if model.model_class is None:
-            _check_options(model_of(origin), every, model.from_)
-    outside = None
+            _check_options(model_of(origin), all_arguments, model.from_)
+    user_model = None
     if model.model_class is not None:
-        _find_modules_here()
-        outside = _outside_config(model.model_class, every, command)
-    config = base_of(name, origin, outside)
-    if options_of_run:
-        config = on_a_mesh_that_fits(parsed(options_of_run, config, before), [*options, *own_arguments])
+        _find_modules_in_current_folder()
+        user_model = _user_model_config(model.model_class, all_arguments, command)
+    config = base_configuration(name, origin, user_model)
+    if run_options:
+        config = drop_unusable_mesh(parse_options(run_options, config, resumed_config), [*options, *own_arguments])
     if options:
-        config = parsed(options, config, file)
-    return name, parsed(with_resume(own_arguments), config)
+        config = parse_options(options, config, file)
+    return name, parse_options(complete_resume_option(own_arguments), config)
 
 
-def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None = None) -> TrainConfig:
+def base_configuration(name: str | None, origin: Path | None, user_model: ModelConfig | None = None) -> TrainConfig:
     """The configuration before the command's options: of the recipe or WITHOUT_RECIPE, with the given model.
 
-    origin: the folder of --from. outside: the config of the user's model class. Sequences are cut to the model's
+    origin: the folder of --from. user_model: the config of the user's model class. Sequences are cut to the model's
     length.
     Raises ValueError for an unknown recipe, for a folder without a known model, and if --model and --from both give a
     model.
@@ -103,8 +106,8 @@ def base_of(name: str | None, origin: Path | None, outside: ModelConfig | None =
         base = recipe(name)
     else:
         base = WITHOUT_RECIPE if origin is not None else replace(WITHOUT_RECIPE, optimizer=OptimizerConfig())
-    model = outside
-    if origin is not None and outside is None:
+    model = user_model
+    if origin is not None and user_model is None:
         model = model_of(origin)
     elif origin is not None and find_model(origin) is not None:
         raise ValueError(
@@ -128,7 +131,7 @@ def origin_of(config: TrainConfig) -> Path | None:
 
 
 def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
-    """The configuration with its plan settled for the mesh. Raises ValueError if the plan is impossible on the mesh."""
+    """The configuration with all plan options filled in for the mesh. Raises ValueError for an impossible plan."""
     check_tensor_parallel(config.model, tp)
     return replace(config, plan=complete_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
 
@@ -141,14 +144,14 @@ def _model_options() -> argparse.ArgumentParser:
     return parser
 
 
-def _find_modules_here() -> None:
+def _find_modules_in_current_folder() -> None:
     """Make Python find modules in the current folder, as `python -m` does."""
-    here = str(Path.cwd())
-    if not {"", here} & set(sys.path):
-        sys.path.insert(0, here)
+    current_folder = str(Path.cwd())
+    if not {"", current_folder} & set(sys.path):
+        sys.path.insert(0, current_folder)
 
 
-def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelConfig:
+def _user_model_config(name: str, arguments: Sequence[str], command: str) -> ModelConfig:
     """The config of the user's model class, from the --model options in the arguments.
 
     With --help, shows these options and exits. Raises ValueError for a class that cannot be found.
@@ -159,8 +162,8 @@ def _outside_config(name: str, arguments: Sequence[str], command: str) -> ModelC
     parsed: Any = parse(
         wrapper, help_flags or _options_of_model(arguments), command=f"{command} --model {name}", about=about
     )
-    found: ModelConfig = parsed.model
-    return found
+    config: ModelConfig = parsed.model
+    return config
 
 
 def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> None:
@@ -179,12 +182,12 @@ def _check_options(model: ModelConfig, arguments: Sequence[str], path: Path) -> 
     wrapper = make_dataclass("Options", [("model", unchecked, field(default=unchecked()))], frozen=True, kw_only=True)
     parsed: Any = parse(wrapper, options, command="train --from FOLDER", about="").model
     values = {name: getattr(parsed, name) for name in names}
-    found = [
+    contradicting = [
         f"--model.{name.replace('_', '-')} {value!r} contradicts {name} {known!r} of --from {path}"
         for name, known, value in contradictions(model, values)
     ]
-    if found:
-        raise ValueError(f"{'; '.join(found)}; leave the option out, or train a new model without --from")
+    if contradicting:
+        raise ValueError(f"{'; '.join(contradicting)}; leave the option out, or train a new model without --from")
 
 
 def _options_of_model(arguments: Sequence[str]) -> list[str]:
@@ -198,7 +201,7 @@ def _options_of_model(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def with_resume(arguments: Sequence[str]) -> list[str]:
+def complete_resume_option(arguments: Sequence[str]) -> list[str]:
     """The arguments, with the value NEWEST added to a `--resume` without a path."""
     ended = [*arguments, "--"]
     return [
@@ -232,7 +235,7 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
     return None if resume is None else find_to_resume(Path(resume))
 
 
-def names_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
+def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
     """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
 
     The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are
@@ -256,7 +259,7 @@ def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
     return mesh_sizes(mesh, count, exact=False)
 
 
-def on_a_mesh_that_fits(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
+def drop_unusable_mesh(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     """The config of a resumed run, without its mesh if the mesh cannot be used again.
 
     It cannot if the command gives another mesh, or if there are too few processes.

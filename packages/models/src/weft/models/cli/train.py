@@ -13,19 +13,18 @@ from ..terminal import PROGRAM
 from ..train.config import TrainConfig
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
 from ..train.from_folder import check_same_model, check_tokens
-from ..train.gpus import gpu_count
 from ..train.launch import adopt_launcher, check_world, launch
 from ..train.learning_rate import unfinished_warmup
-from ..train.memory_check import check_room
+from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
 from ..train.model_class import check_class
-from ..train.report import describe
+from ..train.report import describe_run
 from ..train.run import Run, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import is_printing_rank, report_bad_input
-from .settings import NEWEST, base_of, configured, origin_of, sizes_for_processes, with_complete_plan
+from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\
   Trains a model on a text, whose bytes are the tokens, or on prepared tokens. Runs on a mesh of processes: one per \
@@ -76,15 +75,15 @@ Exit status
 def run(arguments: list[str]) -> int:
     with report_bad_input("train"):
         adopt_launcher()
-        files, rest = _files().parse_known_args(arguments)
-        new_run, gpus = _settle(rest, files.config)
+        files, run_arguments = _files().parse_known_args(arguments)
+        new_run, gpus = _complete_run(run_arguments, files.config)
         if files.print_config:
             print(as_toml(new_run.recipe, new_run.resolved), end="")
             return 0
         check_world(os.environ)
         room = check_room(new_run, gpus=gpus)
     if is_printing_rank():
-        print("\n".join([describe(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
+        print("\n".join([describe_run(new_run, gpus=gpus), *new_run.notes, *room]), flush=True)
     return launch(new_run, gpus=gpus)
 
 
@@ -96,11 +95,11 @@ def _files() -> argparse.ArgumentParser:
     return parser
 
 
-def _settle(arguments: list[str], file: Path | None) -> tuple[Run, int]:
+def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run described by the arguments, fully checked, and the number of GPUs. Raises ValueError."""
-    name, config = configured(arguments, file, command="train", about=ABOUT)
+    name, config = read_configuration(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
-    base = base_of(name, origin, config.model if config.model_class is not None else None)
+    base = base_configuration(name, origin, config.model if config.model_class is not None else None)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
     config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)

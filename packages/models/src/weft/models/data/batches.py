@@ -80,13 +80,13 @@ class Batches:
     def batch(self, step: int, rows: slice) -> Rows:
         """These rows of the global batch of `step`; only these rows are read."""
         first = step * self._batch_size
-        return self._read([self._place(first + row) for row in range(*rows.indices(self._batch_size))])
+        return self._read([self._locate(first + row) for row in range(*rows.indices(self._batch_size))])
 
     def held_out(self, rows: slice) -> Rows:
         """These rows of all held-out samples."""
         return self._read(self._held_out[rows])
 
-    def _place(self, sample: int) -> tuple[int, int]:
+    def _locate(self, sample: int) -> tuple[int, int]:
         """The source of a training sample, numbered over the whole run, and the place of the sample's first token
         in the source.
         """
@@ -106,9 +106,9 @@ class Batches:
         documents = np.zeros((len(places), T), dtype=np.int64)
         positions = np.empty((len(places), T), dtype=np.int64)
         for row, (source, start) in enumerate(places):
-            begins = _begins(self._streams[source], start, T)
-            documents[row, begins[1:]] = 1
-            positions[row] = np.arange(T) - np.repeat(begins, np.diff(begins, append=T))
+            starts = _document_starts(self._streams[source], start, T)
+            documents[row, starts[1:]] = 1
+            positions[row] = np.arange(T) - np.repeat(starts, np.diff(starts, append=T))
         return Rows(
             tokens=tokens,
             targets=targets,
@@ -117,7 +117,7 @@ class Batches:
         )
 
 
-def _begins(stream: Stream, start: int, length: int) -> NDArray[np.int64]:
+def _document_starts(stream: Stream, start: int, length: int) -> NDArray[np.int64]:
     """Where documents begin within `length` tokens from `start` on, relative to `start`; 0 for the document that
     `start` is in.
     """
@@ -145,9 +145,9 @@ class Prefetch(Generic[T]):
         """The result of `read` for the step; begins to read the next step."""
         start = time.perf_counter()
         if self._next is not None and self._next[0] == step:
-            found = self._next[1].result()
+            result = self._next[1].result()
         else:
-            found = self._read(step)
+            result = self._read(step)
         self.begin(step + 1)
         self.waited += time.perf_counter() - start
-        return found
+        return result

@@ -71,25 +71,25 @@ def find_parts(
     any text.
     """
     parts: list[list[Piece]] = [[]]
-    held = 0
+    part_size = 0
     for path in inputs:
         if not path.exists():
             raise ValueError(f"{path} does not exist; give files, or folders of them: text, JSONL or Parquet")
-        found = entries_under(path, leave_out)
-        pieces = (piece for file in found.files for piece in _pieces(file, path.is_file(), columns, part_bytes))
-        for piece in (*pieces, *(_passed(path, what) for what in found.passed)):
-            if parts[-1] and held + piece.nbytes > part_bytes:
+        entries = entries_under(path, leave_out)
+        pieces = (piece for file in entries.files for piece in _pieces(file, path.is_file(), columns, part_bytes))
+        for piece in (*pieces, *(_entry_piece(path, description) for description in entries.passed)):
+            if parts[-1] and part_size + piece.nbytes > part_bytes:
                 parts.append([])
-                held = 0
+                part_size = 0
             parts[-1].append(piece)
-            held += piece.nbytes
+            part_size += piece.nbytes
     if not any(piece.nbytes for part in parts for piece in part):
         raise ValueError(f"{', '.join(map(str, inputs))} hold no text; give files that do, or folders of them")
     return [tuple(part) for part in parts]
 
 
-def _passed(path: Path, what: str) -> Piece:
-    return Piece(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=Kind.NONE, passed=what)
+def _entry_piece(path: Path, description: str) -> Piece:
+    return Piece(path=path, start=0, stop=0, is_named=False, nbytes=0, kind=Kind.NONE, passed=description)
 
 
 def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
@@ -142,13 +142,15 @@ def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
         return _read_text(piece, left_out)
     if piece.kind is Kind.PARQUET:
         return (text or "" for text in read_column(piece.path, columns.name, list(range(piece.start, piece.stop))))
-    found = {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece, columns)
-    return _good(piece.path, found, columns, left_out)
+    records = {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece, columns)
+    return _checked_texts(piece.path, records, columns, left_out)
 
 
-def _good(path: Path, found: Iterable[tuple[str, str | _Bad]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
+def _checked_texts(
+    path: Path, records: Iterable[tuple[str, str | _BadRecord]], columns: Columns, left_out: LeftOut
+) -> Iterator[str]:
     """The texts of pairs (place, text). A record without text is counted under skip_bad; else raises ValueError."""
-    for place, text in found:
+    for place, text in records:
         if isinstance(text, str):
             yield text
         elif columns.skip_bad:
@@ -167,15 +169,15 @@ def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
         left_out.skipped.append(str(piece.path))
 
 
-def _read_lines(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
+def _read_lines(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _BadRecord]]:
     with piece.path.open("rb") as file:
         if piece.start:  # a line across the boundary belongs to the previous piece
             file.seek(piece.start - 1)
             file.readline()
         while (place := file.tell()) < piece.stop and (line := file.readline()):
             text = _text_of(line if place else line.removeprefix(BOM), columns.field)
-            where = "" if isinstance(text, str) else f"line {_line_number(piece.path, place)}, at byte {place},"
-            yield where, text
+            place_text = "" if isinstance(text, str) else f"line {_line_number(piece.path, place)}, at byte {place},"
+            yield place_text, text
 
 
 def _line_number(path: Path, place: int) -> int:
@@ -188,14 +190,14 @@ def _line_number(path: Path, place: int) -> int:
     return number
 
 
-def _read_list(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
+def _read_list(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _BadRecord]]:
     try:
-        found = json.loads(piece.path.read_bytes().removeprefix(BOM).decode())
+        records = json.loads(piece.path.read_bytes().removeprefix(BOM).decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{piece.path} is not UTF-8 (byte {error.start} of the file); convert it") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{piece.path} begins as a list of objects, and is not JSON: {error}; mend it") from None
-    for number, record in enumerate(found, 1):
+    for number, record in enumerate(records, 1):
         yield f"item {number}", _field_of(record, columns.field)
 
 
@@ -211,9 +213,9 @@ def _check_table(path: Path, column: str) -> None:
         return
     names = next(_rows(path), [])
     if names.count(column) != 1:
-        what = "no column" if column not in names else f"{names.count(column)} columns"
+        description = "no column" if column not in names else f"{names.count(column)} columns"
         listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        raise ValueError(f"{path} has {what} {column!r}; give one of {listed} with --column")
+        raise ValueError(f"{path} has {description} {column!r}; give one of {listed} with --column")
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
@@ -225,54 +227,54 @@ def _rows(path: Path) -> Iterator[list[str]]:
         raise ValueError(f"{path} is no table of comma- or tab-separated values: {error}; save it again") from None
 
 
-def _read_table(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad]]:
+def _read_table(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _BadRecord]]:
     rows = _rows(piece.path)
     names = next(rows, [])
     for number, row in enumerate(rows, 1):
         if not row:  # a blank line
             yield "", ""
         elif len(row) != len(names):
-            yield f"row {number}", _Bad(f"has {len(row)} values, and there are {len(names)} columns")
+            yield f"row {number}", _BadRecord(f"has {len(row)} values, and there are {len(names)} columns")
         else:
             yield f"row {number}", row[names.index(columns.name)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Bad:
+class _BadRecord:
     """A record without a usable text."""
 
     problem: str
 
 
-def _text_of(line: bytes, field: str) -> str | _Bad:
+def _text_of(line: bytes, field: str) -> str | _BadRecord:
     if not line.strip():
         return ""
     try:
-        found = json.loads(line.decode())
+        record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return _Bad(f"is not UTF-8 (its byte {error.start})")
+        return _BadRecord(f"is not UTF-8 (its byte {error.start})")
     except (ValueError, RecursionError):
-        return _Bad("is not JSON")
-    return _field_of(found, field)
+        return _BadRecord("is not JSON")
+    return _field_of(record, field)
 
 
-def _field_of(found: Any, field: str) -> str | _Bad:
-    if not isinstance(found, dict):
-        return _Bad(f"has no field {field!r}: it is {_named(found)}, not an object")
-    if field not in found:
-        names = ", ".join(list(map(str, found))[:NAMED]) + (", ..." if len(found) > NAMED else "")
-        return _Bad(
-            f"has no field {field!r}" + (f" (it has {names}: name one with --field)" if found else ", nor another")
+def _field_of(record: Any, field: str) -> str | _BadRecord:
+    if not isinstance(record, dict):
+        return _BadRecord(f"has no field {field!r}: it is {_type_name(record)}, not an object")
+    if field not in record:
+        names = ", ".join(list(map(str, record))[:NAMED]) + (", ..." if len(record) > NAMED else "")
+        return _BadRecord(
+            f"has no field {field!r}" + (f" (it has {names}: name one with --field)" if record else ", nor another")
         )
-    text = found[field]
+    text = record[field]
     if not isinstance(text, str):
-        return _Bad(f"has no text in its field {field!r}, but {_named(text)}")
+        return _BadRecord(f"has no text in its field {field!r}, but {_type_name(text)}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON may escape half of a surrogate pair, which is no character
-        return _Bad(f"has half a surrogate pair in its field {field!r}")
+        return _BadRecord(f"has half a surrogate pair in its field {field!r}")
     return text
 
 
-def _named(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "null" if value is None else type(value).__name__

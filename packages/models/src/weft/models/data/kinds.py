@@ -58,10 +58,10 @@ def kind_of(file: Path, field: str, *, is_named: bool) -> Kind:
     with file.open("rb") as opened:
         head = opened.read(HEAD_BYTES)
     has_known_suffix = suffix in LINES_SUFFIXES or suffix in TABLE_DELIMITERS
-    if (found := _not_text(head)) is not None:
+    if (format_and_remedy := _not_text(head)) is not None:
         if is_named or has_known_suffix:
-            what, remedy = found
-            raise ValueError(f"{file} is {what}, not text in UTF-8; {remedy}")
+            format_name, remedy = format_and_remedy
+            raise ValueError(f"{file} is {format_name}, not text in UTF-8; {remedy}")
         return Kind.NONE
     if has_known_suffix:
         return Kind.LINES if suffix in LINES_SUFFIXES else Kind.TABLE
@@ -85,9 +85,9 @@ def kind_of(file: Path, field: str, *, is_named: bool) -> Kind:
 
 def _not_text(head: bytes) -> tuple[str, str] | None:
     """For a file without text, by the first bytes: the format, and the remedy. None for text."""
-    for magic, what, remedy in _MAGIC:
+    for magic, format_name, remedy in _MAGIC:
         if head.startswith(magic):
-            return what, remedy
+            return format_name, remedy
     if b"\x00" in head:
         return f"binary (byte {head.index(0)} is 0)", "give files of text"
     return None
@@ -106,10 +106,10 @@ def _records(file: Path, field: str) -> tuple[Kind | None, bool]:
         opened.seek(0)
         first, second = _line(opened), _line(opened)
     try:
-        found = json.loads(first.removeprefix(BOM))
+        record = json.loads(first.removeprefix(BOM))
     except (ValueError, RecursionError):  # an object of several lines, or none
         return None, True
-    return (Kind.LINES if second.startswith(b"{") or (not second and field in found) else None), True
+    return (Kind.LINES if second.startswith(b"{") or (not second and field in record) else None), True
 
 
 def _line(opened: object) -> bytes:

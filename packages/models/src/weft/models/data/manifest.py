@@ -1,6 +1,6 @@
 """The manifest of a prepared folder, and the tokens around each document.
 
-The manifest lists the contents of the folder's shards, with checksums, and is written last. `around_documents` gives
+The manifest lists the contents of the folder's shards, with checksums, and is written last. `boundary_tokens` gives
 the tokens that `prepare` puts before and after each document.
 """
 
@@ -146,8 +146,8 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
         return f"dtype is {manifest.dtype[:60]!r}, and {' and '.join(TOKENS)} are known"
     if not 0 < manifest.vocab_size <= TOKENS[manifest.dtype]:
         return f"vocab_size is {manifest.vocab_size}, and {manifest.dtype} has 1 to {TOKENS[manifest.dtype]}"
-    around = [*manifest.request.get("before_each", ()), manifest.end, *manifest.request.get("after_each", ())]
-    if outside := [token for token in around if not 0 <= token < manifest.vocab_size]:
+    boundary = [*manifest.request.get("before_each", ()), manifest.end, *manifest.request.get("after_each", ())]
+    if outside := [token for token in boundary if not 0 <= token < manifest.vocab_size]:
         return f"token {outside[0]} stands around documents, and vocab_size is {manifest.vocab_size}"
     for place, shard in enumerate(manifest.shards):
         if shard.number != place:
@@ -169,18 +169,18 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Read the tokenizer's files. Raises ValueError where a file differs from the manifest's, and for a file not in
     the manifest.
     """
-    wanted: dict[str, str] = manifest.request["tokenizer"]
+    expected: dict[str, str] = manifest.request["tokenizer"]
     tokenizer_folder = folder / TOKENIZER_FOLDER
-    for name, digest in wanted.items():
+    for name, digest in expected.items():
         check_sum(tokenizer_folder / name, digest)
     for path in sorted(tokenizer_folder.iterdir()):
-        if path.name not in wanted and not path.name.startswith("."):
+        if path.name not in expected and not path.name.startswith("."):
             raise ValueError(f"{path} is none of what was prepared; remove it")
 
 
-def check_sum(path: Path, wanted: str) -> None:
-    """Read a file. Raises ValueError where its SHA-256 is not `wanted`."""
-    if not path.is_file() or file_sha256(path) != wanted:
+def check_sum(path: Path, expected: str) -> None:
+    """Read a file. Raises ValueError where its SHA-256 is not `expected`."""
+    if not path.is_file() or file_sha256(path) != expected:
         raise ValueError(f"{path} is not what was prepared: its SHA-256 differs; copy it again, or {ANEW}")
 
 
@@ -229,14 +229,14 @@ def finish(file: Any, path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
+class BoundaryTokens:
     """The tokens before and after each document."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
 
 
-def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool = True) -> Around:
+def boundary_tokens(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool = True) -> BoundaryTokens:
     """The tokens to put before and after each document.
 
     bos: True begins documents with the tokenizer's BOS token, False with no token. None begins documents as prompts
@@ -254,4 +254,4 @@ def around_documents(tokenizer: Tokenizer, *, bos: bool | None = None, eos: bool
                 "leave out --bos"
             )
         begin = (tokenizer.bos,)
-    return Around(begin=begin, end=(tokenizer.end,) if eos else ())
+    return BoundaryTokens(begin=begin, end=(tokenizer.end,) if eos else ())

@@ -40,8 +40,8 @@ def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | No
             nbytes, rows = _group_bytes(opened, group), max(opened.metadata.row_group(group).num_rows, 1)
             if nbytes <= AS_CODES:
                 opened = _open(file, read_dictionary=[column])
-            at_once = min(max(BYTES_AT_ONCE * rows // max(nbytes, 1), 1), ROWS_AT_ONCE)
-            for batch in opened.iter_batches(at_once, row_groups=[group], columns=[column]):
+            batch_rows = min(max(BYTES_AT_ONCE * rows // max(nbytes, 1), 1), ROWS_AT_ONCE)
+            for batch in opened.iter_batches(batch_rows, row_groups=[group], columns=[column]):
                 yield from (value.as_py() for value in batch.column(0))
     except _damages() as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}; save it again") from None

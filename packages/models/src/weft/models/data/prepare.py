@@ -24,10 +24,10 @@ from .inputs import Columns, LeftOut, Part, find_parts, read_part
 from .manifest import (
     MANIFEST,
     TOKENIZER_FOLDER,
-    Around,
+    BoundaryTokens,
     Manifest,
     Shard,
-    around_documents,
+    boundary_tokens,
     check_request,
     digest_of,
     finish,
@@ -50,12 +50,12 @@ Progress = Callable[[int, int], None]  # (bytes read, bytes of all inputs)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """The work that every process is told."""
+    """The arguments of a preparation, sent to every worker process."""
 
     parts: tuple[Part, ...]
     columns: Columns
     tokenizer: Tokenizer
-    around: Around  # the tokens around each document
+    boundary: BoundaryTokens  # the tokens around each document
     dtype: str  # of tokens
     output: Path
     request: str  # the digest of the request and of the inputs' modification times
@@ -78,7 +78,7 @@ def prepare(
     The bytes are the same for any number of workers and of restarts. The manifest is written last: a folder with a
     manifest is complete. Documents without text, and files of a folder without text, are left out and counted. An
     output folder within an input is not read as input.
-    bos, eos: the tokens around each document, see `around_documents`; kept in the manifest's request.
+    bos, eos: the tokens around each document, see `boundary_tokens`; kept in the manifest's request.
     workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard its
         main module.
     progress: called with the number of bytes read, and the bytes of all inputs.
@@ -87,22 +87,22 @@ def prepare(
     """
     columns = columns or Columns()
     parts = find_parts(inputs, columns, part_bytes, leave_out=output)
-    around = around_documents(tokenizer, bos=bos, eos=eos)
-    request = _request(inputs, parts, columns, tokenizer, around, part_bytes)
+    boundary = boundary_tokens(tokenizer, bos=bos, eos=eos)
+    request = _request(inputs, parts, columns, tokenizer, boundary, part_bytes)
     times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
-    wanted = {"request": request, "modified": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
+    expected_progress = {"request": request, "modified": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     job = _Job(
         parts=tuple(parts),
         columns=columns,
         tokenizer=tokenizer,
-        around=around,
+        boundary=boundary,
         dtype=dtype,
         output=output,
-        request=digest_of(wanted),
+        request=digest_of(expected_progress),
     )
     try:
-        with _claimed(job, wanted) as manifest:
+        with _claim(job, expected_progress) as manifest:
             if manifest is None:
                 try:
                     _make_shards(job, workers, progress)
@@ -123,7 +123,7 @@ def _request(
     parts: Sequence[Part],
     columns: Columns,
     tokenizer: Tokenizer,
-    around: Around,
+    boundary: BoundaryTokens,
     part_bytes: int,
 ) -> dict[str, Any]:
     """All that determines the bytes of the result."""
@@ -136,8 +136,8 @@ def _request(
         **asdict(columns),
         "part_bytes": part_bytes,
         "end": tokenizer.end,
-        "before_each": list(around.begin),
-        "after_each": list(around.end),
+        "before_each": list(boundary.begin),
+        "after_each": list(boundary.end),
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files},
         "versions": {
             "weft-models": versions()["weft-models"],
@@ -151,13 +151,13 @@ def _write_error(output: Path, error: OSError) -> ValueError:
 
 
 @contextmanager
-def _claimed(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
+def _claim(job: _Job, expected_progress: dict[str, Any]) -> Iterator[Manifest | None]:
     """Inside, the output folder exists and is this process's alone. Yields the manifest of a complete folder, or None.
 
-    wanted: the content of progress.json for this preparation.
+    expected_progress: the content of progress.json for this preparation.
     Raises ValueError where another process has the folder, or where the folder holds anything but this preparation.
     """
-    output, request = job.output, wanted["request"]
+    output, request = job.output, expected_progress["request"]
     output.mkdir(parents=True, exist_ok=True)
     folder = os.open(output, os.O_RDONLY)
     try:
@@ -168,27 +168,27 @@ def _claimed(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
                 f"{output} is being prepared by another process; wait for it, or give another --output"
             ) from None
         if (output / MANIFEST).exists():
-            found = read_manifest(output)
-            if found.request != request:
+            existing = read_manifest(output)
+            if existing.request != request:
                 raise ValueError(
-                    f"{output} holds other data, prepared from {_shown(found.request)}; give another --output"
+                    f"{output} holds other data, prepared from {_describe_request(existing.request)}; give another "
+                    f"--output"
                 )
-            yield found
+            yield existing
             return
         for partial in output.glob(f".{PROGRESS}.partial-*"):
             partial.unlink()  # of a process killed while writing
         if (output / PROGRESS).exists():
-            begun = _read_progress(output)
-            if begun is None:
+            saved = _read_progress(output)
+            if saved is None:
                 if not any(_finished_shard(job, number) for number in range(len(job.parts))):
                     raise ValueError(
                         f"{output / PROGRESS} is not as it was written; remove {output}, or give another --output"
                     )
-                write_record(output / PROGRESS, wanted)
-            elif begun != wanted:
-                changed = (
-                    "the inputs have changed since" if begun["request"] == request else f"of {_shown(begun['request'])}"
-                )
+                write_record(output / PROGRESS, expected_progress)
+            elif saved != expected_progress:
+                other = f"of {_describe_request(saved['request'])}"
+                changed = "the inputs have changed since" if saved["request"] == request else other
                 raise ValueError(
                     f"{output} holds the beginning of another preparation: {changed}; remove {output}, "
                     f"or give another --output"
@@ -198,7 +198,7 @@ def _claimed(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
         elif any(output.iterdir()):
             raise ValueError(f"the output folder {output} exists and holds something else; give another --output")
         else:
-            write_record(output / PROGRESS, wanted)
+            write_record(output / PROGRESS, expected_progress)
         yield None
     finally:
         os.close(folder)
@@ -206,15 +206,15 @@ def _claimed(job: _Job, wanted: dict[str, Any]) -> Iterator[Manifest | None]:
 
 def _read_progress(output: Path) -> dict[str, Any] | None:
     """The content of a folder's progress.json; None where the file is damaged."""
-    begun = read_record(output / PROGRESS)
+    saved = read_record(output / PROGRESS)
     try:
-        check_request(as_type(dict[str, Any], (begun or {}).get("request"), PROGRESS))
+        check_request(as_type(dict[str, Any], (saved or {}).get("request"), PROGRESS))
     except ValueError:
         return None
-    return begun
+    return saved
 
 
-def _shown(request: dict[str, Any]) -> str:
+def _describe_request(request: dict[str, Any]) -> str:
     return f"{', '.join(request['inputs'])} by tokenizer {request['tokenizer'][TOKENIZER_FILE][:8]}"
 
 
@@ -243,7 +243,7 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
         watching.start()
         try:
             run_together(
-                *(_work, job, missing, name),
+                *(_make_missing_shards, job, missing, name),
                 processes=min(workers, len(missing)),
                 folder=folder,
                 preload=[__name__],
@@ -259,7 +259,7 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
     progress(total, total)
 
 
-def _work(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
+def _make_missing_shards(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
     """Make shards that no other process has begun, until none is left. Run by each worker process."""
     read = 0
 
@@ -285,28 +285,28 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     import numpy as np
 
     part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0, passed=[])
-    size, read, prompt, place = sum(piece.nbytes for piece in part), 0, "", 0
+    size, read, prompt, num_tokens = sum(piece.nbytes for piece in part), 0, "", 0
     ends: list[int] = []
     digest = hashlib.sha256()
     dtype = np.dtype(job.dtype).newbyteorder("<")
-    begin, end = (np.array(each, dtype=dtype).tobytes() for each in (job.around.begin, job.around.end))
-    more = len(job.around.begin) + len(job.around.end)
+    begin, end = (np.array(each, dtype=dtype).tobytes() for each in (job.boundary.begin, job.boundary.end))
+    num_boundary_tokens = len(job.boundary.begin) + len(job.boundary.end)
     shard = Shard(number=number, tokens=0, documents=0, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
     names = [job.output / name for name in shard.names]
     partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
     with partial.open("wb") as file:
-        for texts in _batched(_usable(read_part(part, job.columns, left_out))):
+        for texts in _batch_texts(_translate_errors(read_part(part, job.columns, left_out))):
             prompt = prompt or next(filter(None, map(first_words, texts)), "")
             for tokens in job.tokenizer.encode_each(texts):
-                if not len(tokens) + more:  # a text without tokens
+                if not len(tokens) + num_boundary_tokens:  # a text without tokens
                     left_out.empty += 1
                     continue
-                known = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
-                for encoded in (begin, known.astype(dtype).tobytes(), end):
+                token_array = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
+                for encoded in (begin, token_array.astype(dtype).tobytes(), end):
                     digest.update(encoded)
                     file.write(encoded)
-                place += len(tokens) + more
-                ends.append(place)
+                num_tokens += len(tokens) + num_boundary_tokens
+                ends.append(num_tokens)
             read += sum(map(len, texts))
             report(min(read, size))
         finish(file, names[0])
@@ -314,7 +314,7 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
     write_whole(names[1], index)
     record = Shard(
         number=number,
-        tokens=place,
+        tokens=num_tokens,
         documents=len(ends),
         sha256=(digest.hexdigest(), hashlib.sha256(index).hexdigest()),
         empty=left_out.empty,
@@ -331,23 +331,24 @@ class _Unusable(ValueError):
     """Input that cannot be used."""
 
 
-def _usable(texts: Iterator[str]) -> Iterator[str]:
+def _translate_errors(texts: Iterator[str]) -> Iterator[str]:
+    """The texts. A ValueError about the input becomes an `_Unusable`."""
     try:
         yield from texts
     except ValueError as error:
         raise _Unusable(str(error)) from None
 
 
-def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
+def _batch_texts(texts: Iterator[str]) -> Iterator[list[str]]:
     """The texts in lists of about TEXTS_AT_ONCE characters."""
     batch: list[str] = []
-    held = 0
+    num_chars = 0
     for text in texts:
         batch.append(text)
-        held += len(text)
-        if held >= TEXTS_AT_ONCE:
+        num_chars += len(text)
+        if num_chars >= TEXTS_AT_ONCE:
             yield batch
-            batch, held = [], 0
+            batch, num_chars = [], 0
     if batch:
         yield batch
 

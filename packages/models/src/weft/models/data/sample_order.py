@@ -78,11 +78,13 @@ def _turns(of_period: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.in
     of_period: the number of turns of each source in a period.
     """
     period = sum(of_period)
-    drawn = [0] * len(of_period)
+    num_drawn = [0] * len(of_period)
     sources, numbers = np.empty(period, dtype=np.int64), np.empty(period, dtype=np.int64)
     for turn in range(period):
-        released = [s for s, count in enumerate(of_period) if drawn[s] < count and drawn[s] * period // count <= turn]
-        source = min(released, key=lambda s: -(-(drawn[s] + 1) * period // of_period[s]))
-        sources[turn], numbers[turn] = source, drawn[source]
-        drawn[source] += 1
+        released = [
+            s for s, count in enumerate(of_period) if num_drawn[s] < count and num_drawn[s] * period // count <= turn
+        ]
+        source = min(released, key=lambda s: -(-(num_drawn[s] + 1) * period // of_period[s]))
+        sources[turn], numbers[turn] = source, num_drawn[source]
+        num_drawn[source] += 1
     return sources, numbers

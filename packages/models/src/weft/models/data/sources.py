@@ -250,16 +250,17 @@ def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
     parts = data.parts if isinstance(data, Mixture) else ((data, Fraction(1)),)
     total, warnings = sum(weight for _, weight in parts), []
     for source, weight in parts:
-        wanted = ceil(batch_size * weight / total)
-        if source.num_tokens > 4 * wanted * sequence_length:  # at least about half of the tokens is trained on
+        num_sequences = ceil(batch_size * weight / total)
+        if source.num_tokens > 4 * num_sequences * sequence_length:  # at least about half of the tokens is trained on
             continue
         from .split import split
 
         available = len(split(source.open(), sequence_length).trained)
-        if available < wanted:
+        if available < num_sequences:
             warnings.append(
-                f"a step takes {wanted:,} sequences of {source.name}, which has {available:,} to train on: some are "
-                f"taken {ceil(wanted / available)} times in it; give more text, or a smaller --data.batch-size"
+                f"a step takes {num_sequences:,} sequences of {source.name}, which has {available:,} to train on: some "
+                f"are taken {ceil(num_sequences / available)} times in it; give more text, or a smaller "
+                f"--data.batch-size"
             )
     return warnings
 

@@ -50,45 +50,47 @@ def split(stream: Stream, length: int) -> Split:
     """
     count = (stream.num_tokens - 1) // length
     assert count >= 2, "check_enough was called before"
-    wanted = max(1, min(HELD_OUT_MOST, count // HELD_OUT_PART))
-    runs = _documents(stream, length, wanted)
+    num_places = max(1, min(HELD_OUT_MOST, count // HELD_OUT_PART))
+    runs = _held_out_runs(stream, length, num_places)
     if runs is None:
-        held_out = [number * length for number in _evenly(wanted, count)]
+        held_out = [number * length for number in _even_middles(num_places, count)]
         runs = [(start, start + length) for start in held_out]
         last = count * length
-        return Split(Samples([(start, stop + 1) for start, stop in _between(runs, last)], length), held_out)
+        return Split(Samples([(start, stop + 1) for start, stop in _complement(runs, last)], length), held_out)
     samples = Samples(runs, length)
-    held_out = [samples.start(number) for number in _evenly(min(HELD_OUT_MOST, len(samples)), len(samples))]
-    return Split(Samples(_between(runs, stream.num_tokens), length), held_out)
+    held_out = [samples.start(number) for number in _even_middles(min(HELD_OUT_MOST, len(samples)), len(samples))]
+    return Split(Samples(_complement(runs, stream.num_tokens), length), held_out)
 
 
-def _documents(stream: Stream, length: int, wanted: int) -> Runs | None:
+def _held_out_runs(stream: Stream, length: int, num_places: int) -> Runs | None:
     """Runs of whole documents around evenly spaced tokens, each run longer than a sequence; None if the runs hold
     too much.
     """
-    while wanted:
+    while num_places:
         runs: Runs = []
-        for place in _evenly(wanted, stream.num_tokens):
+        for place in _even_middles(num_places, stream.num_tokens):
             start = stream.document_start(place)
             stop = int(stream.document_ends(start, min(start + length + 1, stream.num_tokens))[-1])
             if runs and start < runs[-1][1]:
                 start, stop = runs[-1][0], max(runs.pop()[1], stop)
             runs.append((start, stop))
-        held = sum(stop - start for start, stop in runs)
-        most = stream.num_tokens // (DOCUMENTS_PART if wanted > 1 else 2)
-        training_runs = _between(runs, stream.num_tokens)
-        if held <= most and all(any(stop - start > length for start, stop in each) for each in (runs, training_runs)):
+        num_held_out = sum(stop - start for start, stop in runs)
+        most = stream.num_tokens // (DOCUMENTS_PART if num_places > 1 else 2)
+        training_runs = _complement(runs, stream.num_tokens)
+        if num_held_out <= most and all(
+            any(stop - start > length for start, stop in each) for each in (runs, training_runs)
+        ):
             return runs
-        wanted //= 2
+        num_places //= 2
     return None
 
 
-def _between(runs: Runs, stop: int) -> Runs:
+def _complement(runs: Runs, stop: int) -> Runs:
     """The runs of tokens before `stop` outside of `runs`."""
     edges = [0, *(edge for run in runs for edge in run), stop]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _evenly(number: int, count: int) -> list[int]:
+def _even_middles(number: int, count: int) -> list[int]:
     """The middles of `number` even parts of 0 .. count - 1."""
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]

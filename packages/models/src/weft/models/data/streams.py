@@ -72,7 +72,7 @@ class TextStream:
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
         """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
-        return _ends_over(self._ends, start, stop)
+        return _overlapping_ends(self._ends, start, stop)
 
     def document_start(self, position: int) -> int:
         """The place of the first token of the document that contains the token at `position`."""
@@ -103,7 +103,7 @@ class RecordStream:
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
         """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
-        return _ends_over(self._ends, start, stop)
+        return _overlapping_ends(self._ends, start, stop)
 
     def document_start(self, position: int) -> int:
         """The place of the first token of the document that contains the token at `position`."""
@@ -124,7 +124,7 @@ class ShardStream:
         self._shards = [shard for shard in shards if shard.tokens]
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = np.cumsum([shard.tokens for shard in self._shards])
-        self._map = lru_cache(maxsize=OPEN_SHARDS)(self._mapped)
+        self._map = lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
 
     def check(self) -> None:
         """Read everything. Raises ValueError as reading does."""
@@ -141,7 +141,7 @@ class ShardStream:
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """The tokens [start, stop)."""
         parts = []
-        for number, first in self._over(start, stop):
+        for number, first in self._overlapping_shards(start, stop):
             tokens = self._map(number)[0][max(start - first, 0) : stop - first]
             self._check_tokens(number, tokens)
             parts.append(tokens.astype(np.int64))
@@ -150,20 +150,20 @@ class ShardStream:
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
         """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
         parts = []
-        for number, first in self._over(start, stop):
+        for number, first in self._overlapping_shards(start, stop):
             ends = self._map(number)[1]
             last = min(stop, int(self._ends[number])) - first
-            parts.append(_ends_over(ends, max(start - first, 0), last) + first)
+            parts.append(_overlapping_ends(ends, max(start - first, 0), last) + first)
         return np.concatenate(parts)
 
     def document_start(self, position: int) -> int:
         """The place of the first token of the document that contains the token at `position`."""
-        ((number, first),) = self._over(position, position + 1)
+        ((number, first),) = self._overlapping_shards(position, position + 1)
         ends = self._map(number)[1]
         before = int(np.searchsorted(ends, position - first, side="right"))
         return first + (int(ends[before - 1]) if before else 0)
 
-    def _over(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def _overlapping_shards(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The shards that overlap the tokens [start, stop): their numbers, and the place of each
         shard's first token.
         """
@@ -171,7 +171,7 @@ class ShardStream:
         last = int(np.searchsorted(self._ends, stop - 1, side="right"))
         return [(number, int(self._ends[number - 1]) if number else 0) for number in range(first, last + 1)]
 
-    def _mapped(self, number: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]:
+    def _map_shard(self, number: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]:
         shard = self._shards[number]
         tokens, documents = (self._folder / name for name in shard.names)
         ends = np.memmap(documents, dtype="<u8", mode="r", shape=(shard.documents,))
@@ -190,7 +190,7 @@ class ShardStream:
             )
 
 
-def _ends_over(ends: NDArray[np.generic], start: int, stop: int) -> NDArray[np.int64]:
+def _overlapping_ends(ends: NDArray[np.generic], start: int, stop: int) -> NDArray[np.int64]:
     """Of the increasing `ends`, those after `start`, up to the first at `stop` or later."""
     first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop, side="left")
     return ends[first : last + 1].astype(np.int64)

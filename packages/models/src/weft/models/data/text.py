@@ -73,17 +73,17 @@ def find_corpus(path: Path | None) -> Corpus:
     Raises ValueError for a missing path, a path without text, and a file that is not text in UTF-8.
     """
     if path is None:
-        files, _, num_bytes, sha256 = _texts(sorted(_sources(Path(sysconfig.get_path("stdlib")))))
+        files, _, num_bytes, sha256 = _read_texts(sorted(_standard_library_files(Path(sysconfig.get_path("stdlib")))))
         return Corpus("the Python standard library", files, num_bytes, sha256=sha256)
     if not path.exists():
         raise ValueError(f"data.path {path} does not exist; give a text file or a folder of them")
-    found = entries_under(path)
+    entries = entries_under(path)
     if path.is_file() and (offset := _bad_byte(path.read_bytes())) is not None:
         raise ValueError(f"data.path: {path} is not UTF-8 text (byte {offset} of the file); convert it")
-    files, skipped, num_bytes, sha256 = _texts(found.files)
+    files, skipped, num_bytes, sha256 = _read_texts(entries.files)
     if not files:
         raise ValueError(f"data.path {path} holds no text; give a text file or a folder of them, in UTF-8")
-    return Corpus(str(path), files, num_bytes, skipped, _first_words(files), sha256, found.passed)
+    return Corpus(str(path), files, num_bytes, skipped, _first_words(files), sha256, entries.passed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
     """
     if not path.is_dir():
         if not path.is_file():
-            raise ValueError(f"{path} is {_what(path)}; give a file, or a folder of files")
+            raise ValueError(f"{path} is {_describe_entry(path)}; give a file, or a folder of files")
         return Entries((path,))
     root, out = path.resolve(), None if leave_out is None else leave_out.resolve()
     files, passed = [], []
@@ -122,17 +122,17 @@ def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
             if entry.is_file():
                 files.append(entry)
             else:
-                passed.append(f"{entry} ({_what(entry)})")
+                passed.append(f"{entry} ({_describe_entry(entry)})")
     return Entries(tuple(sorted(files)), tuple(sorted(passed)))
 
 
-def _what(entry: Path) -> str:
+def _describe_entry(entry: Path) -> str:
     """A description of a folder's entry that is no file."""
     if entry.is_symlink() and not entry.exists():
         return "a link to nothing"
-    for what in ("fifo", "socket", "block_device", "char_device"):
-        if getattr(entry, f"is_{what}")():
-            return f"a {what.replace('_', ' ').replace('char ', 'character ')}"
+    for kind in ("fifo", "socket", "block_device", "char_device"):
+        if getattr(entry, f"is_{kind}")():
+            return f"a {kind.replace('_', ' ').replace('char ', 'character ')}"
     return "no file"
 
 
@@ -142,7 +142,7 @@ def first_words(text: str) -> str:
     return f"{' '.join(words)[:39]} " if words else ""
 
 
-def _texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...], int, str]:
+def _read_texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...], int, str]:
     """The files with text, the files without, and the number of bytes and SHA-256 of the texts, an end after each
     text.
     """
@@ -176,7 +176,7 @@ def _bad_byte(content: bytes) -> int | None:
     return None
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def _standard_library_files(root: Path) -> Iterator[Path]:
     """The modules of the standard library, without its tests and without installed packages."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "test", "tests")]

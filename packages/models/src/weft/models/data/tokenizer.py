@@ -182,13 +182,13 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     files = {name: read_plain(folder / name) for name in names if (folder / name).is_file()}
     content = read_plain(file)
     files[TOKENIZER_FILE] = _byte_file() if _is_byte_file(content) else content
-    beside = {name: _object_of(folder / name, files[name]) for name in _OBJECTS if name in files}
-    config = beside.setdefault(CONFIG_FILE, json.loads(config_file("")))
+    settings = {name: _object_of(folder / name, files[name]) for name in _OBJECTS if name in files}
+    config = settings.setdefault(CONFIG_FILE, json.loads(config_file("")))
     if folder == path:
-        _complete(config, folder, has_own=CONFIG_FILE in files)
+        _set_class(config, folder, has_own=CONFIG_FILE in files)
         if files.pop(CHAT_FILE, None) is not None or (folder / CHAT_FOLDER).is_dir():
             config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
-    vocabulary = _vocabulary(file, files | {name: _as_file(each) for name, each in beside.items()})
+    vocabulary = _vocabulary(file, files | {name: _as_file(each) for name, each in settings.items()})
     token = end or token_of(config.get("eos_token"))
     token = token or next((name for name in END_NAMES if name in vocabulary), None)
     if token not in vocabulary:
@@ -196,9 +196,9 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
             f"{file} has no {'token for the end of a document' if token is None else f'token {token!r}'}; name the "
             f"token that is to follow each document with --end"
         )
-    for name in {CONFIG_FILE, SPECIAL_FILE} & beside.keys():  # tells transformers the end
-        beside[name]["eos_token"] = token
-    files |= {name: _as_file(each) for name, each in beside.items()}
+    for name in {CONFIG_FILE, SPECIAL_FILE} & settings.keys():  # tells transformers the end
+        settings[name]["eos_token"] = token
+    files |= {name: _as_file(each) for name, each in settings.items()}
     return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
 
 
@@ -239,7 +239,7 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start} of the file); save it again") from None
 
 
-def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
+def _set_class(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
     """Where tokenizer_config.json names no class, set the class by the model's config.json, as transformers does."""
     file = folder / MODEL_FILE
     if (has_own and config.get("tokenizer_class") is not None) or not file.is_file():
@@ -252,9 +252,9 @@ def _complete(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
 
 def _changes_of(files: Mapping[str, bytes]) -> Changes:
     content = json.loads(files[TOKENIZER_FILE])
-    beside = {name: json.loads(files[name]) for name in _OBJECTS if name in files}
-    check_types(content, beside)
-    return changes_of(content, beside)
+    settings = {name: json.loads(files[name]) for name in _OBJECTS if name in files}
+    check_types(content, settings)
+    return changes_of(content, settings)
 
 
 def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
@@ -311,8 +311,8 @@ def _byte_file() -> bytes:
     """The tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes, and the end."""
     # GPT-2's name of a byte: itself where it is printable, otherwise the next of 256, 257, ... (Radford et al. 2019)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     file = {
@@ -346,17 +346,17 @@ def _decode_pieces(library: Any, tokens: Iterable[int], after: Sequence[int]) ->
 
     A decoder joins neighbouring tokens of single bytes, such as <0x0A>: a piece does not end with such a token.
     """
-    before = list(after)
+    decoded = list(after)
     pending: list[int] = []
     for token in tokens:
         pending.append(token)
-        shown = library.decode(before, skip_special_tokens=False)
-        text = library.decode(before + pending, skip_special_tokens=False)
+        text_before = library.decode(decoded, skip_special_tokens=False)
+        text = library.decode(decoded + pending, skip_special_tokens=False)
         if text.endswith("\ufffd") or _is_byte(library.id_to_token(token)):  # perhaps the first bytes of a character
             yield ""
             continue
-        yield text[len(shown) :]
-        before, pending = pending, []
+        yield text[len(text_before) :]
+        decoded, pending = pending, []
     if pending:
-        shown = library.decode(before, skip_special_tokens=False)
-        yield library.decode(before + pending, skip_special_tokens=False)[len(shown) :]
+        text_before = library.decode(decoded, skip_special_tokens=False)
+        yield library.decode(decoded + pending, skip_special_tokens=False)[len(text_before) :]

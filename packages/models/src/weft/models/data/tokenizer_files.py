@@ -49,18 +49,18 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def check_types(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> None:
+def check_types(content: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises ValueError for a value of another type than the file's format has, with the file and the place in the
     file.
 
     content, beside: as of `changes_of`. Values that are not read are not checked.
     """
-    for file, value in (("tokenizer.json", content), *beside.items()):
+    for file, value in (("tokenizer.json", content), *settings.items()):
         _check(file, value, _TYPES[file])
-    for token, number in beside.get("added_tokens.json", {}).items():
+    for token, number in settings.get("added_tokens.json", {}).items():
         as_type(int, number, f"added_tokens.json: {token[:60]!r}")
     tokens = [("tokenizer.json: added_tokens", each) for each in content.get("added_tokens", ())]
-    config = beside.get("tokenizer_config.json", {})
+    config = settings.get("tokenizer_config.json", {})
     for number, each in config.get("added_tokens_decoder", {}).items():
         if not (number.isascii() and number.isdigit()):
             raise ValueError(
@@ -71,7 +71,7 @@ def check_types(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, An
         as_type(str, each.get("content"), f"{where}.content")
         _check(where, each, _FLAGS)
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        named = beside.get(file, {})
+        named = settings.get(file, {})
         special = [named.get(name) for name in SPECIAL_NAMES]
         for each in (*special, *(named.get("additional_special_tokens") or ())):
             if isinstance(each, Mapping):
@@ -144,7 +144,7 @@ class Changes:
         return tokenizer
 
 
-def changes_of(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Changes:
+def changes_of(content: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> Changes:
     """The changes to a tokenizer.json by the files beside it.
 
     content: of tokenizer.json.
@@ -152,13 +152,13 @@ def changes_of(content: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any
         files exist.
     Raises ValueError where the class begins each prompt with a BOS token, and no BOS token is named.
     """
-    config = beside.get("tokenizer_config.json", {})
+    config = settings.get("tokenizer_config.json", {})
     kind = KINDS.get(class_of(config), _Kind({}))
     # A config with a list of added tokens is complete; special_tokens_map.json counts only beside older configs.
-    named = config if "added_tokens_decoder" in config else _older(config, beside.get("special_tokens_map.json", {}))
+    named = config if "added_tokens_decoder" in config else _older(config, settings.get("special_tokens_map.json", {}))
     special = {name: token_of({**kind.tokens, **named}.get(name)) for name in SPECIAL_NAMES}
     return Changes(
-        added=_added(content, beside, named, special),
+        added=_added(content, settings, named, special),
         parts=_parts(content, config),
         template=_template(config, kind, special) if kind.template else None,
     )
@@ -183,7 +183,7 @@ def token_of(value: Any) -> str | None:
 
 def _added(
     content: Mapping[str, Any],
-    beside: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Mapping[str, Any]],
     named: Mapping[str, Any],
     special: Mapping[str, str | None],
 ) -> tuple[tuple[str, tuple[bool, ...]], ...]:
@@ -193,18 +193,18 @@ def _added(
     specials = [token for token in (*special.values(), *map(token_of, more)) if token]
     if "added_tokens_decoder" in named:
         listed = sorted(named["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
-        wanted = {each["content"]: _flags(each) for _, each in listed}
+        expected = {each["content"]: _flags(each) for _, each in listed}
     else:
-        older = sorted(beside.get("added_tokens.json", {}).items(), key=lambda item: int(item[1]))
-        wanted = {token: _flags({"special": token in specials}) for token, _ in older} | of_file
+        older = sorted(settings.get("added_tokens.json", {}).items(), key=lambda item: int(item[1]))
+        expected = {token: _flags({"special": token in specials}) for token, _ in older} | of_file
     objects = [named[name] for name in SPECIAL_NAMES if isinstance(named.get(name), dict)]
     objects += [each for each in more if isinstance(each, dict)]
     of_object = {each["content"]: _flags({**each, "special": True}) for each in objects}
     for token in specials:
-        if token not in of_file and token not in wanted:
-            wanted[token] = of_object.get(token, _flags({"special": True}))
-    wanted = {token: (*flags[:-1], flags[-1] or token in specials) for token, flags in wanted.items()}
-    return tuple((token, flags) for token, flags in wanted.items() if of_file.get(token) != flags)
+        if token not in of_file and token not in expected:
+            expected[token] = of_object.get(token, _flags({"special": True}))
+    expected = {token: (*flags[:-1], flags[-1] or token in specials) for token, flags in expected.items()}
+    return tuple((token, flags) for token, flags in expected.items() if of_file.get(token) != flags)
 
 
 def _flags(token: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -217,9 +217,9 @@ def _parts(content: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple
     """The parts of tokenizer.json replaced by settings of the config: the pre-tokenizer, the normalizer."""
     changed = {}
     splits = content.get("pre_tokenizer") or {}
-    wanted = config.get("add_prefix_space", None if KINDS.get(class_of(config)) is KINDS["Llama"] else False)
-    if wanted is not None and splits.get("add_prefix_space", wanted) != wanted:
-        changed["pre_tokenizer"] = {**splits, "add_prefix_space": wanted}
+    expected = config.get("add_prefix_space", None if KINDS.get(class_of(config)) is KINDS["Llama"] else False)
+    if expected is not None and splits.get("add_prefix_space", expected) != expected:
+        changed["pre_tokenizer"] = {**splits, "add_prefix_space": expected}
     normal = content.get("normalizer") or {}
     if class_of(config) == "Bert" and normal.get("type") == "BertNormalizer":
         settings = {
@@ -240,11 +240,11 @@ def _template(
         ("bos_token", "add_bos_token", config.get("add_bos_token", kind.begins)),
         ("eos_token", "add_eos_token", config.get("add_eos_token", False)),
     )
-    for name, option, wanted in options:
-        if wanted and special[name] is None:
+    for name, option, expected in options:
+        if expected and special[name] is None:
             raise ValueError(
                 f"tokenizer_config.json: {option} is true (a {config.get('tokenizer_class')}'s default, or set there), "
                 f"and there is no {name}; name the {name}, or set {option} to false"
             )
-    before, after = (special[name] if wanted else None for name, _, wanted in options)
+    before, after = (special[name] if expected else None for name, _, expected in options)
     return before, after

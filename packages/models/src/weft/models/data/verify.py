@@ -22,6 +22,6 @@ def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
 
     Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` does.
     """
-    for name, wanted in zip(shard.names, shard.sha256, strict=True):
-        check_sum(folder / name, wanted)
+    for name, digest in zip(shard.names, shard.sha256, strict=True):
+        check_sum(folder / name, digest)
     ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()

@@ -18,11 +18,11 @@ from ..layers import (
     Embedding,
     LayerNorm,
     Linear,
+    add_and_norm,
+    can_fuse_qkv,
     is_bare,
-    join,
-    project_at_once,
-    projects_at_once,
-    rowwise,
+    project_qkv,
+    row_independent,
 )
 from ..parallel.plan import ParallelPlan
 from ..parallel.styles import ColwiseParallel, PositionParallel, RowwiseParallel, VocabParallel
@@ -45,7 +45,7 @@ PLAN = ParallelPlan(
 ACTIVATIONS: Mapping[Activation, tuple[str, str]] = {"gelu_new": ("gelu_tanh", "tanh"), "gelu": ("gelu", "none")}
 
 
-@rowwise
+@row_independent
 class GPT(CausalModel[GPTConfig]):
     """GPT-2: tokens [B, T] int64 -> logits [B, T, V].
 
@@ -109,9 +109,9 @@ class GPT(CausalModel[GPTConfig]):
         return PLAN
 
 
-@rowwise
+@row_independent
 class GPTBlock(nn.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both addends.
+    """One transformer block: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
     index: the block's number, from 0.
     """
@@ -134,11 +134,11 @@ class GPTBlock(nn.Module):
     ) -> Tensor:
         """x [B, T, H] -> [B, T, H]. Further arguments: as for `DotProductAttention`."""
         mixed = self.attn(self.ln_1(x), dropout_key, documents, cache)
-        x, normal = join(self.attn_dropout, self.ln_2, mixed, x, dropout_key)
-        return cast(Tensor, self.mlp_dropout(self.mlp(normal), dropout_key, residual=x))
+        x, normed = add_and_norm(self.attn_dropout, self.ln_2, mixed, x, dropout_key)
+        return cast(Tensor, self.mlp_dropout(self.mlp(normed), dropout_key, residual=x))
 
 
-@rowwise
+@row_independent
 class GPTAttention(nn.Module):
     """Causal attention layer with biases in all projections. index: the number of the layer's block, from 0."""
 
@@ -162,8 +162,8 @@ class GPTAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """x [B, T, H] -> [B, T, H]. Further arguments: as for `DotProductAttention`."""
-        if projects_at_once(self):
-            query, key, value = project_at_once(self, x)  # [B, T, heads * D] each
+        if can_fuse_qkv(self):
+            query, key, value = project_qkv(self, x)  # [B, T, heads * D] each
         else:
             key, value = self.attend.keys_and_values(self.k_proj(x), self.v_proj(x))
             query = self.q_proj(x)
@@ -172,7 +172,7 @@ class GPTAttention(nn.Module):
         return output
 
 
-@rowwise
+@row_independent
 class GPTMLP(nn.Module):
     """c_proj(gelu(c_fc(x))). The op of c_proj also computes the gelu, unless c_proj has a hook or adapter."""
 

@@ -84,13 +84,13 @@ def repetition(tensor: str, config: GPTConfig) -> Repeats | None:
         return Repeats(
             what="the mask of causal attention, ones on and below the diagonal",
             remedy="another mask is not supported here",
-            is_right=_is_causal,
+            accepts=_is_causal,
         )
     if re.search(r"\.attn\.masked_bias$", tensor):
         return Repeats(
             what="a score that no key has, -10000 or less",
             remedy="another score of masked keys is not supported here",
-            is_right=lambda stored: bool((stored <= -1e4).all()),
+            accepts=lambda stored: bool((stored <= -1e4).all()),
         )
     return None
 

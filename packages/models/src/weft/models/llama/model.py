@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..decoder import TENSOR_STYLES, Decoder
-from ..layers import rowwise
+from ..layers import row_independent
 from ..parallel.plan import ParallelPlan
 from .config import LlamaConfig
 
 PLAN = ParallelPlan(tensor=TENSOR_STYLES)
 
 
-@rowwise
+@row_independent
 class Llama(Decoder[LlamaConfig]):
     """Llama: tokens [B, T] int64 -> logits [B, T, V].
 

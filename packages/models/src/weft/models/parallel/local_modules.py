@@ -34,36 +34,37 @@ from weft.reshard.extension import (
     wrap_with_spec,
 )
 
-from ..layers import ROWWISE, Dropout, hooks_of
-from .styles import is_of_data
+from ..layers import ROW_INDEPENDENT, Dropout, hooks_of
+from .styles import is_data_axis
 
 
 def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
     """Make a laid-out model compute on local tensors, on the ranks of a mesh with data axes only.
 
-    Each block, a `rowwise` module in a ModuleList, is a unit of computation. The whole model is the unit if the
-    model is `rowwise`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
+    Each block, a `row_independent` module in a ModuleList, is a unit of computation. The whole model is the unit if the
+    model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
     available all at once, and the buckets of a larger model are to be reduced while backward continues.
     A unit still computes on DTensors when it is compiled, drops elements or reads other rows; when a module within
-    it has a hook, a replaced forward, or a class that is not `rowwise`; and when its inputs have another layout.
+    it has a hook, a replaced forward, or a class that is not `row_independent`; and when its inputs have another
+    layout.
     Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
-    if this_rank() not in mesh or not all(map(is_of_data, axes)):
+    if this_rank() not in mesh or not all(map(is_data_axis, axes)):
         return
     nbytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    if is_rowwise(model) and not by_block and nbytes <= BUCKET_BYTES:
+    if is_row_independent(model) and not by_block and nbytes <= BUCKET_BYTES:
         model.forward = partial(_forward, _Unit(model, model.forward))
         return
     for blocks in model.modules():
         for block in blocks.children() if isinstance(blocks, nn.ModuleList) else ():
-            if is_rowwise(block):
+            if is_row_independent(block):
                 block.forward = partial(_forward, _Unit(block, block.forward))
 
 
-def is_rowwise(module: nn.Module) -> bool:
+def is_row_independent(module: nn.Module) -> bool:
     """Whether a module computes each row of a batch independently of the other rows."""
-    return type(module) in ROWWISE and not getattr(module, "reads_other_rows", False)
+    return type(module) in ROW_INDEPENDENT and not getattr(module, "reads_other_rows", False)
 
 
 class _Unit:
@@ -96,20 +97,22 @@ class _Contents:
                     self.users.setdefault(parameter, []).append((module, name))
         self._modules = modules[1:]
         self._classes = [*map(type, self._modules)]
-        self._drops = [module for module in self._modules if isinstance(module, Dropout)]
+        self._dropouts = [module for module in self._modules if isinstance(module, Dropout)]
         self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._tables: list[list[dict[str, Any]]] = [[m._modules for m in modules], [m._parameters for m in modules]]
-        self._entries = [*map(_values, self._tables)]
+        self._entries = [*map(_flatten, self._tables)]
         self.locals = [*map(memory_of, self.users)]  # the parameters' local tensors
         plain = [each for each in self._entries[1] if each is not None and not isinstance(each, DTensor)]
-        alike = all(_has_layout(parameter, mesh, replicated) for parameter in self.users)
-        known = all(type(module) is nn.ModuleList or is_rowwise(module) for module in self._modules)
+        all_replicated = all(_has_layout(parameter, mesh, replicated) for parameter in self.users)
+        all_row_independent = all(
+            type(module) is nn.ModuleList or is_row_independent(module) for module in self._modules
+        )
         # Whether the unit may compute on local tensors: all parameters are replicated, and no module has been altered.
-        self.is_eligible = known and alike and not plain and self._is_bare()
+        self.is_eligible = all_row_independent and all_replicated and not plain and self._is_bare()
 
     def _is_bare(self) -> bool:
         """Whether no module has a hook or a replaced forward, is compiled, or drops elements."""
-        if any(self._hooks) or any(module.drops for module in self._drops):
+        if any(self._hooks) or any(module.is_active for module in self._dropouts):
             return False
         return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
 
@@ -117,22 +120,22 @@ class _Contents:
         """Whether the unit is eligible and another inspection would find the same. Quick, since every call asks."""
         if not self.is_eligible or mesh is not self.mesh:
             return False
-        now = [*map(_values, self._tables)]
+        entries = [*map(_flatten, self._tables)]
         if not all(
-            len(new) == len(old) and all(map(is_, new, old)) for new, old in zip(now, self._entries, strict=True)
+            len(new) == len(old) and all(map(is_, new, old)) for new, old in zip(entries, self._entries, strict=True)
         ):
             return False
-        same = all(map(is_, map(type, self._modules), self._classes))
-        return same and all(map(is_, map(memory_of, self.users), self.locals)) and self._is_bare()
+        same_classes = all(map(is_, map(type, self._modules), self._classes))
+        return same_classes and all(map(is_, map(memory_of, self.users), self.locals)) and self._is_bare()
 
 
-def _values(tables: list[dict[str, Any]]) -> list[Any]:
+def _flatten(tables: list[dict[str, Any]]) -> list[Any]:
     return [*chain.from_iterable(map(dict.values, tables))]
 
 
 def _has_layout(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
-    on = tensor.device_mesh
-    return (on is mesh or on == mesh) and tensor.placements == placements
+    device_mesh = tensor.device_mesh
+    return (device_mesh is mesh or device_mesh == mesh) and tensor.placements == placements
 
 
 class _Call:
@@ -141,9 +144,9 @@ class _Call:
     def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
         self.unit, self.args, self.kwargs = unit, args, kwargs
         self.mesh, self.placements, self.kind = x.device_mesh, x.placements, dtensor_spec(x)
-        self.places: list[int | str] = []  # of tensor arguments besides x: positions in args, names in kwargs
+        self.tensor_keys: list[int | str] = []  # of tensor arguments besides x: positions in args, names in kwargs
         self.users: dict[DTensor, list[tuple[nn.Module, str]]] = {}  # as in `_Contents`
-        self.operands: list[Tensor] = [x]  # x, the tensors at `places`, the parameters
+        self.operands: list[Tensor] = [x]  # x, the tensors at `tensor_keys`, the parameters
         self.locals: list[Tensor] = []  # the parameters' local tensors
         # lone: no second call of the unit awaits backward. is_over: backward has reached the call's beginning.
         self.lone, self.is_over = True, False
@@ -163,25 +166,25 @@ class _Call:
         """Add tensor arguments besides x to the operands. Returns whether all arguments allow local tensors."""
         B_T = self.operands[0].shape[:2]
         arguments: list[tuple[int | str, Any]] = [*enumerate(self.args[1:], 1), *self.kwargs.items()]
-        for place, each in arguments:
+        for key, each in arguments:
             if isinstance(each, Tensor):
                 # A plain tensor [B, T] holds all rows of the batch; each rank would need only the rank's rows.
-                alike = (
+                all_replicated = (
                     _has_layout(each, self.mesh, self.placements)
                     if isinstance(each, DTensor)
                     else each.shape[:2] != B_T
                 )
-                if each.requires_grad or not alike:
+                if each.requires_grad or not all_replicated:
                     return False
-                self.places.append(place)
+                self.tensor_keys.append(key)
                 self.operands.append(each)
             elif each is not None and not isinstance(each, int):  # a cache, for example
                 return False
         return True
 
-    def unwrapped(self) -> tuple[Tensor, ...]:
+    def unwrap(self) -> tuple[Tensor, ...]:
         """The operands' local tensors, detached."""
-        arguments = self.operands[: 1 + len(self.places)]
+        arguments = self.operands[: 1 + len(self.tensor_keys)]
         locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in arguments]
         return tuple([each.detach() for each in (*locals_, *self.locals)])
 
@@ -193,13 +196,13 @@ class _Call:
         args, kwargs = [x, *self.args[1:]], dict(self.kwargs)
         self.args, self.kwargs = (), {}
         self.operands.clear()
-        for place, local in zip(self.places, locals_, strict=False):
-            if isinstance(place, int):
-                args[place] = local
+        for key, local in zip(self.tensor_keys, locals_, strict=False):
+            if isinstance(key, int):
+                args[key] = local
             else:
-                kwargs[place] = local
+                kwargs[key] = local
         try:
-            self._place(locals_[len(self.places) :])
+            self._place(locals_[len(self.tensor_keys) :])
             output: Tensor = self.unit.forward(*args, **kwargs)
             return output
         finally:
@@ -225,7 +228,7 @@ class _Call:
             found[0] = wrap_with_spec(first, self.kind)
         kinds: dict[Any, Any] = world_cache().setdefault(("addends", self.mesh, self.placements), {})
         take = local_grad_callback(next(iter(self.users), None)) if self.lone and nodes else None
-        for i, parameter in enumerate(self.users, 1 + len(self.places)):
+        for i, parameter in enumerate(self.users, 1 + len(self.tensor_keys)):
             part = parts[i]
             if part is None:
                 continue
@@ -268,14 +271,14 @@ def _forward(unit: _Unit, *args: Any, **kwargs: Any) -> Any:
     ):
         call = _Call(unit, args, kwargs, x)
         if call.prepare():
-            return _computed(call, x)
+            return _compute_locally(call, x)
     return unit.forward(*args, **kwargs)
 
 
-def _computed(call: _Call, x: DTensor) -> DTensor:
+def _compute_locally(call: _Call, x: DTensor) -> DTensor:
     """The unit's output as a DTensor, computed on local tensors."""
     if not torch.is_grad_enabled():
-        return _wrapped(call.run(*call.unwrapped()), x)
+        return _wrap_output(call.run(*call.unwrap()), x)
     previous, call.unit.last = call.unit.last(), weakref.ref(call)
     if previous is not None and not previous.is_over:
         previous.lone = call.lone = False
@@ -283,7 +286,7 @@ def _computed(call: _Call, x: DTensor) -> DTensor:
     return output
 
 
-def _wrapped(output: Tensor, x: DTensor) -> DTensor:
+def _wrap_output(output: Tensor, x: DTensor) -> DTensor:
     return wrap(output, layout_of(x), (x.shape[0], *output.shape[1:]))
 
 
@@ -294,7 +297,7 @@ class _Unwrap(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        locals_ = call.unwrapped()
+        locals_ = call.unwrap()
         needed = zip(locals_, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*[local for local, need in needed if not need])
         return locals_
@@ -314,19 +317,19 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, output: Tensor) -> DTensor:
-        wrapped = _wrapped(output.detach(), x)
+        wrapped = _wrap_output(output.detach(), x)
         ctx.layout, ctx.shape = layout_of(wrapped), tuple(wrapped.shape)
         return wrapped
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[None, Tensor | None]:
         with torch.no_grad():
-            arrived = layout_of(grad)
-            cut = find_slice_layout(arrived, ctx.layout, ctx.shape, grad.dtype)
-            if cut is None and arrived != ctx.layout:
+            grad_layout = layout_of(grad)
+            cut = find_slice_layout(grad_layout, ctx.layout, ctx.shape, grad.dtype)
+            if cut is None and grad_layout != ctx.layout:
                 raise LayoutError(
-                    f"the gradient of rows laid out as ({ctx.layout}) came as ({arrived}); reshard the result computed "
-                    f"from these rows before it is used"
+                    f"the gradient of rows laid out as ({ctx.layout}) came as ({grad_layout}); reshard the result "
+                    f"computed from these rows before it is used"
                 )
             part = slice_gradient(grad, cut).to_local()
         return None, refuse_second_derivative([part], grad)[0] if torch.is_grad_enabled() else part

@@ -66,15 +66,15 @@ def lora(
     `parallelize`.
     """
     _check(model, rank, alpha, dtype)
-    layers = _targets(model, targets)
+    layers = _find_layers(model, targets)
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     model.requires_grad_(False)
     for name, layer in layers.items():
-        layer.lora = _adapter(layer, rank, alpha, dtype)
+        layer.lora = _make_adapter(layer, rank, alpha, dtype)
         layer.lora.handle = layer.register_forward_hook(_adapt, prepend=True, with_kwargs=True)
         for leaf, parameter in layer.lora.named_parameters():
             if not parameter.is_meta:
-                fill(f"{name}.lora.{leaf}", parameter, _initial(leaf, layer), seed)
+                fill(f"{name}.lora.{leaf}", parameter, _adapter_initial(leaf, layer), seed)
     own: Any = getattr(model, "initial_value", None)
     if own is not None:
         model.initial_value = partial(_initial_value, model, own)  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name in adapters.layers:
             layer: Any = model.get_submodule(name)
-            _local(layer.weight).copy_(_folded(layer))
+            _local(layer.weight).copy_(_merged_weight(layer))
             layer.lora.handle.remove()
             del layer.lora
     for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def merged_parameter(model: nn.Module, name: str) -> Tensor:
     if leaf != "weight" or not isinstance(getattr(layer, "lora", None), LowRank):
         return parameter
     with torch.no_grad():
-        folded = _folded(layer)
+        folded = _merged_weight(layer)
     return wrap(folded, layout_of(parameter), parameter.shape) if isinstance(parameter, DTensor) else folded
 
 
@@ -161,14 +161,14 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None)
         )
 
 
-def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
+def _find_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
     """The layers named by `targets`, in the model's order. Raises ValueError as `lora` does."""
     if isinstance(targets, str) or not targets:
         raise ValueError(
             f'lora: targets is {targets!r}; give names of layers in a list, as ["layers.*.self_attn.q_proj"]'
         )
     modules = {name: module for name, module in model.named_modules() if name}
-    found: set[str] = set()
+    matching: set[str] = set()
     for pattern in targets:
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
@@ -182,11 +182,11 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
                     f"LoRA target {pattern!r} matches {name!r}, a {type(modules[name]).__name__}; adapters are for "
                     f"Linear layers"
                 )
-        found.update(names)
-    layers = {name: module for name, module in modules.items() if name in found}
-    places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
+        matching.update(names)
+    layers = {name: module for name, module in modules.items() if name in matching}
+    name_counts = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     for name, layer in layers.items():
-        if places[layer.weight] > 1:
+        if name_counts[layer.weight] > 1:
             tied = [n for n, each in model.named_parameters(remove_duplicate=False) if each is layer.weight]
             raise ValueError(
                 f"LoRA target {name!r} has a tied weight, {' and '.join(tied)}: folded in, its adapter would change "
@@ -195,7 +195,7 @@ def _targets(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
     return layers
 
 
-def _adapter(layer: Any, rank: int, alpha: float, dtype: torch.dtype | None) -> LowRank:
+def _make_adapter(layer: Any, rank: int, alpha: float, dtype: torch.dtype | None) -> LowRank:
     """An adapter for `layer`, with values unset."""
     weight = layer.weight
     if dtype is None:
@@ -220,28 +220,28 @@ def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Te
     return adapted
 
 
-def _initial(leaf: str, layer: Any) -> Initial:
+def _adapter_initial(leaf: str, layer: Any) -> Initial:
     return Constant(0.0) if leaf == "B" else Normal(1 / math.sqrt(3 * layer.in_features))
 
 
 def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -> Initial:
     """`initial_value` of an adapted model: answers for the adapters, else asks the model's own method."""
     layer, _, leaf = name.rpartition(".lora.")
-    return _initial(leaf, model.get_submodule(layer)) if layer else own(name)
+    return _adapter_initial(leaf, model.get_submodule(layer)) if layer else own(name)
 
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _folded(layer: Any) -> Tensor:
+def _merged_weight(layer: Any) -> Tensor:
     """This rank's part of a layer's weight with the adapter added."""
-    weight, a, b = _local(layer.weight), _whole(layer.lora, "A"), _whole(layer.lora, "B")
+    weight, a, b = _local(layer.weight), _gather(layer.lora, "A"), _gather(layer.lora, "B")
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + _part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide)))).to(weight.dtype)
+    return (weight.to(wide) + _stored_part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide)))).to(weight.dtype)
 
 
-def _whole(adapter: nn.Module, leaf: str) -> Tensor:
+def _gather(adapter: nn.Module, leaf: str) -> Tensor:
     """This rank's part of an adapter's parameter, in the layout in which the parameter computes.
 
     Communication: an all-gather, where the parameter is stored sharded.
@@ -254,11 +254,11 @@ def _whole(adapter: nn.Module, leaf: str) -> Tensor:
     )
 
 
-def _part(layer: Any, product: Tensor) -> Tensor:
+def _stored_part(layer: Any, product: Tensor) -> Tensor:
     """This rank's stored part of the weight's update. product: the update in the layout in which the
     weight computes.
     """
     if not isinstance(layer.weight, DTensor):
         return product
-    laid = wrap(product, layout_in_call(layer, "weight"), layer.weight.shape)
-    return reshard(laid, placements=layout_of(layer.weight)).to_local()
+    update = wrap(product, layout_in_call(layer, "weight"), layer.weight.shape)
+    return reshard(update, placements=layout_of(layer.weight)).to_local()

@@ -12,7 +12,7 @@ from weft.reshard import distribute
 from weft.reshard.extension import as_process_mesh, mesh_argument, this_rank
 
 from ..schedules.pipeline_plan import PipelinePlan
-from .boundaries import check_prepared, hook_prepared, hook_tensor_parallel
+from .boundaries import check_preparations, hook_preparations, hook_tensor_parallel
 from .context import check_context, hook_context
 from .local_modules import hook_rows
 from .parameter_layouts import has_tensor_axis, parameter_layouts
@@ -21,16 +21,16 @@ from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
 from .plan import ParallelPlan, pipeline_plan, without_pipeline
 from .recompute import blocks_of, recompute
-from .resolve import Part, parts_of, parts_with, styles_of
-from .styles import PIPELINE_AXIS, TENSOR_AXIS, check_axes
+from .resolve import ModulePlan, module_plans_of, plans_deciding, styles_of
+from .styles import PIPELINE_AXIS, TENSOR_AXIS, check_mesh_axes
 from .zero import check_zero, hook_zero, shard_layouts
 
-_ATTRIBUTE = "_laid_out"  # of a parallel model: a `_LaidOut`, copied with the model
+_ATTRIBUTE = "_laid_out"  # of a parallel model: a `_MeshAndPlan`, copied with the model
 PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
 
 
 @dataclass(frozen=True, slots=True)
-class _LaidOut:
+class _MeshAndPlan:
     """The mesh and the plan by which a model was laid out."""
 
     mesh: ProcessMesh
@@ -60,17 +60,17 @@ def parallelize(
     Communication: none here, apart from making the mesh's process groups. In forward, a reduction of the output of
     each row- or vocab-parallel layer. In backward, a reduction for each input shared by column-parallel layers.
     Further, the reshards of prepared inputs and outputs, and with `zero` the all-gathers of sharded parameters.
-    Raises ValueError before the model is changed and before a process group is used: as `parts_of` does; for an
-    axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a prepared input
-    unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
+    Raises ValueError before the model is changed and before a process group is used: as `module_plans_of`
+    does; for an axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a
+    prepared input unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
     """
     chosen_mesh = mesh_argument(mesh, device_mesh)
     if chosen_mesh is None:
         raise ValueError("parallelize needs a mesh to lay the model out on")
-    return _laid_out_on(model, as_process_mesh(chosen_mesh), own_plan(model) if plan is None else plan)
+    return _lay_out_on(model, as_process_mesh(chosen_mesh), own_plan(model) if plan is None else plan)
 
 
-def _laid_out_on(
+def _lay_out_on(
     model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, *, in_stage: bool = False, weights_wait: bool = False
 ) -> nn.Module:
     """See `parallelize`.
@@ -78,74 +78,80 @@ def _laid_out_on(
     in_stage: whether the model holds the stages of one rank only.
     weights_wait: whether backward may leave the gradients of weights for later, as zero-bubble schedules do.
     """
-    if _is_laid_out(model, mesh, plan):
+    if _has_this_layout(model, mesh, plan):
         return model
-    parts = parts_of(model, plan)  # checked on every mesh, also where the mesh lacks the axes
+    module_plans = module_plans_of(model, plan)  # checked on every mesh, also where the mesh lacks the axes
     pipeline = pipeline_plan(plan)
-    check_axes(mesh, pipeline=pipeline is not None)
-    check_prepared(model, parts, mesh)
-    for part in parts:
-        check_zero(mesh, part.plan)
-    recomputing = parts_with(parts, "recompute")
-    for part in recomputing:
-        blocks_of(model.get_submodule(part.name), part.plan)
+    check_mesh_axes(mesh, pipeline=pipeline is not None)
+    check_preparations(model, module_plans, mesh)
+    for module_plan in module_plans:
+        check_zero(mesh, module_plan.plan)
+    recompute_plans = plans_deciding(module_plans, "recompute")
+    for module_plan in recompute_plans:
+        blocks_of(model.get_submodule(module_plan.name), module_plan.plan)
     if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
-        return _in_stages(model, mesh, plan, pipeline)
+        return _lay_out_stages(model, mesh, plan, pipeline)
     if mesh.size == 1:
-        return _recomputing(model, recomputing, mesh, plan)
-    styles = styles_of(model, parts)
-    attending = parts_with(parts, "context")
-    for part in attending:
-        check_context(model.get_submodule(part.name), mesh, part.plan)
+        return _add_recomputation(model, recompute_plans, mesh, plan)
+    styles = styles_of(model, module_plans)
+    context_plans = plans_deciding(module_plans, "context")
+    for module_plan in context_plans:
+        check_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
     layouts = parameter_layouts(model, mesh, styles)
-    at_rest = shard_layouts(parts, layouts, model)
-    laid_out: dict[nn.Parameter, nn.Parameter] = {}
+    stored_layouts = shard_layouts(module_plans, layouts, model)
+    parallel_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in laid_out:
-                layout = at_rest[f"{module_name}.{name}".lstrip(".")]
-                laid_out[parameter] = nn.Parameter(distribute(parameter.detach(), layout), parameter.requires_grad)
-            module.register_parameter(name, laid_out[parameter])
+            if parameter not in parallel_parameters:
+                layout = stored_layouts[f"{module_name}.{name}".lstrip(".")]
+                local = distribute(parameter.detach(), layout)
+                parallel_parameters[parameter] = nn.Parameter(local, parameter.requires_grad)
+            module.register_parameter(name, parallel_parameters[parameter])
     if has_tensor_axis(mesh):
-        for part in parts:
-            prepared = {name for name, each in part.outputs.items() if TENSOR_AXIS in each.by_output.get(None, ())}
-            hook_tensor_parallel(model, part.styles, part.plan, name=part.name, prepared=frozenset(prepared))
-    for part in attending:
-        hook_context(model.get_submodule(part.name), mesh, part.plan)
-    hook_prepared(model, parts, mesh)
+        for module_plan in module_plans:
+            with_prepared_output = {
+                name
+                for name, style in module_plan.outputs.items()
+                if TENSOR_AXIS in style.placements_by_output.get(None, ())
+            }
+            hook_tensor_parallel(model, module_plan, with_prepared_output)
+    for module_plan in context_plans:
+        hook_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
+    hook_preparations(model, module_plans, mesh)
     if not weights_wait:  # weights may wait only where a product's operand is the parameter, not its local tensor
-        hook_rows(
-            model, mesh, by_block=in_stage or at_rest != layouts or any(p.plan.recompute != "none" for p in recomputing)
-        )
-    hook_zero(model, parts, layouts, at_rest)
-    setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
-    return _recomputing(model, recomputing, mesh, plan)
+        recomputes = any(module_plan.plan.recompute != "none" for module_plan in recompute_plans)
+        hook_rows(model, mesh, by_block=in_stage or stored_layouts != layouts or recomputes)
+    hook_zero(model, module_plans, layouts, stored_layouts)
+    setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
+    return _add_recomputation(model, recompute_plans, mesh, plan)
 
 
-def _in_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
+def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
     """Cut the model, and lay this rank's stages out on the mesh of their ranks."""
     schedule = pipeline.make_schedule(mesh.axis_size(PIPELINE_AXIS))
     model_cut = cut(model, pipeline, schedule)
-    at = mesh.coordinate(this_rank())
-    assert at is not None, "a model is laid out by the ranks of its mesh"
+    coordinate = mesh.coordinate(this_rank())
+    assert coordinate is not None, "a model is laid out by the ranks of its mesh"
     parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
-    stages = Stages(model, model_cut, schedule.stages[at[PIPELINE_AXIS]])
-    stage_mesh = stage_mesh_of(mesh, at[PIPELINE_AXIS])
-    _laid_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
+    stages = Stages(model, model_cut, schedule.stages[coordinate[PIPELINE_AXIS]])
+    stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
+    _lay_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
     stages.route_calls(model)
     object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
-    setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
+    setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return model
 
 
-def _recomputing(model: nn.Module, parts: list[Part], mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
+def _add_recomputation(
+    model: nn.Module, module_plans: list[ModulePlan], mesh: ProcessMesh, plan: ParallelPlan
+) -> nn.Module:
     """Make the blocks recompute in backward, by the plan of each part. Done last, because this replaces the blocks'
     forward.
     """
-    for part in parts:
-        if part.plan.recompute != "none":
-            recompute(model.get_submodule(part.name), part.plan)
-            setattr(model, _ATTRIBUTE, _LaidOut(mesh, plan))
+    for module_plan in module_plans:
+        if module_plan.plan.recompute != "none":
+            recompute(model.get_submodule(module_plan.name), module_plan.plan)
+            setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return model
 
 
@@ -154,15 +160,15 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return getattr(model, PIPELINE_ATTRIBUTE, None)
 
 
-def laid_out_by(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
+def mesh_and_plan_of(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | None:
     """The mesh and the plan of a parallel model; None for a model not laid out.
 
     For a model cut into stages, the mesh is the one of this rank's stages.
     """
-    laid_out, pipeline = getattr(model, _ATTRIBUTE, None), pipeline_of(model)
-    if not isinstance(laid_out, _LaidOut):
+    marker, pipeline = getattr(model, _ATTRIBUTE, None), pipeline_of(model)
+    if not isinstance(marker, _MeshAndPlan):
         return None
-    return (laid_out.mesh if pipeline is None else pipeline.stage_mesh), laid_out.plan
+    return (marker.mesh if pipeline is None else pipeline.stage_mesh), marker.plan
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:
@@ -178,20 +184,20 @@ def own_plan(model: nn.Module) -> ParallelPlan:
     return plan
 
 
-def _is_laid_out(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> bool:
+def _has_this_layout(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> bool:
     """Whether the model is laid out by this plan on this mesh already.
 
     Raises ValueError where the model, or a part of it, is laid out in another way.
     """
     before = getattr(model, _ATTRIBUTE, None)
-    if before == _LaidOut(mesh, plan):
+    if before == _MeshAndPlan(mesh, plan):
         return True
     remedy = (
         "To lay the model out anew, save it by save_pretrained(model, folder) and read it by "
         "from_pretrained(folder, mesh, plan), or parallelize a new model and bring each parameter to the new model's "
         "layout by reshard()"
     )
-    if isinstance(before, _LaidOut):
+    if isinstance(before, _MeshAndPlan):
         what = "by another plan" if before.mesh == mesh else f"on {before.mesh}, and now on {mesh}"
         raise ValueError(f"this {type(model).__name__} was laid out before, {what}. {remedy}")
     for name, parameter in model.named_parameters():

@@ -12,15 +12,15 @@ from weft.reshard import layout_of
 from ..low_rank import LowRank
 from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
 
-HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `with_copies`
+HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `split_tensor_axis`
 
 
-def few_heads(model: nn.Module, styles: dict[str, Style], ways: int) -> dict[str, int]:
+def layers_with_few_heads(model: nn.Module, styles: dict[str, Style], ranks: int) -> dict[str, int]:
     """Column-parallel layers with fewer heads than the tensor axis has ranks: the number of heads by module name.
 
     These are key and value projections beside a query projection whose heads divide evenly. Each key or value head
     is then replicated on several ranks.
-    ways: the size of the tensor axis.
+    ranks: the size of the tensor axis.
     Raises ValueError where a head would be cut, listing possible sizes of the tensor axis.
     """
     groups: dict[str, dict[str, int]] = {}
@@ -30,33 +30,33 @@ def few_heads(model: nn.Module, styles: dict[str, Style], ways: int) -> dict[str
         if isinstance(styles.get(name), ColwiseParallel) and getattr(layer, "unit", 1) > 1:
             groups.setdefault(name.rpartition(".")[0], {})[name] = layer.out_features // layer.unit
             units[name] = layer.unit
-    few: dict[str, int] = {}
+    num_heads: dict[str, int] = {}
     for group in groups.values():
         most = max(group.values())
         for name, count in group.items():
-            if not _fits(count, most, ways):
+            if not _fits(count, most, ranks):
                 wide = max(max(each.values()) for each in groups.values())
                 works = [n for n in range(1, wide + 1) if all(_all_fit(each, n) for each in groups.values())]
                 raise ValueError(
                     f"{name} has {count} heads of {units[name]} features, which can be neither split evenly over "
-                    f"{TENSOR_AXIS!r} of size {ways} nor each replicated on equally many ranks; "
+                    f"{TENSOR_AXIS!r} of size {ranks} nor each replicated on equally many ranks; "
                     f"sizes that work: {', '.join(map(str, works))}"
                 )
-            if count < ways:
-                few[name] = count
-    return few
+            if count < ranks:
+                num_heads[name] = count
+    return num_heads
 
 
-def _all_fit(group: dict[str, int], ways: int) -> bool:
+def _all_fit(group: dict[str, int], ranks: int) -> bool:
     most = max(group.values())
-    return all(_fits(count, most, ways) for count in group.values())
+    return all(_fits(count, most, ranks) for count in group.values())
 
 
-def _fits(count: int, most: int, ways: int) -> bool:
-    """Whether `ways` ranks can split `most` heads evenly, and either split `count` heads evenly or
+def _fits(count: int, most: int, ranks: int) -> bool:
+    """Whether `ranks` ranks can split `most` heads evenly, and either split `count` heads evenly or
     share each equally.
     """
-    return most % ways == 0 and (count % ways == 0 or ways % count == 0)
+    return most % ranks == 0 and (count % ranks == 0 or ranks % count == 0)
 
 
 def has_tensor_axis(mesh: ProcessMesh) -> bool:
@@ -69,11 +69,11 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
 
     Tied parameters are listed under each of their names. A module registered under several names is listed under
     the first.
-    Layers of `few_heads` get a mesh of their own over the same ranks, in which tp is unflattened into tp_heads and
-    tp_copies: heads are sharded over tp_heads and replicated over tp_copies.
+    Each of `layers_with_few_heads` gets a mesh of its own over the same ranks, in which tp is unflattened into tp_heads
+    and tp_copies: heads are sharded over tp_heads and replicated over tp_copies.
     Raises ValueError where the plan gives tied parameters different layouts, or a head would be cut.
     """
-    few = few_heads(model, styles, mesh.axis_size(TENSOR_AXIS)) if has_tensor_axis(mesh) else {}
+    num_heads = layers_with_few_heads(model, styles, mesh.axis_size(TENSOR_AXIS)) if has_tensor_axis(mesh) else {}
     layouts: dict[str, Layout] = {}
     first: dict[nn.Parameter, str] = {}
     for module_name, module in model.named_modules():
@@ -81,8 +81,8 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
             name = f"{module_name}.{leaf}".lstrip(".")
             if isinstance(module, LowRank):
                 layouts[name] = adapter_layout(layouts[f"{module_name.rpartition('.')[0]}.weight"], leaf)
-            elif module_name in few:
-                layouts[name] = Layout(with_copies(mesh, few[module_name]), {HEADS_AXIS: Shard(0)})
+            elif module_name in num_heads:
+                layouts[name] = Layout(split_tensor_axis(mesh, num_heads[module_name]), {HEADS_AXIS: Shard(0)})
             else:
                 placements = _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {}
                 layouts[name] = Layout(mesh, placements)
@@ -105,7 +105,7 @@ def adapter_layout(weight: Layout, leaf: str) -> Layout:
     return Layout(weight.mesh, [each if each == Shard(dim) else Replicate() for each in weight.placements])
 
 
-def with_copies(mesh: ProcessMesh, heads: int) -> ProcessMesh:
+def split_tensor_axis(mesh: ProcessMesh, heads: int) -> ProcessMesh:
     """The mesh with its tensor axis unflattened into tp_heads, of size `heads`, and tp_copies."""
     return mesh.unflatten(TENSOR_AXIS, **{HEADS_AXIS: heads, COPIES_AXIS: mesh.axis_size(TENSOR_AXIS) // heads})
 

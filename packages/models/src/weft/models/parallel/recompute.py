@@ -66,14 +66,14 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
     """
     for block in blocks_of(model, plan).values():
         forward = block.forward
-        block.forward = partial(_recomputed, plan.recompute, forward)
+        block.forward = partial(_run_checkpointed, plan.recompute, forward)
         compile_block = _compile_whole if plan.recompute == "full" else _compile_marked
         block.compile = partial(compile_block, block, forward)  # type: ignore[method-assign]
 
 
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """`block.compile` under "full": compiles the forward, and checkpoints the compiled function."""
-    block.forward = partial(_recomputed, "full", torch.compile(forward, *args, **kwargs))
+    block.forward = partial(_run_checkpointed, "full", torch.compile(forward, *args, **kwargs))
 
 
 def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, *
     Dynamo refuses a checkpoint in which Python state changes, as where column-parallel siblings share an input.
     Here the state need not change again in backward, which only runs nodes of the graph.
     """
-    compiled = torch.compile(partial(_recomputed, "selective", forward), *args, **kwargs)
+    compiled = torch.compile(partial(_run_checkpointed, "selective", forward), *args, **kwargs)
     allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     block.forward = allowed(compiled)
 
@@ -96,7 +96,7 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     if plan.recompute == "none":
         return {}
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, None] = {}
+    blocks: dict[str, None] = {}
     for pattern in plan.blocks:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
@@ -105,12 +105,12 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
                 f"{type(model).__name__}; name the blocks by ParallelPlan(blocks=(...,)); "
                 f"{nearest(pattern, names)}"
             )
-        found |= dict.fromkeys(matching)
-    inner = {name for name in found if any(name.startswith(f"{other}.") for other in found)}
-    return {name: model.get_submodule(name) for name in found if name not in inner}
+        blocks |= dict.fromkeys(matching)
+    inner = {name for name in blocks if any(name.startswith(f"{other}.") for other in blocks)}
+    return {name: model.get_submodule(name) for name in blocks if name not in inner}
 
 
-def _recomputed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_checkpointed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The output of `forward`, which backward computes again."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -171,7 +171,7 @@ class _SavedValue:
             self.tensor = torch.full((), float("nan"), dtype=self.tensor.dtype, device=self.tensor.device).expand(shape)
             self.version = self.tensor._version
 
-    def restored(self) -> Tensor:
+    def restore(self) -> Tensor:
         assert self.tensor is not None, "a reshard that was started was waited for in the forward"
         if self.tensor._version != self.version:
             raise RuntimeError(
@@ -228,12 +228,12 @@ class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called when a reshard starts to communicate. Returns the callback for the received tensor."""
         value = self._received.add()
 
-        def take(received: Tensor) -> None:
+        def fill_value(received: Tensor) -> None:
             for each in self._values():
                 each.storages.discard(_storage(received))  # the received tensor is saved as a separate value
             value.fill(received)
 
-        return take
+        return fill_value
 
     def _values(self) -> list[_SavedValue]:
         return [*self._products, *self._received]
@@ -249,7 +249,7 @@ class _Restore(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         self._next_product, received = iter(self._products), iter(self._received)
         self._communication = ExitStack()
-        self._communication.enter_context(replay_received(lambda: next(received).restored()))
+        self._communication.enter_context(replay_received(lambda: next(received).restore()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
@@ -261,7 +261,7 @@ class _Restore(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        return next(self._next_product).restored() if func in PRODUCTS else func(*args, **(kwargs or {}))
+        return next(self._next_product).restore() if func in PRODUCTS else func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -26,13 +26,14 @@ from .styles import (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A model, or a model within the whole model, with a plan and the styles that the plan gives. Made
-    by `parts_of`.
+class ModulePlan:
+    """The plan of a module, and the styles that the plan gives to modules within. Made by `module_plans_of`.
+
+    The module is the whole model, or under a plan made by `ParallelPlan.merge` one of the models within.
     """
 
     name: str  # the module's name in the whole model; "" for the whole model
-    plan: ParallelPlan  # without parts
+    plan: ParallelPlan  # never a merged plan: `plan.parts` is empty
     # By the names of modules in the whole model, in the model's order:
     styles: dict[str, Style] = field(default_factory=dict)
     inputs: dict[str, PrepareInput] = field(default_factory=dict)
@@ -40,21 +41,21 @@ class Part:
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
-    """The style of each module named by the plan or by a part of the plan, in the model's order.
+    """The style of each module named by the plan, or by one of the merged plans, in the model's order.
 
-    A module with several names is listed under the first. Raises ValueError as `parts_of` does.
+    A module with several names is listed under the first. Raises ValueError as `module_plans_of` does.
     """
-    return styles_of(model, parts_of(model, plan))
+    return styles_of(model, module_plans_of(model, plan))
 
 
-def styles_of(model: nn.Module, parts: list[Part]) -> dict[str, Style]:
-    """The styles of all parts by module name, in the model's order."""
-    styles = {name: style for part in parts for name, style in part.styles.items()}
+def styles_of(model: nn.Module, module_plans: list[ModulePlan]) -> dict[str, Style]:
+    """The styles of all plans by module name, in the model's order."""
+    styles = {name: style for module_plan in module_plans for name, style in module_plan.styles.items()}
     return {name: styles[name] for name, _ in model.named_modules() if name in styles}
 
 
-def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
-    """The parts of a plan, each with styles by module; a plan not made by `merge` is a single part.
+def module_plans_of(model: nn.Module, plan: ParallelPlan) -> list[ModulePlan]:
+    """The plans merged into a plan, each with its module's name and its styles; a single entry for a plan not merged.
 
     Raises ValueError for a pattern matching no module, naming the nearest names; for a module with different styles
     by two patterns; for a style unfit for the module's class; for two plans of the same module.
@@ -63,63 +64,68 @@ def parts_of(model: nn.Module, plan: ParallelPlan) -> list[Part]:
     first: dict[nn.Module, str] = {}
     for name, module in names.items():
         first.setdefault(module, name)
-    parts: list[Part] = []
+    module_plans: list[ModulePlan] = []
     assignments: dict[str, list[_Assignment]] = {}  # by module name
-    for prefix, own in _flat(model, names, plan):
-        if any(part.name == prefix for part in parts):
+    for prefix, own in _flatten_plans(model, names, plan):
+        if any(module_plan.name == prefix for module_plan in module_plans):
             raise ValueError(f"two plans are merged for the module {prefix!r}; give it one")
-        within = {
+        names_within = {
             _join(prefix, name): name
             for name, module in names[prefix].named_modules(remove_duplicate=False)
             if not isinstance(module, LowRank)  # an adapter is laid out like the layer
         }
-        part = Part(prefix, own)
+        module_plan = ModulePlan(prefix, own)
         for pattern, styles in own.tensor.items():
             shown = _join(prefix, pattern)
-            found = [full for full, name in within.items() if name == pattern or (name and fnmatchcase(name, pattern))]
-            if not found:
-                whom = f"{prefix}, a {type(names[prefix]).__name__}" if prefix else type(model).__name__
-                raise ValueError(f"plan pattern {shown!r} matches no module of {whom}; {nearest(shown, list(within))}")
-            for name in dict.fromkeys(first[names[full]] for full in found):
+            matching = [
+                full for full, name in names_within.items() if name == pattern or (name and fnmatchcase(name, pattern))
+            ]
+            if not matching:
+                owner = f"{prefix}, a {type(names[prefix]).__name__}" if prefix else type(model).__name__
+                raise ValueError(
+                    f"plan pattern {shown!r} matches no module of {owner}; {nearest(shown, list(names_within))}"
+                )
+            for name in dict.fromkeys(first[names[full]] for full in matching):
                 for style in as_styles(pattern, styles):
                     _check_kind(shown, style, name, names[name])
-                    _add(assignments.setdefault(name, []), _Assignment(shown, style, part), name)
-        parts.append(part)
+                    _add(assignments.setdefault(name, []), _Assignment(shown, style, module_plan), name)
+        module_plans.append(module_plan)
     for name in names:
         for each in assignments.get(name, []):
             match each.style:
                 case PrepareInput():
-                    each.part.inputs[name] = each.style
+                    each.module_plan.inputs[name] = each.style
                 case PrepareOutput():
-                    each.part.outputs[name] = each.style
+                    each.module_plan.outputs[name] = each.style
                 case _:
-                    each.part.styles[name] = each.style
-    return parts
+                    each.module_plan.styles[name] = each.style
+    return module_plans
 
 
-def parts_with(parts: list[Part], option: str) -> list[Part]:
-    """The parts whose plans decide `option`, at most one part for each module.
+def plans_deciding(module_plans: list[ModulePlan], option: str) -> list[ModulePlan]:
+    """The plans that decide the value of `option`, at most one for each module. Called by `parallelize`.
 
-    Where a part contains parts: if the outer plan sets the option to a value other than the default, the outer part
-    decides for all inner parts, and inner plans must have the same value. If not, each inner part decides.
+    Where a module with a plan contains modules with plans: if the outer plan sets the option to a value other than
+    the default, the outer plan decides for all inner modules, and inner plans must have the same value. If not, each
+    inner plan decides.
     Raises ValueError where outer and inner plans contradict.
     """
     default = next(each.default for each in fields(ParallelPlan) if each.name == option)
-    found = []
-    for part in parts:
-        own = getattr(part.plan, option)
-        around = [other for other in parts if other is not part and _is_within(part.name, other.name)]
-        outer = [other for other in around if getattr(other.plan, option) != default]
+    deciding = []
+    for module_plan in module_plans:
+        own = getattr(module_plan.plan, option)
+        containing = [other for other in module_plans if _is_within(module_plan.name, other.name)]
+        outer = [other for other in containing if other is not module_plan and getattr(other.plan, option) != default]
         if any(getattr(other.plan, option) != own for other in outer):
             raise ValueError(
-                f"the plan of {part.name!r} has {option}={own!r}, and that of {outer[0].name!r}, which contains "
-                f"{part.name!r}, has {option}={getattr(outer[0].plan, option)!r}; give both the same {option}, or "
-                f"leave {option} out in {outer[0].name!r}"
+                f"the plan of {module_plan.name!r} has {option}={own!r}, and that of {outer[0].name!r}, which contains "
+                f"{module_plan.name!r}, has {option}={getattr(outer[0].plan, option)!r}; give both the same {option}, "
+                f"or leave {option} out in {outer[0].name!r}"
             )
-        contains_parts = any(_is_within(other.name, part.name) for other in parts if other is not part)
-        if not outer and not (own == default and contains_parts):
-            found.append(part)
-    return found
+        has_inner = any(_is_within(other.name, module_plan.name) for other in module_plans if other is not module_plan)
+        if not outer and not (own == default and has_inner):
+            deciding.append(module_plan)
+    return deciding
 
 
 def _is_within(name: str, outer: str) -> bool:
@@ -132,28 +138,30 @@ class _Assignment:
 
     pattern: str
     style: Style | Preparation
-    part: Part  # of the plan
+    module_plan: ModulePlan  # of the plan with the pattern
 
 
-def _flat(model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
-    """The plans of which a plan was merged, with the names of their modules; a plan without parts counts for the
-    whole model.
-    """
+def _flatten_plans(
+    model: nn.Module, names: Mapping[str, nn.Module], plan: ParallelPlan
+) -> Iterator[tuple[str, ParallelPlan]]:
+    """The plans merged into `plan`, with the names of their modules; a plan not merged is the whole model's."""
     if not plan.parts:
         yield "", plan
         return
-    for pattern, part in plan.parts.items():
-        found = [name for name in names if name == pattern or (name and fnmatchcase(name, pattern))]
-        if not found:
+    for pattern, module_plan in plan.parts.items():
+        matching = [name for name in names if name == pattern or (name and fnmatchcase(name, pattern))]
+        if not matching:
             raise ValueError(
                 f"the plan of {pattern!r} was merged for a module that {type(model).__name__} does not have; "
                 f"{nearest(pattern, list(names))}"
             )
-        for name in found:
-            if any(name.startswith(f"{outer}.") for outer in found):
+        for name in matching:
+            if any(name.startswith(f"{outer}.") for outer in matching):
                 continue  # of nested modules matching a wildcard, the outermost counts
-            within = dict(names[name].named_modules(remove_duplicate=False))
-            yield from ((_join(name, below), own) for below, own in _flat(names[name], within, part))
+            names_within = dict(names[name].named_modules(remove_duplicate=False))
+            yield from (
+                (_join(name, below), own) for below, own in _flatten_plans(names[name], names_within, module_plan)
+            )
 
 
 def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
@@ -161,11 +169,14 @@ def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
     for earlier in styles:
         _check_together(earlier, new, name)
         if earlier.style == new.style:
-            if earlier.part is not new.part and earlier.part.plan.sequence != new.part.plan.sequence:
+            if (
+                earlier.module_plan is not new.module_plan
+                and earlier.module_plan.plan.sequence != new.module_plan.plan.sequence
+            ):
                 raise ValueError(
-                    f"{name!r} is laid out by the plan of {earlier.part.name!r} with sequence="
-                    f"{earlier.part.plan.sequence}, and by that of {new.part.name!r} with sequence="
-                    f"{new.part.plan.sequence}; name {name!r} in one of the two plans"
+                    f"{name!r} is laid out by the plan of {earlier.module_plan.name!r} with sequence="
+                    f"{earlier.module_plan.plan.sequence}, and by that of {new.module_plan.name!r} with sequence="
+                    f"{new.module_plan.plan.sequence}; name {name!r} in one of the two plans"
                 )
             return
         if isinstance(earlier.style, PrepareInput) and isinstance(new.style, PrepareInput):
@@ -184,22 +195,24 @@ def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
     if isinstance(a, Style) and isinstance(b, Style):
         agree = a == b
     elif isinstance(a, PrepareInput) and isinstance(b, PrepareInput):
-        agree = all(a.layouts[where] == b.layouts[where] for where in a.layouts.keys() & b.layouts.keys())
+        agree = all(a.layouts[key] == b.layouts[key] for key in a.layouts.keys() & b.layouts.keys())
     elif isinstance(a, PrepareOutput) and isinstance(b, PrepareOutput):
-        mine, theirs = a.by_output, b.by_output
-        alike = (None in mine) == (None in theirs)
-        agree = alike and all(mine[where] == theirs[where] for where in mine.keys() & theirs.keys())
+        earlier_placements, new_placements = a.placements_by_output, b.placements_by_output
+        same_keys = (None in earlier_placements) == (None in new_placements)
+        agree = same_keys and all(
+            earlier_placements[key] == new_placements[key] for key in earlier_placements.keys() & new_placements.keys()
+        )
     elif isinstance(a, PrepareInput) or isinstance(b, PrepareInput):
-        style, prepared = (a, b) if isinstance(b, PrepareInput) else (b, a)
-        assert isinstance(prepared, PrepareInput), "one of the two is"
-        layout = prepared.layouts.get("input", prepared.layouts.get(0, {}))
+        style, preparation = (a, b) if isinstance(b, PrepareInput) else (b, a)
+        assert isinstance(preparation, PrepareInput), "one of the two is"
+        layout = preparation.layouts.get("input", preparation.layouts.get(0, {}))
         agree = TENSOR_AXIS not in layout or _accepts(style, str(layout[TENSOR_AXIS]))
     if not agree:
-        if earlier.pattern == new.pattern and earlier.part is new.part:
+        if earlier.pattern == new.pattern and earlier.module_plan is new.module_plan:
             raise ValueError(f"plan pattern {new.pattern!r} gives {name!r} styles that contradict: {a} and {b}")
         raise ValueError(
             f"plan patterns {earlier.pattern!r} and {new.pattern!r} give {name!r} two styles: {a} and {b}"
-            f"{_whose(earlier, new)}"
+            f"{_plan_names(earlier, new)}"
         )
 
 
@@ -213,11 +226,12 @@ def _accepts(style: Style | Preparation, placement: str) -> bool:
     return True
 
 
-def _whose(earlier: _Assignment, new: _Assignment) -> str:
+def _plan_names(earlier: _Assignment, new: _Assignment) -> str:
     """The end of an error's message: the plans of which the styles are, where there are two plans."""
-    if earlier.part is new.part:
+    if earlier.module_plan is new.module_plan:
         return ""
-    return f"; the first is of the plan merged for {earlier.part.name!r}, the second of that for {new.part.name!r}"
+    first, second = earlier.module_plan.name, new.module_plan.name
+    return f"; the first is of the plan merged for {first!r}, the second of that for {second!r}"
 
 
 def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.Module) -> None:
@@ -235,8 +249,8 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
 def nearest(name: str, names: list[str]) -> str:
     """The end of an error's message: the names nearest to `name`."""
     known = [each for each in names if each]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    return f"the nearest names are {', '.join(near or known[:3])}"
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    return f"the nearest names are {', '.join(matches or known[:3])}"
 
 
 def _join(prefix: str, name: str) -> str:

@@ -11,7 +11,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.reshard.extension import ParameterSlot, gather_when_called, shard_replicated_axes
 
 from .plan import ParallelPlan
-from .resolve import Part
+from .resolve import ModulePlan
 from .styles import PIPELINE_AXIS, TENSOR_AXIS
 
 
@@ -38,39 +38,44 @@ def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
             raise ValueError(f"zero={plan.zero} over {axis!r}, which {why}: {has}; name axes of data in zero_over")
 
 
-def shard_layouts(parts: Sequence[Part], layouts: Mapping[str, Layout], model: nn.Module) -> dict[str, Layout]:
+def shard_layouts(
+    module_plans: Sequence[ModulePlan], layouts: Mapping[str, Layout], model: nn.Module
+) -> dict[str, Layout]:
     """The layout in which each parameter is stored, by name.
 
     layouts: the layout in which each parameter computes, by name. Where a parameter's plan has `zero`, the stored
         layout is this one, further sharded over the data axes of size above 1 (only over `zero_over`, if given).
     """
-    at_rest = {}
+    stored_layouts = {}
     for name, layout in layouts.items():
-        plan = plan_of(parts, name)
+        plan = plan_of(module_plans, name)
         shape = tuple(model.get_parameter(name).shape)
         axes = plan.zero_over or _data_axes(layout.mesh)
-        at_rest[name] = (
+        stored_layouts[name] = (
             shard_replicated_axes(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1])
             if plan.zero
             else layout
         )
-    return at_rest
+    return stored_layouts
 
 
-def plan_of(parts: Sequence[Part], name: str) -> ParallelPlan:
-    """The plan of the innermost part that contains the parameter `name`; a default plan outside of all parts."""
-    containing = [part for part in parts if not part.name or name.startswith(f"{part.name}.")]
-    return max(containing, key=lambda part: len(part.name)).plan if containing else ParallelPlan()
+def plan_of(module_plans: Sequence[ModulePlan], name: str) -> ParallelPlan:
+    """The plan for the parameter `name`: of the innermost module with a plan; a default plan outside of all of them."""
+    outer = [each for each in module_plans if not each.name or name.startswith(f"{each.name}.")]
+    return max(outer, key=lambda each: len(each.name)).plan if outer else ParallelPlan()
 
 
 def hook_zero(
-    model: nn.Module, parts: Sequence[Part], layouts: Mapping[str, Layout], at_rest: Mapping[str, Layout]
+    model: nn.Module,
+    module_plans: Sequence[ModulePlan],
+    layouts: Mapping[str, Layout],
+    stored_layouts: Mapping[str, Layout],
 ) -> None:
     """Make the modules of a laid-out model gather sharded parameters when called.
 
     A call of a block gathers all parameters within the block; a module outside the blocks gathers its own.
     layouts: the layout in which each parameter computes, by name.
-    at_rest: the layout in which each parameter is stored, by name.
+    stored_layouts: the layout in which each parameter is stored, by name.
     Communication: none here. Forward issues one all-gather per block and dtype, unless the parameters are gathered
     already. With zero=3, backward issues the all-gathers again (not with regather=False).
     """
@@ -80,9 +85,9 @@ def hook_zero(
     for module, unit in _modules_with_units(model):
         for leaf, _ in module.named_parameters(recurse=False):
             name = f"{names[module]}.{leaf}".lstrip(".")
-            if layouts[name] == at_rest[name]:
+            if layouts[name] == stored_layouts[name]:
                 continue
-            plan = plans.setdefault(unit, plan_of(parts, name))
+            plan = plans.setdefault(unit, plan_of(module_plans, name))
             units.setdefault(unit, {})[module, leaf] = ParameterSlot(
                 module=module,
                 name=leaf,

@@ -24,9 +24,9 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
     """
     if name not in NAMES:
         raise ValueError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+    for option, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
-            raise ValueError(f"schedule {name!r} was given {what}={value}; it must be 1 or more")
+            raise ValueError(f"schedule {name!r} was given {option}={value}; it must be 1 or more")
     if name == "interleaved":
         if chunks < 2:
             raise ValueError(
@@ -37,7 +37,7 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
             raise ValueError(
                 f"schedule 'interleaved' takes microbatches in rounds of equal size, {ranks} or more, and "
                 f"{microbatches} cannot be divided into {rounds} rounds over {ranks} ranks; the nearest numbers that "
-                f"can: {_near(microbatches, ranks)}"
+                f"can: {_nearest_numbers(microbatches, ranks)}"
             )
     elif chunks > 1:
         raise ValueError(
@@ -54,10 +54,10 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
     return Schedule(name=name, microbatches=microbatches, stages=stages, actions=actions)
 
 
-def _near(microbatches: int, ranks: int) -> str:
+def _nearest_numbers(microbatches: int, ranks: int) -> str:
     """The three numbers of microbatches nearest to `microbatches` that divide into rounds."""
-    near = [n for n in range(1, microbatches + 2 * ranks) if n % max(1, n // ranks) == 0]
-    return ", ".join(map(str, sorted(sorted(near, key=lambda n: abs(n - microbatches))[:3])))
+    candidates = [n for n in range(1, microbatches + 2 * ranks) if n % max(1, n // ranks) == 0]
+    return ", ".join(map(str, sorted(sorted(candidates, key=lambda n: abs(n - microbatches))[:3])))
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:

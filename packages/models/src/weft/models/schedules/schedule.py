@@ -62,10 +62,10 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]  # of each rank, in order
 
     def __post_init__(self) -> None:
-        held = sorted(stage for own in self.stages for stage in own)
-        if held != list(range(len(held))):
+        held_stages = sorted(stage for own in self.stages for stage in own)
+        if held_stages != list(range(len(held_stages))):
             raise ValueError(
-                f"schedule {self.name!r}: the ranks hold the stages {held}; each of 0, 1, … must be on one rank"
+                f"schedule {self.name!r}: the ranks hold the stages {held_stages}; each of 0, 1, … must be on one rank"
             )
         for rank, (own, actions) in enumerate(zip(self.stages, self.actions, strict=True)):
             performed: dict[tuple[int, int], str] = {}
@@ -114,18 +114,18 @@ class Schedule:
         """
         most = []
         for actions in self.actions:
-            held = peak = 0
+            num_held = peak = 0
             for action in actions:
-                held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-                peak = max(peak, held)
+                num_held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+                peak = max(peak, num_held)
             most.append(peak)
         return tuple(most)
 
     def __str__(self) -> str:
-        return picture(self)
+        return draw_schedule(self)
 
 
-def needs(action: Action, num_stages: int) -> Iterable[Action]:
+def prerequisites(action: Action, num_stages: int) -> Iterable[Action]:
     """The actions that must end before this action begins. A backward is named B, also where it is taken as I and W."""
     kind, stage, microbatch = action
     if kind == "F" and stage:
@@ -138,8 +138,8 @@ def needs(action: Action, num_stages: int) -> Iterable[Action]:
         yield Action("B", stage, microbatch)
 
 
-def done(action: Action) -> Action:
-    """The action as `needs` names it: I becomes B, since an input gradient is all that a B makes for other stages."""
+def as_prerequisite(action: Action) -> Action:
+    """The action as `prerequisites` names it: I becomes B, since other stages need only the input gradient of a B."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
@@ -149,7 +149,7 @@ class DeadlockError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each action of a schedule begins and ends. Made by `run_through`."""
+    """When each action of a schedule begins and ends. Made by `simulate`."""
 
     schedule: Schedule
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]  # of each rank, (action, begin, end) in order
@@ -164,7 +164,7 @@ class Timeline:
         return self.length - sum(end - begin for _, begin, end in self.spans[rank])
 
 
-def run_through(
+def simulate(
     schedule: Schedule,
     duration: Callable[[Action], float] = lambda action: SLOTS[action.kind],
     sends: Sends = "buffered",
@@ -181,7 +181,7 @@ def run_through(
     begins: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.actions]
     free = [0.0] * schedule.ranks
-    before = _before(schedule)
+    previous_users = _previous_users(schedule)
     blocked_by: list[Action | None] = [None] * schedule.ranks  # must begin before the rank's last message is received
     remaining = [list(reversed(actions)) for actions in schedule.actions]
     while any(remaining):
@@ -192,16 +192,16 @@ def run_through(
                 continue
             if awaited is not None:
                 free[rank], blocked_by[rank] = max(free[rank], begins[awaited]), None
-            needed = list(needs(own[-1], schedule.num_stages))
+            needed = list(prerequisites(own[-1], schedule.num_stages))
             if any(each not in ends for each in needed):
                 continue
             action = own.pop()
             begin = max([free[rank], *(ends[each] for each in needed)])
-            begins[done(action)] = begin
-            ends[done(action)] = free[rank] = begin + duration(action)
+            begins[as_prerequisite(action)] = begin
+            ends[as_prerequisite(action)] = free[rank] = begin + duration(action)
             spans[rank].append((action, begin, free[rank]))
             if sends == "blocking":
-                blocked_by[rank] = before.get(_receiver(action, schedule))
+                blocked_by[rank] = previous_users.get(_receiver(action, schedule))
             progressed = True
         if not progressed:
             stuck = ", ".join(f"rank {rank} before {own[-1]}" for rank, own in enumerate(remaining) if own)
@@ -209,16 +209,16 @@ def run_through(
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
-def _before(schedule: Schedule) -> dict[Action | None, Action]:
+def _previous_users(schedule: Schedule) -> dict[Action | None, Action]:
     """For each action, the action on the same stage that uses the previous message from the same direction."""
-    found: dict[Action | None, Action] = {}
+    previous: dict[Action | None, Action] = {}
     last: dict[tuple[int, str], Action] = {}
-    for action in (done(action) for actions in schedule.actions for action in actions if action.kind != "W"):
+    for action in (as_prerequisite(action) for actions in schedule.actions for action in actions if action.kind != "W"):
         way = (action.stage, action.kind)
         if way in last:
-            found[action] = last[way]
+            previous[action] = last[way]
         last[way] = action
-    return found
+    return previous
 
 
 def _receiver(action: Action, schedule: Schedule) -> Action | None:
@@ -229,21 +229,21 @@ def _receiver(action: Action, schedule: Schedule) -> Action | None:
     return Action("F" if action.kind == "F" else "B", stage, action.microbatch)
 
 
-def picture(schedule: Schedule) -> str:
+def draw_schedule(schedule: Schedule) -> str:
     """A picture of the schedule: ranks of "pp" down, time across; then the idle share, as counted and by the formula.
 
     Each cell is a slot: F, B (the input gradient) or W (the weight gradients) with the number of the microbatch, or
     idle. Several stages on a rank are told apart by a letter, as in F0a, F0b.
     """
-    timeline = run_through(schedule)
+    timeline = simulate(schedule)
     length = int(timeline.length)
     rows = []
     for spans in timeline.spans:
         cells = [IDLE] * length
         for action, begin, end in spans:
-            shown = {"F": "F", "I": "B", "W": "W", "B": "BW"}[action.kind]
+            slot_kinds = {"F": "F", "I": "B", "W": "W", "B": "BW"}[action.kind]
             letter = chr(ord("a") + action.stage // schedule.ranks) if schedule.chunks > 1 else ""
-            for slot, kind in zip(range(int(begin), int(end)), shown, strict=True):
+            for slot, kind in zip(range(int(begin), int(end)), slot_kinds, strict=True):
                 cells[slot] = f"{kind}{action.microbatch}{letter}"
         rows.append(cells)
     width = max(len(cell) for cells in rows for cell in cells)

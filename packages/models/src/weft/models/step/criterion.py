@@ -39,7 +39,7 @@ _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parame
 
 
 def weight_criterion(
-    criterion: Criterion, parts: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
+    criterion: Criterion, microbatches: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
 ) -> Criterion:
     """Returns the criterion, or a weighted wrapper.
 
@@ -57,24 +57,24 @@ def weight_criterion(
     parameters = _parameters(criterion)
     options = {name: each.default for name, each in parameters.items()} | getattr(criterion, "keywords", {})
     if "denominator" not in parameters:
-        is_whole = len(parts) == 1 and not sharded_axes(parts[0].targets)
-        return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in parts], pipeline)
+        is_whole = len(microbatches) == 1 and not axes_sharding_tensor(microbatches[0].targets)
+        return criterion if is_whole else ProbedCriterion(criterion, [each.targets for each in microbatches], pipeline)
     if options.get("reduction") == "sum" or options["denominator"] not in (None, inspect.Parameter.empty):
         return criterion
     weight = options.get("weight")
-    has_all_targets = isinstance(parts[0].targets, DTensor) and not isinstance(targets, DTensor)
-    if len(parts) == 1 and (weight is not None or not has_all_targets):
+    has_all_targets = isinstance(microbatches[0].targets, DTensor) and not isinstance(targets, DTensor)
+    if len(microbatches) == 1 and (weight is not None or not has_all_targets):
         return criterion
     index = options.get("ignore_index", IGNORE_INDEX)
     if not isinstance(weight, Tensor):
-        total = _total(targets, index, None)
+        total = _sum_of_weights(targets, index, None)
         return lambda output, target: criterion(output, target, denominator=total)
-    total = _total(targets, index, weight)
+    total = _sum_of_weights(targets, index, weight)
     if not options.get("z_loss"):
         return lambda output, target: criterion(output, target, denominator=total)
     # z-loss is unweighted and divided by the number of tokens. Weights scaled by tokens / total share this
     # denominator.
-    tokens = _total(targets, index, None)
+    tokens = _sum_of_weights(targets, index, None)
     scaled = _scaled_weight(weight, tokens / total)
     return lambda output, target: criterion(output, target, weight=scaled, denominator=tokens)
 
@@ -88,11 +88,13 @@ def _parameters(criterion: Criterion) -> Mapping[str, inspect.Parameter]:
     return _signatures[criterion]
 
 
-def _total(targets: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
+def _sum_of_weights(targets: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
     """The number of tokens not ignored, or the sum of their classes' weights: a plain scalar."""
-    classes = to_global(weight) if isinstance(weight, DTensor) else weight
+    class_weights = to_global(weight) if isinstance(weight, DTensor) else weight
     dtype = torch.float32 if weight is None else torch.float64
-    return summed(weigh_targets(classes, local_of(targets).flatten(), ignored, dtype).sum(), targets)
+    return sum_over_sharding_ranks(
+        weigh_targets(class_weights, local_of(targets).flatten(), ignored, dtype).sum(), targets
+    )
 
 
 def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
@@ -114,30 +116,30 @@ class ProbedCriterion:
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
         self._criterion, self._targets, self._pipeline = criterion, targets, pipeline
         self._shares: Shares | None = None
-        self._why: str | None = None  # why the criterion is refused; `finish` tells the other stages
+        self._reason: str | None = None  # why the criterion is refused; `finish` tells the other stages
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
             self._shares = find_shares(self._criterion, output, self._targets)
         shares, number = self._shares, next(i for i, each in enumerate(self._targets) if each is target)
-        if shares.why is not None:
+        if shares.reason is not None:
             loss = self._criterion(output, target) if len(self._targets) == 1 else None
             if loss is not None and not _is_averaged(loss):
                 return loss
             if self._pipeline is None:
-                raise self._refused(shares.why)
-            self._why = shares.why
+                raise self._refusal(shares.reason)
+            self._reason = shares.reason
             # Zero lets the step run to the end; `finish` raises the error.
             zero_loss: Tensor = local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
             return _partial_loss(zero_loss, target)
-        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not sharded_axes(target):
-            return self._weighted(output, target, shares.whole[number])
+        if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not axes_sharding_tensor(target):
+            return self._weighted_loss(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
-            loss = self._weighted(output, target, shares.whole[number])
+            loss = self._weighted_loss(output, target, shares.whole[number])
             if not _is_averaged(loss):
                 return loss
             output = reshard(output, placements=layout_of(target))
-        return _partial_loss(self._weighted(output.to_local(), local_of(target), shares.own[number]), target)
+        return _partial_loss(self._weighted_loss(output.to_local(), local_of(target), shares.own[number]), target)
 
     def finish(self) -> None:
         """Raises ValueError, on all stages, if the last stage could not weight the criterion.
@@ -147,11 +149,11 @@ class ProbedCriterion:
         """
         if self._pipeline is None:
             return
-        found = torch.tensor(float(self._why is not None), device=self._targets[0].device)
-        if self._pipeline.sum_over_stages(found).item():
-            raise self._refused(self._why or "see the error of a rank of the last stage")
+        failed = torch.tensor(float(self._reason is not None), device=self._targets[0].device)
+        if self._pipeline.sum_over_stages(failed).item():
+            raise self._refusal(self._reason or "see the error of a rank of the last stage")
 
-    def _weighted(self, output: Any, target: Tensor, share: float) -> Tensor:
+    def _weighted_loss(self, output: Any, target: Tensor, share: float) -> Tensor:
         """The criterion's loss times `share`.
 
         With share 0, every target is ignored, so the loss may be NaN. Returns 0 times the loss with all targets set to
@@ -165,11 +167,11 @@ class ProbedCriterion:
         zero_loss = self._criterion(output, label_target)
         return zero_loss * 0 if isinstance(zero_loss, DTensor) else zero_loss.nan_to_num(0, 0, 0) * 0
 
-    def _refused(self, why: str) -> ValueError:
+    def _refusal(self, reason: str) -> ValueError:
         name = getattr(self._criterion, "__name__", type(self._criterion).__name__)
         return ValueError(
             f"the criterion {name} cannot be weighed over {len(self._targets)} microbatches and the ranks' tokens: "
-            f"{why}. Let it return a sum divided by a parameter `denominator`, which is given the number of tokens "
+            f"{reason}. Let it return a sum divided by a parameter `denominator`, which is given the number of tokens "
             f"of the whole batch whose target is not {IGNORE_INDEX}; or take weft.kernels.cross_entropy with its "
             f"options; or one microbatch"
         )
@@ -193,7 +195,7 @@ class _PartialLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, addend: Tensor, tokens: Layout) -> DTensor:
-        return wrap(addend.detach(), Layout(tokens.mesh, dict.fromkeys(sharded_in(tokens), Partial())), ())
+        return wrap(addend.detach(), Layout(tokens.mesh, dict.fromkeys(sharding_axes(tokens), Partial())), ())
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
@@ -207,7 +209,7 @@ class Shares:
     own: Sequence[float]  # by microbatch: of this rank's tokens
     whole: Sequence[float]  # by microbatch: of all tokens
     label: int = 0  # a class not ignored by the criterion
-    why: str | None = None  # why the criterion cannot be weighted; else None
+    reason: str | None = None  # why the criterion cannot be weighted; else None
 
 
 def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) -> Shares:
@@ -221,22 +223,22 @@ def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) ->
     """
     first = targets[0]
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[:1] != first.shape[:1]:
-        return Shares((), (), why="the model's output is not one tensor with a row for each row of targets")
+        return Shares((), (), reason="the model's output is not one tensor with a row for each row of targets")
     class_dim = next((i for i, (a, b) in enumerate(zip(output.shape, first.shape, strict=False)) if a != b), first.ndim)
-    dims = {0, *_dims(first)} if isinstance(first, DTensor) else {0}
-    results, why, has_values = [], "", has_data(output) and not output.is_meta
+    dims = {0, *_sharded_dims(first)} if isinstance(first, DTensor) else {0}
+    results, reason, has_values = [], "", has_data(output) and not output.is_meta
     for target in map(local_of, targets) if has_values else ():
         sample = (*target.shape[:class_dim], *output.shape[class_dim:])
         try:
             of_dims = [_probe(criterion, sample, output, target, dim) for dim in sorted(dims)]
         except Exception as error:  # any error of the caller's criterion
             of_dims = [_ProbeResult(0.0, False, False)]
-            why = f"with plain tensors of random numbers it raises {type(error).__name__}: {error}"
+            reason = f"with plain tensors of random numbers it raises {type(error).__name__}: {error}"
         fits = all(each.is_mean for each in of_dims), all(each.is_sum for each in of_dims)
         results.append(_ProbeResult(of_dims[0].size, *fits, max(each.label for each in of_dims)))
     sizes = [each.size for each in results] or [1.0] * len(targets)
     failed = [float(sum(not each.is_mean for each in results)), float(sum(not each.is_sum for each in results))]
-    numbers = summed(torch.tensor([*sizes, *failed], dtype=torch.float64, device=output.device), first)
+    numbers = sum_over_sharding_ranks(torch.tensor([*sizes, *failed], dtype=torch.float64, device=output.device), first)
     if not has_values:
         return Shares([1 / len(targets)] * len(targets), [1 / len(targets)] * len(targets))
     *totals, no_means, no_sums = numbers.tolist()
@@ -245,7 +247,7 @@ def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) ->
         return Shares([1.0] * len(targets), [1.0] * len(targets), label)
     if no_means:
         return Shares(
-            (), (), why=why or "its loss of all tokens is not the mean of its losses of some, by one denominator"
+            (), (), reason=reason or "its loss of all tokens is not the mean of its losses of some, by one denominator"
         )
     total = sum(totals) or math.nan
     return Shares([each / total for each in sizes], [each / total for each in totals], label)
@@ -256,28 +258,28 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_in(layout: Layout) -> tuple[str, ...]:
+def sharding_axes(layout: Layout) -> tuple[str, ...]:
     """The mesh axes of at least two ranks that shard a tensor of this layout."""
     mesh = layout.mesh
     return tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and isinstance(layout[a], Shard))
 
 
-def sharded_axes(tensor: Any) -> tuple[str, ...]:
+def axes_sharding_tensor(tensor: Any) -> tuple[str, ...]:
     """The mesh axes of at least two ranks that shard a tensor; none for a plain tensor."""
-    return sharded_in(layout_of(tensor)) if isinstance(tensor, DTensor) else ()
+    return sharding_axes(layout_of(tensor)) if isinstance(tensor, DTensor) else ()
 
 
-def _dims(tensor: DTensor) -> set[int]:
+def _sharded_dims(tensor: DTensor) -> set[int]:
     """The dims sharded over at least two ranks."""
     layout = layout_of(tensor)
-    return {each.dim for axis in sharded_in(layout) if isinstance(each := layout[axis], Shard)}
+    return {each.dim for axis in sharding_axes(layout) if isinstance(each := layout[axis], Shard)}
 
 
-def summed(numbers: Tensor, targets: Tensor) -> Tensor:
+def sum_over_sharding_ranks(numbers: Tensor, targets: Tensor) -> Tensor:
     """Sums plain numbers over the mesh axes that shard the targets, by one all-reduce; a plain tensor."""
     if not isinstance(targets, DTensor):
         return numbers
-    layout = Layout(layout_of(targets).mesh, dict.fromkeys(sharded_axes(targets), Partial()))
+    layout = Layout(layout_of(targets).mesh, dict.fromkeys(axes_sharding_tensor(targets), Partial()))
     return reshard(wrap(numbers, layout, numbers.shape)).to_local()
 
 
@@ -292,38 +294,38 @@ class _ProbeResult:
 
 
 @torch.no_grad()
-def _probe(criterion: Criterion, shape: Sequence[int], like: Tensor, target: Tensor, dim: int) -> _ProbeResult:
+def _probe(criterion: Criterion, shape: Sequence[int], output_like: Tensor, target: Tensor, dim: int) -> _ProbeResult:
     """Probes a criterion with plain targets and an output of `shape`, to which tokens are added along `dim`.
 
     The added tokens have the same class: the first class not ignored by the criterion.
     """
     if target.numel() == 0:
         return _ProbeResult(0.0, True, True)
-    size, dtype = shape[dim], torch.promote_types(like.dtype, torch.float32)
-    generator = torch.Generator(like.device).manual_seed(0)
+    size, dtype = shape[dim], torch.promote_types(output_like.dtype, torch.float32)
+    generator = torch.Generator(output_like.device).manual_seed(0)
     both = torch.randn(
-        (*shape[:dim], size + 1, *shape[dim + 1 :]), dtype=dtype, device=like.device, generator=generator
+        (*shape[:dim], size + 1, *shape[dim + 1 :]), dtype=dtype, device=output_like.device, generator=generator
     )
-    mine, added = both.narrow(dim, 0, size), both.narrow(dim, size, 1)
+    rows, added = both.narrow(dim, 0, size), both.narrow(dim, size, 1)
     for label in range(min(CLASSES, *shape[target.ndim :])):
-        one = torch.full_like(target.narrow(dim, 0, 1), label)
-        before, after = (float(criterion((added * scale).contiguous(), one)) for scale in (1.0, SCALE))
+        added_target = torch.full_like(target.narrow(dim, 0, 1), label)
+        before, after = (float(criterion((added * scale).contiguous(), added_target)) for scale in (1.0, SCALE))
         if math.isfinite(after - before) and abs(after - before) > 1e3 * ALLOWED * abs(after):
             break
     else:
         return _ProbeResult(0.0, False, False)
-    classes = torch.cat([target, one], dim)
-    alone, low = float(criterion(mine.contiguous(), target)), float(criterion(both, classes))
+    all_targets = torch.cat([target, added_target], dim)
+    alone, low = float(criterion(rows.contiguous(), target)), float(criterion(both, all_targets))
     added *= SCALE
-    high = float(criterion(both, classes))
+    high = float(criterion(both, all_targets))
     is_sum = _are_equal(low, before + alone, before, alone) and _are_equal(high, after + alone, after, alone)
     if not math.isfinite(alone):  # 0 / 0: every token is ignored
         return _ProbeResult(0.0, _are_equal(low, before), False, label)
     ratio = (after - before) / (high - low) - 1 if high != low else math.nan
     is_mean = ratio > -ALLOWED and _are_equal(low, (before + ratio * alone) / (1 + ratio), before, alone)
-    return _ProbeResult(max(ratio, 0.0) * one.numel(), is_mean, is_sum, label)
+    return _ProbeResult(max(ratio, 0.0) * added_target.numel(), is_mean, is_sum, label)
 
 
-def _are_equal(loss: float, expected: float, *parts: float) -> bool:
-    """Whether a loss equals `expected` up to rounding. parts: the losses it is computed from."""
-    return abs(loss - expected) <= ALLOWED * (abs(loss) + sum(map(abs, parts)))
+def _are_equal(loss: float, expected: float, *terms: float) -> bool:
+    """Whether a loss equals `expected` up to rounding. terms: the losses it is computed from."""
+    return abs(loss - expected) <= ALLOWED * (abs(loss) + sum(map(abs, terms)))

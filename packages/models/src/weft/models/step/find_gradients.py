@@ -5,6 +5,7 @@ Training runs `find_gradients` on data; the recording behind predictions and `we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,18 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from weft.reshard import GradientSync
+from weft.reshard import GradientSync, clip_grad_norm_
 from weft.reshard.extension import with_fixed_parameters
 
 from ..losses import LossSum, first_gradient, without_graph
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..tracing import traced
-from .clip import clip_gradients
 from .communication import Phase
 from .criterion import Criterion
 
-Computing = Callable[[], AbstractContextManager[Any]]
+CallContext = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ def find_gradients(
     *,
     clip_norm: float | None = None,
     after_phase: Callable[[Phase], None] = lambda phase: None,
-    computing: Computing = nullcontext,
+    call_context: CallContext = nullcontext,
 ) -> StepResult:
-    """Forward, backward, gradient sync, and clipping if `clip_norm` is given.
+    """Runs forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
     criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
     clip_norm: 0 computes the norm and scales nothing.
-    after_phase: called after each forward and backward of a microbatch (under a pipeline, after each action of the
-    schedule), once more with "backward" after all of them, and at the end with "gradients". The argument is the phase
-    of the collectives issued since the last call.
-    computing: the context for the model and the criterion, as autocast.
+    after_phase: called with the phase of the collectives issued since the last call: after each forward and backward
+    of a microbatch (under a pipeline, after each action of the schedule); with "backward" when all of these are done,
+    since a pipeline may still issue collectives after the last action; at the end with "gradients".
+    call_context: makes the context in which the model and the criterion are called, for example autocast.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
     "backward": the plan's collectives in reverse, and full buckets of gradients;
@@ -64,60 +64,79 @@ def find_gradients(
     losses: list[Tensor] = []
 
     def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
-        with computing():
+        with call_context():
             loss = criterion(output, microbatch.targets)
         losses.append(without_graph(loss))
         return loss
 
-    pipeline, like = pipeline_of(model), next(model.parameters())
-    total: LossSum | None = None
+    pipeline, parameter = pipeline_of(model), next(model.parameters())
+    loss_sum: LossSum | None = None
     if pipeline is not None:
-        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, computing, after_phase)
+        pipeline.find_gradients(model, microbatches, loss_of, sync.paused, call_context, after_phase)
     for i, microbatch in enumerate(microbatches if pipeline is None else ()):
         is_last = i + 1 == len(microbatches)
         with nullcontext() if is_last else sync.paused():
             with traced("forward"):
-                with computing():
+                with call_context():
                     output = model(*microbatch.args, **microbatch.kwargs)
                 loss = loss_of(output, microbatch)
             # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
-                total = LossSum(losses, like.device, like.dtype)
+                loss_sum = LossSum(losses, parameter.device, parameter.dtype)
             after_phase("forward")
             with traced("backward"):
                 loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
         after_phase("backward")
     after_phase("backward")
     with traced("sync"):
-        total = total or LossSum(losses, like.device, like.dtype)
+        loss_sum = loss_sum or LossSum(losses, parameter.device, parameter.dtype)
         sync.wait()
-        whole = total.wait()
+        total_loss = loss_sum.wait()
         if pipeline is not None:
             pipeline.add_shared(model)
-            whole = pipeline.sum_over_stages(whole)
+            total_loss = pipeline.sum_over_stages(total_loss)
     norm = None
     if clip_norm is not None:
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
     after_phase("gradients")
-    return StepResult(whole, total.local, norm)
+    return StepResult(total_loss, loss_sum.local, norm)
 
 
 @with_fixed_parameters
 def find_loss(
-    model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], computing: Computing = nullcontext
+    model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], call_context: CallContext = nullcontext
 ) -> Tensor:
-    """The sum of the microbatches' losses, on every rank, without gradients.
+    """The sum of the microbatches' losses, on every rank, without gradients: for held-out text, and to compare losses.
 
     Communication: the model's forward and one sum of the losses; with stages also the messages between stages and a
     second sum, over "pp".
     """
-    pipeline, like = pipeline_of(model), next(model.parameters())
-    with torch.no_grad(), computing():
+    pipeline, parameter = pipeline_of(model), next(model.parameters())
+    with torch.no_grad(), call_context():
         if pipeline is None:
             outputs = [model(*each.args, **each.kwargs) for each in microbatches]
         else:
             outputs = pipeline.forward(model, microbatches)
-        losses = [criterion(output, each.targets) for output, each in zip(outputs, microbatches, strict=bool(outputs))]
-        total = LossSum(losses, like.device, like.dtype).wait()
+        pairs = zip(outputs, microbatches, strict=bool(outputs))  # only ranks of the last stage have outputs
+        losses = [criterion(output, microbatch.targets) for output, microbatch in pairs]
+        total = LossSum(losses, parameter.device, parameter.dtype).wait()
         return total if pipeline is None else pipeline.sum_over_stages(total)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients to a norm of at most `max_norm` over the whole model; return the norm before scaling.
+
+    max_norm: 0 means no scaling, as in Megatron, nanoGPT and transformers.
+    The norm is a scalar. Communication and errors: as `clip_grad_norm_`, called with all parameters requiring
+    gradients.
+    Under pipeline parallelism each rank passes the parameters of the local stages; a parameter shared by several
+    stages counts on the first stage only.
+    """
+    max_norm = max_norm or math.inf
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        return clip_grad_norm_(trained.values(), max_norm)
+    copies = [parameter for name, parameter in trained.items() if not pipeline.is_counted_here(name)]
+    return clip_grad_norm_(trained.values(), max_norm, mesh=pipeline.mesh, copies=copies)

@@ -14,10 +14,10 @@ from weft.reshard import GradientSync, layout_of
 from weft.reshard.extension import wrap
 
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
-from ..parallel.parallelize import laid_out_by, pipeline_of
+from ..parallel.parallelize import mesh_and_plan_of, pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..parallel.styles import PIPELINE_AXIS
-from ..rope import mark_parts
+from ..rope import link_positions_of_batch
 from .criterion import ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
 
@@ -34,25 +34,25 @@ def forward_backward(
     sync: GradientSync | None = None,
     **inputs: Any,
 ) -> Tensor:
-    """Runs forward, backward and gradient sync under the model's plan; returns the mean loss on every rank.
+    """Runs forward, backward and gradient sync under the model's plan; returns the batch's loss on every rank.
 
-    Gradients are added to existing gradients.
+    Call it once a step, before `optimizer.step()`. Gradients are added to existing gradients.
     criterion: called with the model's output and the targets. The losses of all microbatches and ranks are weighted
         to add up to the criterion's loss of the whole batch. Three kinds of criteria are supported:
         - `weft.kernels.cross_entropy`, also with options by functools.partial: a mean over the tokens whose target is
           not ignore_index, weighted by `weight` if given. With reduction="sum" or a denominator, losses are added
           unweighted.
         - A function with a parameter `denominator`, by which it divides a sum. Weft passes the number of tokens in
-          the whole batch whose target is not the function's `ignore_index` (default -100), or the sum of its `weight`
-          at these targets.
-        - Any other function, if its loss is a sum over tokens, or a mean with a denominator depending only on
-          targets. Weft finds out which by calls on random numbers: for each microbatch, three calls of the
-          microbatch's size, and the host waits for the device. This happens only with several microbatches, or with
-          tokens sharded over ranks. On a mesh, the function gets plain tensors with each rank's tokens, unless
-          classes are sharded.
+          the whole batch whose target is not the function's `ignore_index` (default -100). If the function has a
+          parameter `weight`, Weft passes the sum of the weights of these targets.
+        - Any other function whose loss is a sum over tokens, or a mean with a denominator that depends only on the
+          targets. With several microbatches, or tokens sharded over ranks, Weft must know which of the two it is, and
+          calls the function on random numbers to find out: three calls for each microbatch, of the microbatch's
+          size; the host waits for the device. On a mesh, the function gets plain tensors with each rank's tokens,
+          or DTensors if the logits are sharded over the vocabulary (`ParallelPlan.loss_parallel`).
     tokens, targets: [B, T], plain: the whole batch, the same on every rank, in every stage; or DTensors sharded by
         rows, as `lay_out_batch` makes them, whose local rows are divided into microbatches.
-    microbatches: a divisor of the number of rows. 1 leaves the number to the plan's pipeline.
+    microbatches: a divisor of the number of rows. With 1, a plan with a pipeline uses its own number.
     sync: the model's GradientSync, if the program made one; None: made once and kept with the model.
     inputs: further arguments of the model. Tensors [B, T] are divided like the tokens. A `dropout_key` gives each
         microbatch a key of its own, so masks do not depend on the mesh. Further values go to every microbatch.
@@ -62,58 +62,69 @@ def forward_backward(
     """
     pipeline = pipeline_of(model)
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
-    parts = divide(model, tokens, targets, count, inputs)
+    batch = divide_batch(model, tokens, targets, count, inputs)
     if sync is None:
         sync = vars(model).get(_SYNC)
         if sync is None:
             sync = GradientSync(model)
             object.__setattr__(model, _SYNC, sync)
-    weighted = weight_criterion(criterion, parts, targets, pipeline)
-    loss = find_gradients(model, weighted, parts, sync).loss
+    weighted = weight_criterion(criterion, batch, targets, pipeline)
+    loss = find_gradients(model, weighted, batch, sync).loss
     if isinstance(weighted, ProbedCriterion):
         weighted.finish()
     return loss
 
 
-def divide(
+def divide_batch(
     model: nn.Module, tokens: Tensor, targets: Tensor, count: int, inputs: Mapping[str, Any]
 ) -> list[Microbatch]:
-    """Divides a batch into microbatches, laid out for the model. Raises ValueError unless `count` divides the rows."""
-    laid_out = laid_out_by(model)
+    """Divides a batch into `count` microbatches by rows, laid out on the model's mesh by its plan.
+
+    Called by `forward_backward`, and by `record` on shapes.
+    tokens, targets, inputs: as for `forward_backward`.
+    Raises ValueError unless `count` divides the rows.
+    """
+    mesh_and_plan = mesh_and_plan_of(model)
     rows = tokens.to_local().shape[0] if isinstance(tokens, DTensor) else tokens.shape[0]
     if count < 1 or rows % count:
-        whose = f" on a rank, of {tokens.shape[0]}" if isinstance(tokens, DTensor) else ""
+        of_all = f" on a rank, of {tokens.shape[0]}" if isinstance(tokens, DTensor) else ""
         raise ValueError(
-            f"{count} microbatches do not divide the batch of {rows} rows{whose}; numbers that do: "
+            f"{count} microbatches do not divide the batch of {rows} rows{of_all}; numbers that do: "
             f"{', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
         )
-    parts = []
+    microbatches = []
     for number in range(count):
-        kwargs = {name: _part(value, number, count, tokens.shape) for name, value in inputs.items()}
+        kwargs = {name: _rows_of_microbatch(value, number, count, tokens.shape) for name, value in inputs.items()}
         if kwargs.get("dropout_key") is not None:
             kwargs["dropout_key"] = microbatch_key(kwargs["dropout_key"], number, count)
-        part_tokens, target = (_part(each, number, count, tokens.shape) for each in (tokens, targets))
-        if isinstance(part_tokens, DTensor):
-            kwargs = {name: _on_stage(value, laid_out) for name, value in kwargs.items()}
-            part_tokens, target = _on_stage(part_tokens, laid_out), _on_stage(target, laid_out)
-        elif laid_out is not None:
-            mesh, plan = laid_out
+        own_tokens, own_targets = (_rows_of_microbatch(each, number, count, tokens.shape) for each in (tokens, targets))
+        if isinstance(own_tokens, DTensor):
+            kwargs = {name: _to_stage_mesh(value, mesh_and_plan) for name, value in kwargs.items()}
+            own_tokens, own_targets = (
+                _to_stage_mesh(own_tokens, mesh_and_plan),
+                _to_stage_mesh(own_targets, mesh_and_plan),
+            )
+        elif mesh_and_plan is not None:
+            mesh, plan = mesh_and_plan
             extras = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
-            batch = lay_out_batch(mesh, plan, part_tokens, target, **extras)
-            part_tokens, target = batch.tokens, batch.targets
+            batch = lay_out_batch(mesh, plan, own_tokens, own_targets, **extras)
+            own_tokens, own_targets = batch.tokens, batch.targets
             kwargs |= {name: value for name in extras if (value := getattr(batch, name)) is not None}
-        parts.append(Microbatch(args=(part_tokens,), kwargs=kwargs, targets=target))
-    join(parts)
-    return parts
+        microbatches.append(Microbatch(args=(own_tokens,), kwargs=kwargs, targets=own_targets))
+    link_positions(microbatches)
+    return microbatches
 
 
-def join(parts: Sequence[Microbatch]) -> None:
-    """Links the positions of all microbatches: dynamic rope scaling then uses the longest row of the whole batch."""
-    arguments = [each.kwargs.get("positions") for each in parts]
+def link_positions(microbatches: Sequence[Microbatch]) -> None:
+    """Marks the positions of each microbatch, in place, with the positions of all microbatches of the batch.
+
+    Dynamic rope scaling reads the mark: its angles depend on the longest row of the whole batch.
+    """
+    arguments = [each.kwargs.get("positions") for each in microbatches]
     values = [each.values if isinstance(each, OrderedPositions) else each for each in arguments]
     positions = [each for each in values if isinstance(each, Tensor)]
-    if len(parts) > 1 and len(positions) == len(parts):
-        mark_parts(positions)
+    if len(microbatches) > 1 and len(positions) == len(microbatches):
+        link_positions_of_batch(positions)
 
 
 def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
@@ -121,34 +132,37 @@ def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
     if count == 1:
         return key
     if isinstance(key, Tensor):  # uint64; values above the range of int64 are possible
-        whole = int(key.view(torch.int64)) % 2**64
-        return torch.tensor(derive_key(whole, "microbatch", number), dtype=torch.uint64, device=key.device)
+        number_of_key = int(key.view(torch.int64)) % 2**64
+        return torch.tensor(derive_key(number_of_key, "microbatch", number), dtype=torch.uint64, device=key.device)
     return derive_key(key, "microbatch", number)
 
 
-def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
-    """The rows of microbatch `number` of a tensor as large as the tokens; of a DTensor, of each rank's local rows."""
+def _rows_of_microbatch(value: Any, number: int, count: int, shape: torch.Size) -> Any:
+    """The rows of microbatch `number`, if `value` is a tensor with the rows of the tokens; else `value`.
+
+    A DTensor's local rows are divided on each rank. shape: of the tokens.
+    """
     if isinstance(value, OrderedPositions):
-        return replace(value, values=_part(value.values, number, count, shape))
+        return replace(value, values=_rows_of_microbatch(value.values, number, count, shape))
     if count == 1 or not isinstance(value, Tensor) or value.shape[:1] != shape[:1] or value.ndim < 2:
         return value
     if not isinstance(value, DTensor):
         return value.chunk(count)[number]
     local = value.to_local()
-    part = wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
-    return in_order(part, order_of(value))
+    rows = wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
+    return in_order(rows, order_of(value))
 
 
-def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:
+def _to_stage_mesh(value: Any, mesh_and_plan: tuple[ProcessMesh, Any] | None) -> Any:
     """Converts a DTensor on the mesh of all stages to one on this rank's stage. No data moves."""
     if isinstance(value, OrderedPositions):
-        return replace(value, values=_on_stage(value.values, laid_out))
-    if not isinstance(value, DTensor) or laid_out is None or layout_of(value).mesh == laid_out[0]:
+        return replace(value, values=_to_stage_mesh(value.values, mesh_and_plan))
+    if not isinstance(value, DTensor) or mesh_and_plan is None or layout_of(value).mesh == mesh_and_plan[0]:
         return value
-    layout, mesh = layout_of(value), laid_out[0]
+    layout, mesh = layout_of(value), mesh_and_plan[0]
     if PIPELINE_AXIS not in layout.mesh.axis_names:
         return value
     if mesh.size == 1:
         return value.to_local()
-    placed = Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names})
-    return in_order(wrap(value.to_local(), placed, value.shape), order_of(value))
+    stage_layout = Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names})
+    return in_order(wrap(value.to_local(), stage_layout, value.shape), order_of(value))

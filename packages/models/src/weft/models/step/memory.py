@@ -25,7 +25,7 @@ from ..parallel.parameter_layouts import parameter_layouts
 from ..parallel.pipeline.cut import cut
 from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import ParallelPlan, pipeline_plan
-from ..parallel.resolve import parts_of, styles_of
+from ..parallel.resolve import module_plans_of, styles_of
 from ..parallel.styles import PIPELINE_AXIS
 from ..parallel.zero import check_zero, plan_of, shard_layouts
 from .communication import Phase
@@ -76,38 +76,40 @@ def predict_memory(
     """
     mesh = as_mesh(mesh)
     plan = own_plan(model) if plan is None else plan
-    parts = parts_of(model, plan)
-    for part in parts:
-        check_zero(mesh, part.plan)
-    cutting = pipeline_plan(plan) if PIPELINE_AXIS in mesh.axis_names else None
-    own = {name for name, _ in model.named_parameters()}
-    on = mesh
-    if cutting is not None:
-        at = mesh.coordinate(rank)
-        if at is None:
+    module_plans = module_plans_of(model, plan)
+    for module_plan in module_plans:
+        check_zero(mesh, module_plan.plan)
+    cut_plan = pipeline_plan(plan) if PIPELINE_AXIS in mesh.axis_names else None
+    own_names = {name for name, _ in model.named_parameters()}
+    stage_mesh = mesh
+    if cut_plan is not None:
+        coordinate = mesh.coordinate(rank)
+        if coordinate is None:
             return Memory(parameters=0, gathered=0, gradients=0, states=0)
-        schedule = cutting.make_schedule(mesh.axis_size(PIPELINE_AXIS))
-        stages = set(schedule.stages[at[PIPELINE_AXIS]])
-        own = {name for name, users in cut(model, cutting, schedule).parameters.items() if users & stages}
-        on = stage_mesh_of(mesh, at[PIPELINE_AXIS])
-    layouts = parameter_layouts(model, on, styles_of(model, parts))
-    at_rest = shard_layouts(parts, layouts, model)
+        schedule = cut_plan.make_schedule(mesh.axis_size(PIPELINE_AXIS))
+        stages = set(schedule.stages[coordinate[PIPELINE_AXIS]])
+        own_names = {name for name, users in cut(model, cut_plan, schedule).parameters.items() if users & stages}
+        stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
+    layouts = parameter_layouts(model, stage_mesh, styles_of(model, module_plans))
+    stored_layouts = shard_layouts(module_plans, layouts, model)
     counts = {"parameters": 0, "gathered": 0, "gradients": 0, "states": 0}
     for name, parameter in model.named_parameters():
-        if name not in own:
+        if name not in own_names:
             continue
 
-        def held(layout: Layout, parameter: nn.Parameter = parameter) -> int:
+        def local_bytes(layout: Layout, parameter: nn.Parameter = parameter) -> int:
             return math.prod(layout.local_shape(parameter.shape, rank)) * parameter.dtype.itemsize
 
-        whole, shard, zero = held(layouts[name]), held(at_rest[name]), plan_of(parts, name).zero
-        counts["parameters"] += shard
-        if layouts[name] != at_rest[name] and (zero < 3 or cutting is not None):
-            within = contiguous_shard_slices(at_rest[name], layouts[name], tuple(parameter.shape), rank) is not None
-            counts["gathered"] += whole - shard if within else whole
+        full_bytes, shard_bytes = local_bytes(layouts[name]), local_bytes(stored_layouts[name])
+        zero = plan_of(module_plans, name).zero
+        counts["parameters"] += shard_bytes
+        if layouts[name] != stored_layouts[name] and (zero < 3 or cut_plan is not None):
+            full_shape = tuple(parameter.shape)
+            shares_memory = contiguous_shard_slices(stored_layouts[name], layouts[name], full_shape, rank) is not None
+            counts["gathered"] += full_bytes - shard_bytes if shares_memory else full_bytes
         if parameter.requires_grad:
-            counts["gradients"] += shard if zero > 1 else whole
-            counts["states"] += states * shard
+            counts["gradients"] += shard_bytes if zero > 1 else full_bytes
+            counts["states"] += states * shard_bytes
     if batch is None:
         return Memory(**counts)
     saved = _SavedBytes()

@@ -32,7 +32,7 @@ from ..schedules.schedule import Schedule
 from .communication import Communication, Phase
 from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
-from .forward_backward import divide
+from .forward_backward import divide_batch
 
 
 def record(
@@ -119,7 +119,7 @@ def run_on_shapes(
 ) -> Step:
     """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
 
-    Called by `record`, and by `Outline.first_step` for `weft train` and `weft explain`.
+    Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`.
     """
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(model, mesh, plan, shape) as ready:
@@ -185,25 +185,26 @@ def on_shapes(
         if pipeline is not None and count == 1:
             count = pipeline.plan.microbatches
         if tokens.ndim == 2 and tokens.shape == targets.shape:
-            parts = divide(parallel, tokens, targets, count, shape.inputs)
+            microbatches = divide_batch(parallel, tokens, targets, count, shape.inputs)
         elif count == 1:
-            laid_out, target = _by_rows(mesh, tokens, targets)
-            parts = [Microbatch(args=(laid_out,), kwargs=dict(shape.inputs), targets=target)]
+            laid_out_tokens, laid_out_targets = _lay_out_rows(mesh, tokens, targets)
+            inputs = dict(shape.inputs)
+            microbatches = [Microbatch(args=(laid_out_tokens,), kwargs=inputs, targets=laid_out_targets)]
         else:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} with targets of shape {tuple(targets.shape)} cannot be "
                 f"divided into {count} microbatches; give both as [B, T]"
             )
-        weighted = weight_criterion(compute, parts, targets)
+        weighted = weight_criterion(compute, microbatches, targets)
         # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
         # training loop of the caller's own.
-        if len(parts) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
+        if len(microbatches) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
             compute = weighted
         if pipeline is not None:
-            pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, parts[0], compute)
+            pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, microbatches[0], compute)
         sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
-            yield Ready(model=parallel, criterion=compute, microbatches=parts, sync=sync, recorded=recorded)
+            yield Ready(model=parallel, criterion=compute, microbatches=microbatches, sync=sync, recorded=recorded)
         finally:
             sync.close()
 
@@ -212,7 +213,7 @@ def _mean_cross_entropy(targets: Tensor) -> Criterion:
     return partial(cross_entropy, denominator=float(math.prod(targets.shape)))
 
 
-def _by_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _lay_out_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Lays out tokens and targets that are not [B, T]: rows over "dp" only."""
     if mesh.size == 1:
         return tokens, targets

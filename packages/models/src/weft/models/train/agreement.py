@@ -55,15 +55,15 @@ class RollCall:
     """Context with a thread that answers the first roll call of the run, once, with this rank's activity.
 
     Questions and answers go through the world's store. A stopped process does not answer.
-    doing: returns this rank's activity in words, as "step 3, forward".
-    keeper: the store's host process in words. While the host is stopped, the store answers nobody.
+    activity: returns this rank's activity in words, as "step 3, forward".
+    store_host: the store's host process in words. While the host is stopped, the store answers nobody.
     Communication: a read of the store per second, beside the run.
     """
 
-    def __init__(self, doing: Callable[[], str], keeper: str) -> None:
-        self._doing, self._store, self._keeper = doing, _get_default_store(), keeper
+    def __init__(self, activity: Callable[[], str], store_host: str) -> None:
+        self._activity, self._store, self._store_host = activity, _get_default_store(), store_host
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True)
 
     def __enter__(self) -> RollCall:
@@ -71,7 +71,7 @@ class RollCall:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._ended.set()
         self._thread.join(STORE_SECONDS)
 
     def call(self, seconds: float) -> Unanswered:
@@ -82,21 +82,22 @@ class RollCall:
         Returns within ANSWER_SECONDS + STORE_SECONDS. If the store does not respond, every rank prints, because
         without the store the ranks cannot choose one. If the store is gone, the host has ended and printed the reason.
         """
-        found: list[Unanswered] = []
+        outcomes: list[Unanswered] = []
 
         def ask() -> None:
             try:
-                found.append(self._ask(seconds))
+                outcomes.append(self._ask(seconds))
             except RuntimeError:
-                found.append(Unanswered(f"{self._keeper} has ended", False))
+                outcomes.append(Unanswered(f"{self._store_host} has ended", False))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(ANSWER_SECONDS + STORE_SECONDS)
-        if found:
-            return found[0]
+        if outcomes:
+            return outcomes[0]
         return Unanswered(
-            f"{self._keeper} did not answer for {seconds:g} s, while rank {self._rank} waited in {self._doing()}",
+            f"{self._store_host} did not answer for {seconds:g} s, while rank {self._rank} waited in "
+            f"{self._activity()}",
             True,
         )
 
@@ -108,17 +109,17 @@ class RollCall:
         while len(answers := self._answers()) < self._ranks and time.monotonic() < end:
             time.sleep(0.1)
         silent = [rank for rank in range(self._ranks) if rank not in answers]
-        here = self._doing()
+        own_activity = self._activity()
         if silent:
             return Unanswered(
-                f"{format_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {here}",
+                f"{format_ranks(silent)} did not answer for {seconds:g} s, while the others waited in {own_activity}",
                 is_printed_here,
             )
-        behind = [rank for rank, doing in answers.items() if doing != here]
-        where = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in behind)
+        differing = [rank for rank, activity in answers.items() if activity != own_activity]
+        activities = "; ".join(f"rank {rank} is in {answers[rank]}" for rank in differing)
         return Unanswered(
-            f"a collective did not finish in {seconds:g} s: this rank waits in {here}; "
-            f"{where or 'all other ranks do too'}",
+            f"a collective did not finish in {seconds:g} s: this rank waits in {own_activity}; "
+            f"{activities or 'all other ranks do too'}",
             is_printed_here,
         )
 
@@ -131,9 +132,9 @@ class RollCall:
         """The thread of each rank: wait for a question, then write this rank's activity into the store."""
         with suppress(RuntimeError):  # the store is gone because the run has ended
             while not self._store.check([QUESTION]):
-                if self._over.wait(EVERY_SECONDS):
+                if self._ended.wait(EVERY_SECONDS):
                     return
-            self._store.set(f"{QUESTION}/{self._rank}", self._doing())
+            self._store.set(f"{QUESTION}/{self._rank}", self._activity())
 
 
 def is_silence(error: RuntimeError) -> bool:
@@ -150,10 +151,10 @@ def meet(timeout: float) -> dict[str, Any]:
     Raises RuntimeError if a rank is missing after `timeout` seconds.
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    return {"store": of_this_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
+    return {"store": store_of_attempt(store, rank, ranks, timeout), "rank": rank, "world_size": ranks}
 
 
-def keeper_of_store() -> str:
+def describe_store_host() -> str:
     """The host process of the ranks' store, in words for an error: "torchrun's agent" or "rank 0".
 
     Decided as torch does, by TORCHELASTIC_USE_AGENT_STORE. Also "rank 0" in runs started by `launch`, where the store
@@ -162,7 +163,7 @@ def keeper_of_store() -> str:
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
-def of_this_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:
+def store_of_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Store:
     """A part of the store without keys of earlier attempts of this run.
 
     torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
@@ -200,7 +201,7 @@ class StopVote:
         """timeout: seconds to wait for a rank. Communication: a new process group of all ranks."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._signal = 0
-        self._voting: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     @contextmanager
     def record_signals(self) -> Iterator[None]:
@@ -214,20 +215,20 @@ class StopVote:
 
     def begin(self) -> None:
         """Start the vote. Communication: an all-reduce of a byte, concurrent with the step."""
-        heard = torch.tensor([self._signal], dtype=torch.uint8)
-        work = dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        vote = torch.tensor([self._signal], dtype=torch.uint8)
+        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
-        self._voting = heard, work
+        self._pending = vote, work
 
     def end(self) -> int:
         """Finish the vote; returns the signal received by any rank before `begin`, or 0. The same on every rank.
 
         Of different signals, the larger number.
         """
-        assert self._voting is not None, "a vote was begun"
-        heard, work = self._voting
+        assert self._pending is not None, "a vote was begun"
+        vote, work = self._pending
         work.wait()
-        return int(heard)
+        return int(vote)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         """Signal handler: record the signal."""

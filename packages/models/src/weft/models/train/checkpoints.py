@@ -86,8 +86,8 @@ class Saver:
         self.wait()
         document = describe_run(self._run, step, self.held_out_loss, logged)
         with traced("copy"):
-            tensors = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
-            self._copy = tensors.copied(self._copy)
+            content = snapshot(self._model, self._optimizer, run=document, tokenizer=self._run.corpus.tokenizer)
+            self._copy = content.copy_to_cpu(self._copy)
         folder = self._run.folder / f"{CHECKPOINT}-{step}"
         self._thread = threading.Thread(target=self._write, args=(self._copy, folder), daemon=True)
         self._thread.start()
@@ -107,7 +107,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def last_written(self) -> Path | None:
+    def wait_for_newest(self) -> Path | None:
         """Wait until the checkpoint in progress is written or has failed; return the newest complete checkpoint."""
         if self._thread is not None:
             self._thread.join()

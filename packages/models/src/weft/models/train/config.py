@@ -76,7 +76,7 @@ class PlanConfig:
     """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
-        """The `PipelinePlan` of these options; None without a pipeline, and before `settled_plan`.
+        """The `PipelinePlan` of these options; None without a pipeline, and before `complete_plan`.
 
         pp: the size of the axis "pp". Raises ValueError as `PipelinePlan`.
         """

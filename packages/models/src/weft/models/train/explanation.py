@@ -30,49 +30,53 @@ from .measure import flops_per_token
 from .model_class import inputs_of, make_model_of, parameters_of
 from .optimizer import states_per_element
 from .recipes import size_in_words
-from .report import Part, Report, mesh_in_words
+from .report import ParameterLayout, Report, mesh_in_words
 
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
-def explain(recipe: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> None:
+def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int) -> None:
     """Print the layouts, schedule, collectives, memory and operations of `rank` in a training step.
 
-    recipe: the title of the run. config: with a settled plan. axes: the mesh's axes with their sizes.
+    Called by the command `weft explain`. title: of the run. config, axes: as for `Outline.of`.
     The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
     report, outline = Report(enabled=True), Outline.of(config, axes)
-    step = outline.first_step(rank, "cpu")
-    at = outline.mesh.coordinate(rank)
-    assert at is not None, "the rank is one of the mesh"
-    report.line(f"{recipe}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes)}")
-    report.line(_batch(outline))
+    step = outline.record_step(rank, "cpu")
+    coordinate = outline.mesh.coordinate(rank)
+    assert coordinate is not None, "the rank is one of the mesh"
+    report.print_line(f"{title}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes)}")
+    report.print_line(_batch_line(outline))
     if outline.mesh.size > 1:
-        report.line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in at.items())}")
-    parts = [Part(name=name, shape=step.shapes[name], layout=layout) for name, layout in step.layouts.items()]
-    report.layout(parts, "" if step.schedule is None else f" of rank {rank}'s stage")
+        report.print_line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in coordinate.items())}")
+    parameters = [
+        ParameterLayout(name=name, shape=step.shapes[name], layout=layout) for name, layout in step.layouts.items()
+    ]
+    report.print_layout(parameters, "" if step.schedule is None else f" of rank {rank}'s stage")
     if step.schedule is not None:
-        report.schedule(step.schedule)
-    report.predicted(step.communication, rank)
+        report.print_schedule(step.schedule)
+    report.print_prediction(step.communication, rank)
     states = states_per_element(config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
-    report.line(_memory(memory, rank))
+    report.print_line(_memory_table(memory, rank))
 
 
-def _batch(outline: Outline) -> str:
+def _batch_line(outline: Outline) -> str:
     """The line about the batch: size, microbatches, operations."""
-    (rows, T), count = outline.batch, outline.microbatches
+    (rows, T), count = outline.batch_shape, outline.num_microbatches
     _, multiplying = parameters_of(outline.config.model, outline.config.model_class)
-    tokens, a_token = rows * T, flops_per_token(outline.config.model, T, multiplying=multiplying)
-    parts = f" in {count} microbatches" if count > 1 else ""
+    tokens, token_flops = rows * T, flops_per_token(outline.config.model, T, multiplying=multiplying)
+    in_microbatches = f" in {count} microbatches" if count > 1 else ""
+    counts = (token_flops, token_flops * tokens, token_flops * tokens / outline.mesh.size)
+    flops = [_with_decimal_prefix(count) for count in counts]
     return (
-        f"batch {rows:,} x {T:,} tokens{parts}; {_short(a_token)}FLOP a token, {_short(a_token * tokens)}FLOP a step, "
-        f"{_short(a_token * tokens / outline.mesh.size)}FLOP of each process"
+        f"batch {rows:,} x {T:,} tokens{in_microbatches}; {flops[0]}FLOP a token, {flops[1]}FLOP a step, "
+        f"{flops[2]}FLOP of each process"
     )
 
 
-def _memory(memory: Memory, rank: int) -> str:
+def _memory_table(memory: Memory, rank: int) -> str:
     """The table of the rank's memory."""
     rows = {
         "parameters": memory.parameters,
@@ -82,18 +86,18 @@ def _memory(memory: Memory, rank: int) -> str:
         "in all": memory.nbytes,
     }
     rows = {name: nbytes for name, nbytes in rows.items() if nbytes or name != "gathered from shards"}
-    lines = [f"  {name:20}  {nbytes:>17,} bytes  {_binary(nbytes):>10}" for name, nbytes in rows.items()]
+    lines = [f"  {name:20}  {nbytes:>17,} bytes  {_in_mib_or_gib(nbytes):>10}" for name, nbytes in rows.items()]
     return "\n".join([f"memory of rank {rank}, without activations", *lines])
 
 
-def _short(number: float) -> str:
+def _with_decimal_prefix(number: float) -> str:
     """A number with a decimal prefix: "45.0 G"."""
     power = min(int(math.log10(max(number, 1)) // 3), len(_POWERS) - 1)
     return f"{number / 1000**power:.3g} {_POWERS[power]}"
 
 
-def _binary(nbytes: int) -> str:
-    """Bytes in MiB or GiB: "1.31 GiB"."""
+def _in_mib_or_gib(nbytes: int) -> str:
+    """A number of bytes as text: "1.31 GiB"."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
@@ -107,24 +111,25 @@ class Outline:
 
     @classmethod
     def of(cls, config: TrainConfig, axes: Mapping[str, int]) -> Outline:
-        """The outline of a run.
+        """The outline of a run. The parallel plan is the model's own, with the options of `config.plan`.
 
-        config: with a settled plan. axes: the mesh's axes with their sizes.
+        config: with the options of `config.plan` filled in by `run.complete_plan`. axes: the mesh's axes with their
+            sizes.
         """
-        plan = dataclasses.replace(own_plan(_make(config)), **config.plan.options(axes.get("pp", 1)))
-        return cls(config=config, mesh=ProcessMesh.grid(**axes), plan=plan)
+        model_plan, options = own_plan(_make_on_meta(config)), config.plan.options(axes.get("pp", 1))
+        return cls(config=config, mesh=ProcessMesh.grid(**axes), plan=dataclasses.replace(model_plan, **options))
 
     def make_model(self) -> nn.Module:
         """The model on the meta device (no memory), not yet parallelized."""
-        return _make(self.config)
+        return _make_on_meta(self.config)
 
     @property
-    def batch(self) -> tuple[int, int]:
+    def batch_shape(self) -> tuple[int, int]:
         """(sequences in a step, tokens in a sequence)."""
         return self.config.data.batch_size, self.config.data.sequence_length
 
     @property
-    def microbatches(self) -> int:
+    def num_microbatches(self) -> int:
         """Number of microbatches in a step."""
         return self.config.plan.microbatches or 1
 
@@ -134,12 +139,12 @@ class Outline:
 
         The losses of microbatches and ranks then add up to the mean loss of the batch.
         """
-        return partial(cross_entropy, denominator=float(math.prod(self.batch)))
+        return partial(cross_entropy, denominator=float(math.prod(self.batch_shape)))
 
-    def computing(self, device_type: str) -> AbstractContextManager[None]:
+    def autocast_context(self, device_type: str) -> AbstractContextManager[None]:
         """The context to call the model in: autocast to the run's dtype, disabled for float32."""
-        lower = self.config.dtype != "float32"
-        return torch.autocast(device_type, dtype=getattr(torch, self.config.dtype), enabled=lower)
+        dtype = getattr(torch, self.config.dtype)
+        return torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -151,32 +156,33 @@ class Outline:
         """The dropout key of a step, or of microbatch `number` of the step. A scalar uint64."""
         key: int | Tensor = derive_key(self.config.seed, "dropout", step)
         if number is not None:
-            key = microbatch_key(key, number, self.microbatches)
+            key = microbatch_key(key, number, self.num_microbatches)
         return torch.tensor(key, dtype=torch.uint64)
 
-    def accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The items of `inputs` accepted by the model's forward. Tokens are passed separately."""
+    def select_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The items of `inputs` that the model's forward takes, by name. Tokens are passed separately."""
         names = inputs_of(self.config.model_class)
         return {name: value for name, value in inputs.items() if name in names}
 
-    def first_step(self, rank: int, device_type: str) -> Step:
-        """Record step 1 of `rank`, by running the model on shapes.
+    def record_step(self, rank: int, device_type: str) -> Step:
+        """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
 
-        Communication: none, and no process group is needed.
+        Nothing is trained. Communication: none, and no process group is needed.
         """
         shape = StepShape(
-            batch=self.batch,
+            batch=self.batch_shape,
             criterion=self.criterion,
             rank=rank,
-            inputs=self.accepted({"dropout_key": self.dropout_key(0)}),
-            microbatches=self.microbatches,
+            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)}),
+            microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
         )
         clip_norm = self.config.optimizer.clip_norm
-        with self.computing(device_type):
+        with self.autocast_context(device_type):
             return run_on_shapes(self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm)
 
 
-def _make(config: TrainConfig) -> nn.Module:
+def _make_on_meta(config: TrainConfig) -> nn.Module:
+    """The config's model on the meta device."""
     with torch.device("meta"):
         return make_model_of(config.model, config.model_class)

@@ -30,10 +30,10 @@ def check_new(folder: Path) -> None:
     try:
         if folder.exists():
             raise FileExistsError
-        there = next(path for path in folder.absolute().parents if path.exists())
+        parent = next(path for path in folder.absolute().parents if path.exists())
         # A unique name, because another run may try the same folder at the same time.
-        with TemporaryDirectory(prefix=".weft-", dir=there) as trial:
-            (trial / folder.absolute().relative_to(there)).mkdir(parents=True)
+        with TemporaryDirectory(prefix=".weft-", dir=parent) as trial:
+            (trial / folder.absolute().relative_to(parent)).mkdir(parents=True)
     except OSError as error:
         raise _creation_error(folder, error) from None
 
@@ -95,12 +95,12 @@ def lock(folder: Path) -> int:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints of a run by step, in ascending order."""
-    found = {
+    steps = {
         int(match[1]): path
         for path in folder.glob("*")
         if (match := re.fullmatch(rf"{CHECKPOINT}-(0|[1-9][0-9]*)", path.name)) and path.is_dir()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(steps.items()))
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -122,18 +122,18 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
     A checkpoint counts as complete if all files have the sizes stated in the manifest.
     """
-    wrong = []
+    errors = []
     for path in reversed(checkpoints(folder).values()):
         try:
             Manifest.read(path)
         except DamagedCheckpoint as error:
-            wrong.append(str(error))
+            errors.append(str(error))
             continue
-        return path, wrong
-    return None, wrong
+        return path, errors
+    return None, errors
 
 
-def set_aside(folder: Path, after: int) -> list[Path]:
+def rename_damaged_checkpoints(folder: Path, after: int) -> list[Path]:
     """Rename damaged checkpoints of steps after `after`, and return their new paths.
 
     The run can then save these steps again.
@@ -146,10 +146,10 @@ def set_aside(folder: Path, after: int) -> list[Path]:
             raise ValueError(
                 f"{path} is newer than the checkpoint that this run resumed from; start it again with --resume"
             )
-    return [_renamed(path) for path in newer.values()]
+    return [_rename_damaged(path) for path in newer.values()]
 
 
-def _renamed(path: Path) -> Path:
+def _rename_damaged(path: Path) -> Path:
     """Rename to the first free name PATH.damaged, PATH.damaged-1, ...; return the new path."""
     names = (f"{path.name}.damaged{f'-{count}' if count else ''}" for count in itertools.count())
     return path.rename(next(free for name in names if not (free := path.with_name(name)).exists()))
@@ -163,10 +163,10 @@ def find_to_resume(path: Path) -> Path:
     if (path / MANIFEST).exists() or not path.is_dir():
         Manifest.read(path)
         return path
-    found, wrong = newest_complete(path)
-    if found is None:
-        raise ValueError("; ".join([f"{path} has no checkpoint to resume from", *wrong]))
-    return found
+    newest, errors = newest_complete(path)
+    if newest is None:
+        raise ValueError("; ".join([f"{path} has no checkpoint to resume from", *errors]))
+    return newest
 
 
 def remove_old(folder: Path, last: int, every: int) -> list[str]:
@@ -189,7 +189,7 @@ def remove(path: Path) -> list[str]:
     try:
         path.rename(removed)
     except OSError as error:
-        return [_not_removed(path, error)]
+        return [_removal_failure(path, error)]
     return _discard(removed)
 
 
@@ -220,11 +220,11 @@ def _discard(path: Path) -> list[str]:
             path.unlink()
     except OSError as error:
         shutil.rmtree(path, ignore_errors=True)  # remove as much as possible
-        return [_not_removed(path, error)]
+        return [_removal_failure(path, error)]
     return []
 
 
-def _not_removed(path: Path, error: OSError) -> str:
+def _removal_failure(path: Path, error: OSError) -> str:
     """The line about a failed removal."""
     return f"{path} could not be removed: {error.strerror}; remove it by hand"
 

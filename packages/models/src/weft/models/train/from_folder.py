@@ -20,37 +20,37 @@ from ..terminal import PROGRAM
 from .folder import find_checkpoint
 
 
-def find_origin(path: Path, going_on: Path | None = None) -> Path:
+def find_origin(path: Path, resumed_checkpoint: Path | None = None) -> Path:
     """The folder of the model named by `--from PATH`: `path` itself, or the last checkpoint of the run in `path`.
 
-    going_on: the checkpoint to resume from, or None. A checkpoint contains the model: the function returns
-    `going_on`, and does not read `path`.
+    resumed_checkpoint: the checkpoint to resume from, or None. A checkpoint contains the model: the function returns
+    `resumed_checkpoint`, and does not read `path`.
     Raises ValueError for a path without a model.
     """
-    if going_on is not None:
-        return going_on
+    if resumed_checkpoint is not None:
+        return resumed_checkpoint
     if not path.is_dir():
         raise ValueError(
             f"--from {path} is not a folder; give a Hugging Face folder, a checkpoint, or the folder of a run"
         )
-    found = path if (path / MANIFEST).is_file() or (path / CONFIG).is_file() else find_checkpoint(path)
-    if not ((found / MANIFEST).is_file() or (found / CONFIG).is_file()):
+    folder = path if (path / MANIFEST).is_file() or (path / CONFIG).is_file() else find_checkpoint(path)
+    if not ((folder / MANIFEST).is_file() or (folder / CONFIG).is_file()):
         raise ValueError(
             f"--from {path} has no model: no {CONFIG}, and no complete checkpoint of a run; give a Hugging Face "
             f"folder, a checkpoint, or the folder of a run"
         )
-    return found
+    return folder
 
 
 def model_of(folder: Path) -> ModelConfig:
     """The config of the model in a folder. Raises ValueError if the folder has no config."""
-    found = find_model(folder)
-    if found is None:
+    config = find_model(folder)
+    if config is None:
         raise ValueError(
             f"{folder} has no {CONFIG}, because its model is a class of your own; name the class with "
             f"--model MODULE:CLASS"
         )
-    return found
+    return config
 
 
 def find_model(folder: Path) -> ModelConfig | None:
@@ -73,9 +73,12 @@ def check_same_model(folder: Path, model: ModelConfig) -> None:
     folder: the checkpoint. Without a config.json, as for a model class of the user, there is nothing to compare.
     """
     saved = find_model(folder)
-    found = {} if saved is None else differences(saved, model)
-    if found:
-        listed = "; ".join(f"{name} {there!r}, but this run has {here!r}" for name, (there, here) in found.items())
+    differing = {} if saved is None else differences(saved, model)
+    if differing:
+        listed = "; ".join(
+            f"{name} {saved_value!r}, but this run has {own_value!r}"
+            for name, (saved_value, own_value) in differing.items()
+        )
         raise ValueError(
             f"{folder} has another model than this run: it has {listed}; give the model as it was saved, or begin a "
             f"new run from it with `{PROGRAM} train --from {folder}`"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..checkpoint.companions import companions_of, keep_companions
+from ..checkpoint.companions import attach_companions, companions_of
 from ..checkpoint.huggingface import from_pretrained
 from ..checkpoint.manifest import MANIFEST, MODEL
 from ..checkpoint.states import check_model, load_checkpoint
@@ -18,14 +18,16 @@ from ..losses import local_value
 from ..parallel import ParallelPlan
 
 
-def filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+def draw_weights(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     """Allocate the model on `device`, draw the weights from `seed`, and return the model. Communication: none."""
     model = model.to_empty(device=device)
     initialize(model, seed)
     return model
 
 
-def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMesh, plan: ParallelPlan) -> nn.Module:
+def load_weights(
+    model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMesh, plan: ParallelPlan
+) -> nn.Module:
     """Allocate a model already laid out on `mesh` by `plan`, load the weights from `folder`, and return the model.
 
     folder: a Hugging Face folder or a Weft checkpoint.
@@ -40,7 +42,7 @@ def loaded(model: nn.Module, folder: Path, device: torch.device, mesh: ProcessMe
     return model
 
 
-def loaded_alone(model: nn.Module, folder: Path, device: torch.device) -> nn.Module:
+def load_unsharded_weights(model: nn.Module, folder: Path, device: torch.device) -> nn.Module:
     """Allocate an unsharded model on `device`, load the weights from `folder`, and return the model.
 
     folder: a Hugging Face folder or a Weft checkpoint.
@@ -66,4 +68,4 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for parameter, value in zip(target.parameters(), source.parameters(), strict=True):
             local_value(parameter).copy_(local_value(value))
-    keep_companions(target, companions_of(source))
+    attach_companions(target, companions_of(source))

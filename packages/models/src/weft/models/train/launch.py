@@ -20,9 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..output import begin_printing
 from ..processes import ProcessFailed, end_with_parent, run_together
-from ..terminal import PROGRAM, printable
+from ..terminal import PROGRAM, begin_printing, printable
 
 if TYPE_CHECKING:
     from .config import MeshConfig

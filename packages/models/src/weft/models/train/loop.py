@@ -18,11 +18,11 @@ from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
-from .agreement import RollCall, StopVote, is_silence, keeper_of_store
+from .agreement import RollCall, StopVote, describe_store_host, is_silence
 from .checkpoints import NotSaved, Saver
 from .folder import CHECKPOINT
 from .measure import profiled
-from .report import Part, next_steps
+from .report import ParameterLayout, closing_lines
 from .results import NotWritten, Results
 from .run import Run
 from .trainer import Trainer, TrainingError
@@ -41,11 +41,11 @@ def train(run: Run, device: torch.device) -> int:
     or written; if metrics, the model or the run's folder cannot be written; and if prepared data does not match the
     checksums. Raises Unanswered if a collective does not finish within the run's timeout.
     """
-    found: list[Any] = [run.folder, run.origin]
+    paths: list[Any] = [run.folder, run.origin]
     # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
     # searched for the last checkpoint by itself.
-    dist.broadcast_object_list(found, src=0)
-    run = dataclasses.replace(run, folder=found[0], origin=found[1])
+    dist.broadcast_object_list(paths, src=0)
+    run = dataclasses.replace(run, folder=paths[0], origin=paths[1])
     if run.config.data.verify and run.corpus.is_prepared:
         _check_data(run.corpus)
     try:
@@ -55,7 +55,7 @@ def train(run: Run, device: torch.device) -> int:
             raise
         raise TrainingError(f"the run cannot begin with {run.origin}: {error}") from error
     with (
-        RollCall(lambda: trainer.doing, keeper_of_store()) as roll,
+        RollCall(lambda: trainer.activity, describe_store_host()) as roll,
         Results(run.folder, writes=trainer.rank == 0, tokenizer=run.corpus.tokenizer) as results,
     ):
         try:
@@ -70,22 +70,25 @@ def train(run: Run, device: torch.device) -> int:
             raise
 
 
-def find_parts(trainer: Trainer) -> list[Part]:
-    """The parameters of all pipeline stages, in the order of the stages.
+def find_parameter_layouts(trainer: Trainer) -> list[ParameterLayout]:
+    """Shape and layout of the parameters of all pipeline stages, in the order of the stages.
 
     Communication: under a pipeline, an all-gather of each rank's parameter names, shapes and layouts.
     """
     layouts, shapes = layouts_of(trainer.model), shapes_of(trainer.model)
     if trainer.pipeline is None:
-        return [Part(name=name, shape=shapes[name], layout=layout) for name, layout in layouts.items()]
-    of_ranks: list[list[Part]] = [[] for _ in range(trainer.mesh.size)]
-    at = trainer.mesh.coordinate(trainer.rank)
-    assert at is not None, "the mesh covers the whole world"
-    own = [Part(name=n, shape=shapes[n], layout=layout, stage_rank=at["pp"]) for n, layout in layouts.items()]
+        return [ParameterLayout(name=name, shape=shapes[name], layout=layout) for name, layout in layouts.items()]
+    of_ranks: list[list[ParameterLayout]] = [[] for _ in range(trainer.mesh.size)]
+    coordinate = trainer.mesh.coordinate(trainer.rank)
+    assert coordinate is not None, "the mesh covers the whole world"
+    own = [
+        ParameterLayout(name=name, shape=shapes[name], layout=layout, stage_rank=coordinate["pp"])
+        for name, layout in layouts.items()
+    ]
     dist.all_gather_object(of_ranks, own)
     # for each pp coordinate, the parameters of its first rank
-    stages = {parts[0].stage_rank: parts for parts in reversed(of_ranks)}
-    return [part for _, parts in sorted(stages.items()) for part in parts]
+    stages = {of_rank[0].stage_rank: of_rank for of_rank in reversed(of_ranks)}
+    return [each for _, of_stage in sorted(stages.items()) for each in of_stage]
 
 
 def _check_data(data: Data) -> None:
@@ -93,9 +96,9 @@ def _check_data(data: Data) -> None:
 
     Raises TrainingError, on every rank, for data that does not match.
     """
-    found: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, attempt(check_share, data, dist.get_rank(), dist.get_world_size()))
-    for error in found:
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, attempt(check_share, data, dist.get_rank(), dist.get_world_size()))
+    for error in errors:
         if error is not None:
             raise TrainingError(str(error)) from error
 
@@ -104,57 +107,58 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     """Resume, take the steps, save the model, and report; returns as `train`."""
     report, config = trainer.report, run.config
     saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
-    parts = find_parts(trainer)
-    report.layout(parts)
+    parameters = find_parameter_layouts(trainer)
+    report.print_layout(parameters)
     if trainer.pipeline is not None:
-        report.schedule(trainer.pipeline.schedule)
-    if trainer.predicted is not None:
-        report.predicted(trainer.predicted)
+        report.print_schedule(trainer.pipeline.schedule)
+    if trainer.prediction is not None:
+        report.print_prediction(trainer.prediction)
     try:
-        begins = saver.resume()
-        aside = results.begin(
-            run.recipe, run.resolved, trainer.plan, trainer.mesh, parts, step=begins, logged=saver.logged
+        first_step = saver.resume()
+        damaged = results.begin(
+            run.recipe, run.resolved, trainer.plan, trainer.mesh, parameters, step=first_step, logged=saver.logged
         )
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
-    if aside:
-        report.line(f"set aside, as damaged: {', '.join(map(str, aside))}")
-    trainer.read_ahead(begins)
-    if not begins:
+    if damaged:
+        report.print_line(f"set aside, as damaged: {', '.join(map(str, damaged))}")
+    trainer.prefetch_data(first_step)
+    if first_step == 0:
         saver.held_out_loss = trainer.held_out_loss()
     start, saved = time.perf_counter(), run.folder / CHECKPOINT
     with vote.record_signals():
-        stop = _take_steps(run, trainer, results, saver, vote, begins)
+        stop = _take_steps(run, trainer, results, saver, vote, first_step)
         seconds = time.perf_counter() - start
         if stop:
             assert saver.last is not None, "the last step was saved"
             saved = saver.last
         else:
-            trainer.check_finite(config.steps, saver.last_written)
+            trainer.check_finite(config.steps, saver.wait_for_newest)
             if config.model_class is None:
                 # The final model is saved without the optimizer's state, which would make it three times as large.
                 results.save(trainer.model)
-                report.lines(results.notes)
+                report.print_lines(results.notes)
             else:
-                saved = _save_outside(run, results, saver)
+                saved = _save_user_model(run, results, saver)
             vote.begin()
             stop = vote.end()
     if stop:
-        report.line(f"saved {saved}" + ("" if saved.name == CHECKPOINT else "; --resume goes on from there"))
+        report.print_line(f"saved {saved}" + ("" if saved.name == CHECKPOINT else "; --resume goes on from there"))
         return stop
     if saver.count:
-        report.saved(saver.count, blocked=saver.blocked, writing=saver.writing)
+        report.print_checkpoint_cost(saver.count, blocked=saver.blocked, writing=saver.writing)
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
-        report.line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
-    last = trainer.held_out_loss()
+        report.print_line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
+    held_out_loss = trainer.held_out_loss()
     if trainer.rank == 0 and (picture := results.picture(report.width)):
-        report.line(picture)
-    losses = saver.held_out_loss, last
-    report.line(next_steps(run, losses, seconds, a_token=trainer.held_out_bytes(), on_cpu=device.type == "cpu"))
+        report.print_line(picture)
+    losses = saver.held_out_loss, held_out_loss
+    bytes_per_token, on_cpu = trainer.held_out_bytes_per_token(), device.type == "cpu"
+    report.print_line(closing_lines(run, losses, seconds, bytes_per_token=bytes_per_token, on_cpu=on_cpu))
     return 0
 
 
-def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
+def _save_user_model(run: Run, results: Results, saver: Saver) -> Path:
     """Save the checkpoint of the last step, unless `save_every` just did; return the path.
 
     Called for a model class of the user's own (--model), which has no Hugging Face form.
@@ -168,42 +172,42 @@ def _save_outside(run: Run, results: Results, saver: Saver) -> Path:
     return folder
 
 
-def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, begins: int) -> int:
-    """Take the steps from `begins` on.
+def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, first_step: int) -> int:
+    """Take the steps from `first_step`, counted from 0, to the last.
 
     Returns the signal with which a rank was told to end, or 0 after the last step.
     """
     report, config, stop = trainer.report, run.config, 0
     with (
-        report.steps(config) as shown,
+        report.show_steps(config) as display,
         profiled(config.profile, trainer.rank) as profiled_step,
-        measure_waits(trainer.waits),
+        measure_waits(trainer.wait_timer),
     ):
-        trainer.begin_reading()
-        for step in range(begins, config.steps):
+        trainer.restart_clock()
+        for step in range(first_step, config.steps):
             vote.begin()
             trainer.first_step() if step == 0 else trainer.step(step)
             profiled_step()
-            shown.begun(step + 1)
+            display.advance(step + 1)
             stop = vote.end()
             saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
             evaluates = config.eval_every and (step + 1) % config.eval_every == 0
             if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
-                logged = trainer.read(saver.last_written)
+                logged = trainer.read_metrics(saver.wait_for_newest)
                 if evaluates:
                     logged[-1] = dataclasses.replace(logged[-1], held_out_loss=trainer.held_out_loss())
-                    trainer.begin_reading()
+                    trainer.restart_clock()
                 for metrics in logged:
-                    shown.show(metrics)
+                    display.show(metrics)
                     results.add(metrics)
             if saves:
                 with saver.blocking():
-                    trainer.check_finite(step + 1, saver.last_written)
+                    trainer.check_finite(step + 1, saver.wait_for_newest)
                     results.sync()
                     saver.save(step + 1, results.logged)
-                    report.lines(saver.take_notes())
+                    report.print_lines(saver.take_notes())
             if stop:
                 break
         saver.wait()
-    report.lines(saver.take_notes())
+    report.print_lines(saver.take_notes())
     return stop

@@ -2,6 +2,7 @@
 
 `flops_per_token` and `peak_flops`: the operations of a step and the peak of the chip, for the metrics tflops and mfu.
 `peak_memory` and `total_memory`: the memory used by this process, and the device's memory. `Trainer` logs both.
+`memory_table`: the memory held by each rank of a pipeline, printed by `Trainer.first_step`.
 `CollectiveCount`: the collectives issued by a step, seen through torch's dispatcher. `Trainer.first_step` compares them
 with the prediction, and tests assert them.
 `profiled`: torch profiler traces of a few steps, one file per rank (`--profile`).
@@ -19,12 +20,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile, schedule
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.reshard.extension import Collective, axes_of_group, bytes_of_call, group_named, group_of_call, kind_of_op
+from weft.reshard.extension import (
+    Collective,
+    axes_of_group,
+    bytes_of_call,
+    gathering_units,
+    group_named,
+    group_of_call,
+    kind_of_op,
+)
 
 from ..config import ModelConfig
+from ..losses import local_value
+from ..parallel.pipeline.run import Pipeline
 from .config import PROFILED_FROM, PROFILED_STEPS
 
 # Peak FLOP/s of dense bfloat16 matrix products, by a part of the device's name; the first match counts. From the
@@ -75,6 +87,29 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_table(pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A table for a pipeline: each rank's memory, in MiB, and its microbatches in flight.
+
+    The gradient of a sharded parameter counts at full size where it accumulates in the gathered parameter (ZeRO 1).
+    Communication: an all-gather of a few numbers.
+    """
+    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    parameters = list(model.parameters())
+    gathered = (each for unit in gathering_units(model) for each in unit.full_parameters().items())
+    full_size: dict[Tensor, Tensor] = {shard: full.leaf for shard, full in gathered if full.accumulate_grad}
+    gradients = [full_size.get(each, each) for each in parameters if each.requires_grad]
+    numbers = [sum(local_value(each).nbytes for each in tensors) for tensors in (parameters, gradients, states)]
+    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, [*numbers, pipeline.in_flight])
+    lines = ["held by each rank, in MiB; and microbatches in flight at most"]
+    lines.append("          parameters  gradients  optimizer state  in flight")
+    for rank, (parameter, gradient, state, in_flight) in enumerate(of_ranks):
+        lines.append(
+            f"  rank {rank:<4} {parameter / 2**20:9.2f}  {gradient / 2**20:9.2f}  {state / 2**20:15.2f}  {in_flight:9}"
+        )
+    return "\n".join(lines)
+
+
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that records the collectives issued inside.
 
@@ -85,7 +120,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen: list[Collective] = []
+        self._collectives: list[Collective] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,13 +134,13 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             group = group_named(group) if isinstance(group, str) else group or dist.group.WORLD
             assert group is not None, "a collective has a group"
             nbytes = bytes_of_call(kind, group.size(), group.rank(), args, output)
-            self._seen.append(Collective(kind, axes_of_group(group.group_name), nbytes))
+            self._collectives.append(Collective(kind, axes_of_group(group.group_name), nbytes))
         return output
 
     @property
     def issued(self) -> Counter[str]:
         """Number of collectives of each kind since the last `take` or `take_each`."""
-        return Counter(each.kind for each in self._seen)
+        return Counter(each.kind for each in self._collectives)
 
     def take(self) -> Counter[str]:
         """Return the number of collectives of each kind since the last call, and start again from zero."""
@@ -113,7 +148,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def take_each(self) -> list[Collective]:
         """Return the collectives issued since the last call, in order, and start a new list."""
-        collectives, self._seen = self._seen, []
+        collectives, self._collectives = self._collectives, []
         return collectives
 
 

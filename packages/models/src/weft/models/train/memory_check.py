@@ -1,12 +1,13 @@
 """Check a run against the memory of the machine, before torch is imported.
 
 `weft train` calls `check_room`, which counts the bytes that every run needs: parameters, gradients and the optimizer's
-state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs. They ask the kernel and the CUDA
-driver directly, because importing torch takes seconds.
+state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs, and `gpu_count` the number of GPUs.
+They ask the kernel and the CUDA driver directly: a call takes a millisecond, and importing torch takes seconds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from .config import OptimizerConfig
-from .gpus import gpu_bytes
 from .model_class import parameters_of
 from .recipes import RECIPES
 from .run import Run
@@ -52,9 +52,9 @@ class MemoryNeed:
         A mean over the processes. Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
-        here = self.processes / self.parts
-        updated = here * (parameters + gradients + self.states * states)
-        compared = here * parameters + 1 if self.compares else 0.0
+        copies = self.processes / self.parts
+        updated = copies * (parameters + gradients + self.states * states)
+        compared = copies * parameters + 1 if self.compares else 0.0
         return math.floor(BYTES * self.parameters * max(updated, compared))
 
 
@@ -65,17 +65,17 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
     Returns a line of warning if the run comes close to the memory, else an empty list.
     Raises ValueError if the run cannot fit; the error names options that would.
     """
-    memory, where = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
+    memory, device = (gpu_memory(), "a GPU") if gpus else (cpu_memory(), "this machine")
     if memory is None:
         return []
     need = memory_need(run, on_gpus=bool(gpus))
-    needs = f"needs at least {_gib(need.nbytes)} on {where}, without activations"
+    needs = f"needs at least {_gib(need.nbytes)} on {device}, without activations"
     if need.nbytes > memory.total:
         axes = " x ".join(f"{axis}={size}" for axis, size in run.axes.items())
-        fitting = ", or ".join(_fitting(run, need, memory, on_gpus=bool(gpus)))
+        alternatives = ", or ".join(_alternatives(run, need, memory, on_gpus=bool(gpus)))
         raise ValueError(
             f"{run.title} on {axes} {needs}, and there are {_gib(memory.total)}; "
-            + (f"would fit: {fitting}" if fitting else "give a smaller model")
+            + (f"would fit: {alternatives}" if alternatives else "give a smaller model")
         )
     if need.nbytes > USED * memory.available:
         return [f"memory may not suffice: the run {needs}, and {_gib(memory.available)} are free"]
@@ -106,7 +106,7 @@ def _local_processes(run: Run) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else run.processes
 
 
-def _fitting(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
+def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus: bool) -> Iterator[str]:
     """Yield fitting options, process counts and recipes, as text for the error."""
 
     def fits(candidate: MemoryNeed) -> bool:
@@ -163,7 +163,7 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         total, available, swap = (1024 * kib[name] for name in ("MemTotal", "MemAvailable", "SwapTotal"))
     except (OSError, ValueError, KeyError, IndexError):
         return None
@@ -205,3 +205,36 @@ def _limit(file: Path) -> list[int]:
         return [int(file.read_text())]
     except (OSError, ValueError):  # "max" means no limit
         return []
+
+
+def open_driver() -> tuple[ctypes.CDLL, int]:
+    """The CUDA driver's library, and the number of GPUs available to this process.
+
+    Raises OSError without a driver, and where the driver fails.
+    """
+    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        raise OSError("the CUDA driver does not start")
+    return driver, count.value
+
+
+def gpu_count() -> int:
+    """The number of GPUs available to this process."""
+    try:
+        return open_driver()[1]
+    except OSError:
+        return 0
+
+
+def gpu_bytes() -> list[int]:
+    """The bytes of memory of each GPU available to this process."""
+    try:
+        driver, count = open_driver()
+    except OSError:
+        return []
+    device, nbytes, sizes = ctypes.c_int(0), ctypes.c_size_t(0), []
+    for number in range(count):
+        exists = driver.cuDeviceGet(ctypes.byref(device), number) == 0
+        if exists and driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) == 0:
+            sizes.append(nbytes.value)
+    return sizes

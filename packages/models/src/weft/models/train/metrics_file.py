@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import LARGEST
-from ..documents import parse_json, read_plain
-from .files import write_anew
+from ..documents import parse_json, read_plain, write_anew
 
 HEIGHT = 10  # lines of a plot on a terminal, without the axis
 AXIS = 24  # columns left of the plot, for axis and labels
@@ -46,27 +45,27 @@ def read_logged(path: Path, until: int | None = None) -> list[Logged]:
     killed run may leave anything there. A last line without a newline is ignored.
     Raises ValueError, with the file and the line number, for malformed lines and missing steps.
     """
-    found: list[Logged] = []
+    logged: list[Logged] = []
     if until == 0 or not path.exists():
-        return found
+        return logged
     lines = _content(path).split(b"\n")[:-1]
     for number, line in enumerate(lines, 1):
-        each = _read(line)
-        if each is None or (found and each.step != found[-1].step + 1):
+        each = _parse_line(line)
+        if each is None or (logged and each.step != logged[-1].step + 1):
             wrong = (
-                "is not as it was written" if each is None else f"is of step {each.step}, but follows {found[-1].step}"
+                "is not as it was written" if each is None else f"is of step {each.step}, but follows {logged[-1].step}"
             )
             raise ValueError(f"{path}, line {number} {wrong}; {_REMEDY}")
         if until is not None and each.step > until:
             break
-        found.append(each)
+        logged.append(each)
         if each.step == until:
             break
-    if until is not None and found and found[-1].step < until:
+    if until is not None and logged and logged[-1].step < until:
         raise ValueError(
-            f"{path} ends with line {len(lines)}, of step {found[-1].step}, before step {until}; {_REMEDY}"
+            f"{path} ends with line {len(lines)}, of step {logged[-1].step}, before step {until}; {_REMEDY}"
         )
-    return found
+    return logged
 
 
 _REMEDY = "copy the file again, or resume into a new folder with --resume PATH --output FOLDER"
@@ -79,7 +78,7 @@ def last_line(path: Path) -> dict[str, Any] | None:
     with path.open("rb") as file:
         file.seek(-min(_LONGEST_LINES, path.stat().st_size), os.SEEK_END)
         lines = file.read().split(b"\n")[:-1]
-    if not lines or _read(lines[-1]) is None:
+    if not lines or _parse_line(lines[-1]) is None:
         return None
     value: dict[str, Any] = json.loads(lines[-1])
     return value if type(value.get("done")) in (int, float) else None
@@ -129,7 +128,7 @@ def _content(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from None
 
 
-def _read(line: bytes) -> Logged | None:
+def _parse_line(line: bytes) -> Logged | None:
     """The line as a `Logged`; None for a malformed line."""
     try:
         value = parse_json(line, METRICS, _REMEDY)
@@ -168,14 +167,14 @@ def read_curves(metrics: Path) -> Curves:
     )
 
 
-def drawn(curves: Curves, width: int) -> str:
+def draw_curves(curves: Curves, width: int) -> str:
     """Text plots of loss and speed for a terminal of `width` columns: side by side if wide enough. No colors."""
-    beside = width >= 2 * NARROW
+    side_by_side = width >= 2 * NARROW
     panels = [
-        _panel(title, curves.steps, values, width // 2 - 1 if beside else width)
+        _panel(title, curves.steps, values, width // 2 - 1 if side_by_side else width)
         for title, values in (("loss", curves.losses), ("tokens/s", curves.speeds))
     ]
-    if not beside:
+    if not side_by_side:
         return "\n".join(panels)
     left, right = (panel.splitlines() for panel in panels)
     wide = max(map(len, left))

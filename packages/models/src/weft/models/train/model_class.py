@@ -41,21 +41,21 @@ def find_class(name: str) -> type[nn.Module]:
         raise ValueError(
             f"--model {name}: there is no module {error.name!r}; start in its folder, or put that folder on PYTHONPATH"
         ) from None
-    found = getattr(module, class_name, None)
+    model_class = getattr(module, class_name, None)
     from torch import nn  # imported here because torch takes seconds
 
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         classes = [key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, nn.Module)]
         near = difflib.get_close_matches(class_name, classes, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; give a class that is an nn.Module"
         raise ValueError(f"--model {name}: {module_name} has no model {class_name!r}{hint}")
-    missing = [each for each in ("initial_value", "parallel_plan") if not callable(getattr(found, each, None))]
+    missing = [each for each in ("initial_value", "parallel_plan") if not callable(getattr(model_class, each, None))]
     if missing:
         raise ValueError(
             f"--model {name}: the class has no {' and no '.join(missing)}; initial_value(name) says how a parameter is "
             f"initialized, and parallel_plan() how the model is laid out"
         )
-    return found
+    return model_class
 
 
 def config_class_of(name: str) -> type[ModelConfig]:
@@ -65,15 +65,15 @@ def config_class_of(name: str) -> type[ModelConfig]:
     NetConfig for `class Net(Decoder[NetConfig])`.
     Raises ValueError if the annotation is not a dataclass derived from ModelConfig.
     """
-    found = find_class(name)
+    model_class = find_class(name)
     try:
-        hint = _hint_of(found)
+        hint = _hint_of(model_class)
     except NameError as error:
         raise ValueError(
             f"--model {name}: the annotation of its config cannot be read: {error}; import the config"
         ) from None
     if isinstance(hint, TypeVar):
-        hint = _filled_in(found, hint)
+        hint = _resolve_type_variable(model_class, hint)
     if not (isinstance(hint, type) and issubclass(hint, ModelConfig) and is_dataclass(hint)) or hint is ModelConfig:
         shown = getattr(hint, "__name__", repr(hint))
         raise ValueError(
@@ -149,19 +149,19 @@ def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
     return total, total - sum(each.numel() for each in tables - multiplying)
 
 
-def _hint_of(found: type) -> Any:
+def _hint_of(model_class: type) -> Any:
     """The annotation of the first argument of the class's __init__; None without arguments or annotation."""
-    parameters: Mapping[str, inspect.Parameter] = inspect.signature(found).parameters
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(model_class).parameters
     if not parameters:
         return None
     name = next(iter(parameters))
-    owner = next(each for each in found.__mro__ if "__init__" in vars(each))
+    owner = next(each for each in model_class.__mro__ if "__init__" in vars(each))
     return get_type_hints(vars(owner)["__init__"]).get(name)
 
 
-def _filled_in(found: type, variable: TypeVar) -> Any:
+def _resolve_type_variable(model_class: type, variable: TypeVar) -> Any:
     """The value of a type variable in the nearest generic base class; the variable itself if none sets it."""
-    for each in found.__mro__:
+    for each in model_class.__mro__:
         for base in getattr(each, "__orig_bases__", ()):
             origin = get_origin(base)
             names = getattr(origin, "__parameters__", ())

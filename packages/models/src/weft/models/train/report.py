@@ -21,11 +21,12 @@ from .recipes import size_in_words
 from .run import Run
 from .suggestions import suggestions
 
-NAMED = 3  # skipped files whose names are printed
-# Largest relative difference of the mean loss between two meshes. float32 keeps 24 bits of every partial sum and
-# bfloat16 8, and the rounding errors of the tokens average out.
+SKIPPED_NAMES_SHOWN = 3
+# Largest relative difference of the mean loss between two meshes: about 2**-20 and 2**-10. Partial sums have 24 bits in
+# float32 and 8 in bfloat16, and the error of the mean is smaller than a single token's: the tokens' errors have both
+# signs.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
-BESIDE_BAR = 139  # columns of the text beside the progress bar; a narrower terminal gets no bar
+METRICS_COLUMNS = 139  # width of the metrics beside the progress bar; a narrower terminal gets no bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +75,16 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A parameter with its layout on some ranks: made by `find_parts` and `explain`, printed by `Report.layout`."""
+class ParameterLayout:
+    """A parameter's shape and layout on the ranks that hold it.
+
+    Made by `find_parameter_layouts` and `explain`; printed by `Report.print_layout`, written to plan.txt by `Results`.
+    """
 
     name: str
     shape: tuple[int, ...]
     layout: Layout | None  # None if unsharded, on a single process
-    stage_rank: int | None = None  # coordinate of these ranks on "pp"; None without a pipeline
+    stage_rank: int | None = None  # coordinate of the ranks on "pp"; None without a pipeline
 
 
 class Report:
@@ -89,113 +93,114 @@ class Report:
     def __init__(self, *, enabled: bool) -> None:
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def lines(self, texts: Sequence[str]) -> None:
+    def print_lines(self, texts: Sequence[str]) -> None:
         for text in texts:
-            self.line(text)
+            self.print_line(text)
 
     @property
     def width(self) -> int:
         """Columns of the terminal, at most 120."""
         return min(self._console.width, 120)
 
-    def layout(self, parts: Sequence[Part], whose: str = "") -> None:
+    def print_layout(self, parameters: Sequence[ParameterLayout], heading_suffix: str = "") -> None:
         """Print a line per kind of parameter: shape, layout, shard shapes, and the ranks along "pp" that hold it.
 
-        parts: in the model's order: of all stages, or of a single stage that `whose` names in the heading.
+        parameters: of all stages or of a single stage, in the model's order.
+        heading_suffix: added to the heading, to name the single stage.
         """
-        kinds: dict[tuple[str, ...], list[Part]] = {}
-        for part in parts:
-            layout = "whole, on one process" if part.layout is None else str(part.layout)
-            shards = "" if part.layout is None else _shards(part.layout, part.shape)
-            kinds.setdefault((general_name(part.name), str(list(part.shape)), layout, shards), []).append(part)
-        self.line(f"layout of the parameters{whose}")
+        kinds: dict[tuple[str, ...], list[ParameterLayout]] = {}
+        for each in parameters:
+            layout = "whole, on one process" if each.layout is None else str(each.layout)
+            shards = "" if each.layout is None else _shard_shapes(each.layout, each.shape)
+            kinds.setdefault((general_name(each.name), str(list(each.shape)), layout, shards), []).append(each)
+        self.print_line(f"layout of the parameters{heading_suffix}")
         rows = []
-        for (name, shape, layout, shards), alike in kinds.items():
-            count = len({part.name for part in alike})
-            at = sorted({part.stage_rank for part in alike if part.stage_rank is not None})
-            on = f"on pp={', '.join(map(str, at))}" if at else ""
-            rows.append((name, f"{shape} x {count}" if count > 1 else shape, layout, shards, on))
-        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for (name, shape, layout, shards), of_kind in kinds.items():
+            count = len({each.name for each in of_kind})
+            stage_ranks = sorted({each.stage_rank for each in of_kind if each.stage_rank is not None})
+            stages = f"on pp={', '.join(map(str, stage_ranks))}" if stage_ranks else ""
+            rows.append((name, f"{shape} x {count}" if count > 1 else shape, layout, shards, stages))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
-            self.line("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
+            cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
+            self.print_line("  " + "  ".join(cells).rstrip())
 
-    def schedule(self, schedule: Schedule) -> None:
+    def print_schedule(self, schedule: Schedule) -> None:
         """Print the pipeline schedule."""
-        self.line(f"schedule of the pipeline\n{schedule}")
+        self.print_line(f"schedule of the pipeline\n{schedule}")
 
-    def predicted(self, predicted: Communication, rank: int = 0) -> None:
+    def print_prediction(self, predicted: Communication, rank: int = 0) -> None:
         """Print the predicted collectives of a step, with the bytes received by `rank`."""
-        self.line(f"collectives a step, predicted by running the model on shapes; bytes that rank {rank} receives")
+        self.print_line(
+            f"collectives a step, predicted by running the model on shapes; bytes that rank {rank} receives"
+        )
         for line in str(predicted).splitlines():
-            self.line(f"  {line}")
+            self.print_line(f"  {line}")
 
-    def issued(self, predicted: Communication, issued: Communication) -> None:
+    def print_issued(self, predicted: Communication, issued: Communication) -> None:
         """Print the collectives issued by step 1, and whether each phase is as predicted."""
-        self.line("collectives of step 1, as issued")
-        wide = max(len(issued.select(phase=phase).summary) for phase in PHASES)
+        self.print_line("collectives of step 1, as issued")
+        width = max(len(issued.select(phase=phase).summary) for phase in PHASES)
         for phase in PHASES:
-            seen, expected = issued.select(phase=phase), predicted.select(phase=phase)
-            same = (
-                "as predicted"
-                if (seen.counts, seen.nbytes) == (expected.counts, expected.nbytes)
-                else "NOT as predicted"
-            )
-            self.line(f"  {phase:10} {seen.summary:{wide}}  {seen.nbytes:>13,} bytes  {same}")
+            actual, expected = issued.select(phase=phase), predicted.select(phase=phase)
+            is_same = (actual.counts, actual.nbytes) == (expected.counts, expected.nbytes)
+            verdict = "as predicted" if is_same else "NOT as predicted"
+            self.print_line(f"  {phase:10} {actual.summary:{width}}  {actual.nbytes:>13,} bytes  {verdict}")
 
-    def check(self, loss: float, alone: float, processes: int, dtype: str) -> bool:
-        """Print the loss of step 1 beside `alone`, the loss on one process; return whether both agree within
-        rounding.
+    def check_loss(self, loss: float, loss_alone: float, processes: int, dtype: str) -> bool:
+        """Print the loss of step 1 beside the loss on one process; return whether both agree within rounding.
 
-        The difference is relative to the loss, or absolute for a loss below 1, because the rounded values are the
-        logits.
+        loss_alone: on one process. dtype: of the computation, for the allowed difference (ROUNDING).
+        The difference is relative to `loss_alone`, or absolute where that is below 1: the error of a loss comes from
+        the rounding of the logits, whose size does not shrink as the loss goes to 0.
         """
-        difference = abs(loss - alone) / max(abs(alone), 1.0)
+        difference = abs(loss - loss_alone) / max(abs(loss_alone), 1.0)
         is_within = difference <= ROUNDING[dtype]
-        self.line(
-            f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, {alone:.7f} "
-            f"on one: {'within' if is_within else 'NOT within'} {ROUNDING[dtype]:.0e}, as {dtype} rounds; relative "
-            f"difference {difference:.1e}"
+        self.print_line(
+            f"check  loss of step 1: {loss:.7f} on {processes} process{'es' if processes > 1 else ''}, "
+            f"{loss_alone:.7f} on one: {'within' if is_within else 'NOT within'} {ROUNDING[dtype]:.0e}, as {dtype} "
+            f"rounds; relative difference {difference:.1e}"
         )
         return is_within
 
-    def saved(self, count: int, *, blocked: float, writing: float) -> None:
+    def print_checkpoint_cost(self, count: int, *, blocked: float, writing: float) -> None:
         """Print the cost of the checkpoints.
 
         blocked: seconds of training spent waiting for checkpoints. writing: seconds of writing.
         """
-        self.line(
+        self.print_line(
             f"checkpoints  {count} written in {writing:.2f} s, while the run went on; it waited {blocked:.3f} s for "
             f"them, {blocked / writing:.1%} of that"
         )
 
     @contextlib.contextmanager
-    def steps(self, config: TrainConfig) -> Iterator[_Steps]:
+    def show_steps(self, config: TrainConfig) -> Iterator[StepDisplay]:
         """Context in which metrics are shown: as a progress bar on a terminal, as lines otherwise."""
         # With FORCE_COLOR, rich takes a pipe for a terminal. Colors are welcome there, a moving cursor is not.
         if self._console.quiet or not (self._console.is_interactive and self._console.file.isatty()):
-            yield _Steps(self, config, None)
+            yield StepDisplay(self, config, None)
             return
-        room = min(self._console.width - BESIDE_BAR, 40)
+        bar_width = min(self._console.width - METRICS_COLUMNS, 40)
         columns: list[ProgressColumn] = [TextColumn("step {task.completed}/{task.total} {task.percentage:3.0f}%")]
-        columns += [BarColumn(bar_width=room)] if room > 0 else []
+        columns += [BarColumn(bar_width=bar_width)] if bar_width > 0 else []
         # wraps on a narrow terminal
         columns += [TextColumn("{task.description}", table_column=Column())]
         with Progress(*columns, console=self._console) as bar:
-            yield _Steps(self, config, bar)
+            yield StepDisplay(self, config, bar)
 
 
-class _Steps:
-    """Shows the metrics of steps, on the progress bar or as lines. Made by `Report.steps`."""
+class StepDisplay:
+    """Shows the metrics of steps, on the progress bar or as lines. Made by `Report.show_steps`."""
 
     def __init__(self, report: Report, config: TrainConfig, bar: Progress | None) -> None:
         self._report, self._config, self._bar = report, config, bar
         self._task = bar.add_task("", total=config.steps) if bar else None
 
-    def begun(self, step: int) -> None:
-        """Advance the bar: the step is queued on the device, and may still be running."""
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`, counted from 1. Called once the step is queued; the device may still compute it."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
@@ -209,13 +214,13 @@ class _Steps:
             or metrics.held_out_loss is not None
         ):
             width = len(str(self._config.steps))
-            self._report.line(f"step {metrics.step:{width}}/{self._config.steps} {metrics.done:4.0%}  {metrics}")
+            self._report.print_line(f"step {metrics.step:{width}}/{self._config.steps} {metrics.done:4.0%}  {metrics}")
 
 
-def _shards(layout: Layout, shape: tuple[int, ...]) -> str:
-    """The distinct shard shapes over the ranks, as text; empty if every shard has the full shape.
+def _shard_shapes(layout: Layout, shape: tuple[int, ...]) -> str:
+    """At most four of the distinct shard shapes over the ranks, as text; empty if every shard has the full shape.
 
-    Only a single rank per distinct shard is asked, because there may be thousands of ranks.
+    Ranks that hold the same shard count once, because there may be thousands of ranks.
     """
     repeats = [
         axis
@@ -237,8 +242,12 @@ def mesh_in_words(axes: Mapping[str, int]) -> str:
     )
 
 
-def describe(run: Run, *, gpus: int) -> str:
-    """The first lines of a run's output: the model, data and mesh, then the files left out of the data."""
+def describe_run(run: Run, *, gpus: int) -> str:
+    """The first lines of a run's output: the model, data and mesh, then what the data's folders have besides text.
+
+    These are files that are not UTF-8 text ("skipped"), and entries that are no files, such as sockets ("passed over").
+    gpus: the number of GPUs; with 0 the run computes on CPUs.
+    """
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
         f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, "
@@ -250,30 +259,36 @@ def describe(run: Run, *, gpus: int) -> str:
     )
     for found, verb, singular, plural, why in left_out:
         if found:
-            names = printable(", ".join(map(str, found[:NAMED]))) + (", ..." if len(found) > NAMED else "")
-            line += f"\n{verb} {len(found)} {singular if len(found) == 1 else plural}{why}: {names}"
+            names = ", ".join(map(str, found[:SKIPPED_NAMES_SHOWN]))
+            more = ", ..." if len(found) > SKIPPED_NAMES_SHOWN else ""
+            line += f"\n{verb} {len(found)} {singular if len(found) == 1 else plural}{why}: {printable(names)}{more}"
     return line
 
 
-def _last(run: Run) -> str:
-    """The final model of the run, in words for the closing lines."""
+def _final_model(run: Run) -> str:
+    """Where the run's final model is, in words for the closing lines.
+
+    A model class of the user's own is not saved for transformers: only its checkpoints remain.
+    """
     if run.config.model_class is None:
         return "checkpoint/ for transformers"
     return f"checkpoint-{run.config.steps}/ to resume from; a model from outside has no form for transformers"
 
 
-def next_steps(run: Run, losses: tuple[float, float], seconds: float, *, a_token: float, on_cpu: bool) -> str:
+def closing_lines(
+    run: Run, losses: tuple[float, float], seconds: float, *, bytes_per_token: float, on_cpu: bool
+) -> str:
     """The closing lines of a run: losses on held-out text, the saved files, and commands to try next.
 
     losses: on the held-out text, before the first step and after the last.
-    a_token: bytes of held-out text per token, to print losses in bits per byte, comparable between tokenizers.
+    bytes_per_token: of the held-out text, to print losses in bits per byte, comparable between tokenizers.
     """
     first, last = losses
-    bits = " -> ".join(f"{loss / math.log(2) / a_token:.2f}" for loss in losses) + " bits a byte"
+    bits = " -> ".join(f"{loss / math.log(2) / bytes_per_token:.2f}" for loss in losses) + " bits a byte"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
         f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
-        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and {_last(run)}"
+        f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and {_final_model(run)}"
         + (f"\nnext  {commands}" if commands else "")
     )
 

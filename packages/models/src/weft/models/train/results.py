@@ -15,24 +15,24 @@ from weft.mesh import ProcessMesh
 
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
-from ..output import can_show
+from ..documents import append, write_anew
 from ..parallel import ParallelPlan
+from ..terminal import can_show
 from ..versions import versions
 from .config import TrainConfig
-from .files import append, write_anew
-from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, replace_folder, set_aside, tidy
+from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, rename_damaged_checkpoints, replace_folder, tidy
 from .metrics_file import (
     METRICS,
     NARROWEST,
     RunningChecksum,
     check_logged,
-    drawn,
+    draw_curves,
     read_curves,
     read_logged,
     save_picture,
 )
-from .report import Metrics, Part, general_name
-from .toml import as_toml, with_sum
+from .report import Metrics, ParameterLayout, general_name
+from .toml import add_checksum, as_toml
 from .trackers import Trackers
 
 
@@ -55,7 +55,7 @@ class Results:
         self._metrics = folder / METRICS
         self._trackers: Trackers | None = None
         self._lock: int | None = None
-        self._aside: list[Path] = []
+        self._damaged: list[Path] = []
         self._checksum = RunningChecksum()
         self._error: Exception | None = None
         self.notes: list[str] = []  # lines to print after `save`
@@ -73,7 +73,7 @@ class Results:
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
-        parts: Sequence[Part],
+        parameters: Sequence[ParameterLayout],
         *,
         step: int = 0,
         logged: Mapping[str, Any] | None = None,
@@ -90,9 +90,9 @@ class Results:
         it, if a complete checkpoint after `step` exists, and as `check_logged` and `read_logged`; OSError if the
         folder cannot be written.
         """
-        error = attempt(self._begin, recipe, config, plan, mesh, parts, step, logged) if self._writes else None
+        error = attempt(self._begin, recipe, config, plan, mesh, parameters, step, logged) if self._writes else None
         raise_on_all(error, dist.is_initialized())
-        return self._aside
+        return self._damaged
 
     def _begin(
         self,
@@ -100,7 +100,7 @@ class Results:
         config: TrainConfig,
         plan: ParallelPlan,
         mesh: ProcessMesh,
-        parts: Sequence[Part],
+        parameters: Sequence[ParameterLayout],
         step: int,
         logged: Mapping[str, Any] | None,
     ) -> None:
@@ -112,11 +112,11 @@ class Results:
         tidy(self._folder)
         if logged is not None:
             check_logged(self._metrics, logged)
-        self._aside = set_aside(self._folder, step)
+        self._damaged = rename_damaged_checkpoints(self._folder, step)
         self._cut(step)
-        self._write(CONFIG, with_sum(as_toml(recipe, config)))
-        kinds = {f"{general_name(part.name)}: {part.layout or 'whole'}": None for part in parts}
-        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *kinds, ""]))
+        self._write(CONFIG, add_checksum(as_toml(recipe, config)))
+        layouts = {f"{general_name(each.name)}: {each.layout or 'whole'}": None for each in parameters}
+        self._write("plan.txt", "\n".join([repr(mesh), "", str(plan), "", *layouts, ""]))
         self._write("versions.json", json.dumps(versions(), indent=2) + "\n")
         self._trackers = Trackers(config.track, self._folder, config)
 
@@ -149,7 +149,7 @@ class Results:
             curves = read_curves(self._metrics)
             if not curves.steps:
                 return "no curves are drawn: no step was taken"
-            shown = drawn(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
+            shown = draw_curves(curves, width) if width >= NARROWEST else f"no curves are drawn in {width} columns"
         except Exception as error:
             return f"no curves are drawn: {error}"
         lines = [shown] if can_show(shown) else []
@@ -185,10 +185,10 @@ class Results:
         """
         self.sync()
         folder, new = self._folder / CHECKPOINT, self._folder / NEW
-        is_there = self._writes and os.path.lexists(folder)
+        exists = self._writes and os.path.lexists(folder)
         try:
-            save_pretrained(model, new if is_there else folder, tokenizer=self._tokenizer)
-            raise_on_all(attempt(self._exchange, new, folder) if is_there else None, dist.is_initialized())
+            save_pretrained(model, new if exists else folder, tokenizer=self._tokenizer)
+            raise_on_all(attempt(self._exchange, new, folder) if exists else None, dist.is_initialized())
         except OSError as error:
             raise NotWritten(f"the model could not be written: {error}") from error
 

@@ -1,4 +1,4 @@
-"""A training run with everything settled: mesh sizes, plan options, data and folders. Nothing here needs torch."""
+"""A training run with all options filled in: mesh sizes, plan options, data and folders. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of eve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A training run with everything settled: made by `weft train`, then given to each of the run's processes."""
+    """A training run with all options filled in: made by `weft train`, then given to each of the run's processes."""
 
     recipe: str | None  # None if no recipe was named, and the model comes from --from or --model
     config: TrainConfig
@@ -87,11 +87,11 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
         )
         shown = " x ".join(f"{name}={size}" for name, size in sizes if size is not None)
         fits = f"dp x tp that fit: {', '.join(f'{dp_tp // n} x {n}' for n in divisors(dp_tp))}"
-        beside = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
-        if beside:
+        axes_text = " x ".join(f"{name}={size}" for name, size in (("pp", mesh.pp), ("cp", cp)) if size > 1)
+        if axes_text:
             names = "pp x cp" if mesh.pp > 1 and cp > 1 else "pp" if mesh.pp > 1 else "cp"
             fits = (
-                f"beside {beside}, {fits}"
+                f"beside {axes_text}, {fits}"
                 if processes % pp_cp == 0
                 else f"{names} that fit: {', '.join(map(str, divisors(processes)))}"
             )

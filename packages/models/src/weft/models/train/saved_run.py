@@ -66,9 +66,9 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(
                 f"step is {step if abs(step) < 10**20 else 'a number of many digits'}; steps are 0 to {LARGEST:,}"
             )
-        named = re.fullmatch(rf"{CHECKPOINT}-([0-9]+)", checkpoint.resolve().name)
-        if "config" in saved and named is not None and int(named[1]) != step:
-            raise ValueError(f"step is {step}, but the folder is named {named[0]}")
+        name_match = re.fullmatch(rf"{CHECKPOINT}-([0-9]+)", checkpoint.resolve().name)
+        if "config" in saved and name_match is not None and int(name_match[1]) != step:
+            raise ValueError(f"step is {step}, but the folder is named {name_match[0]}")
         if "config" in saved and not {"step", "data"} <= saved.keys():
             raise ValueError("the config of a run is there, but its step or its data is missing")
         if METRICS in saved:
@@ -121,7 +121,7 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
     value = {name.rstrip("_"): each for name, each in dataclasses.asdict(config).items()}
     value["model"] = {"kind": type(config.model).__name__}
     value["model"] |= dataclasses.asdict(config.model)
-    plain = _plain(value)
+    plain = _as_json_types(value)
     assert isinstance(plain, dict), "_plain returns a dict for a dict"
     return plain
 
@@ -134,13 +134,17 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
     """
     if "config" not in saved:  # a converted checkpoint, saved by no run
         return []
-    before, now = dict(_flat(saved["config"])), dict(_flat(as_json(run.resolved)))
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and not _within(name, FREE)]
+    saved_options, run_options = dict(_flatten(saved["config"])), dict(_flatten(as_json(run.resolved)))
+    changed = [
+        name
+        for name in {**saved_options, **run_options}
+        if saved_options.get(name) != run_options.get(name) and not _is_under(name, FREE)
+    ]
     for name in changed:
-        if _within(name, FIXED):
+        if _is_under(name, FIXED):
             raise ValueError(
-                f"the checkpoint was saved with {name} {before.get(name)!s:.200}, but this run has {now.get(name)}; "
-                f"give the saved value, or start a new run"
+                f"the checkpoint was saved with {name} {saved_options.get(name)!s:.200}, but this run has "
+                f"{run_options.get(name)}; give the saved value, or start a new run"
             )
     data = _data_of(run)
     for name, value in saved["data"].items():
@@ -149,7 +153,7 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
                 f"the checkpoint was saved by a run on data with {name} {value!s:.200}, but {run.corpus.name} has "
                 f"{data[name]}; give the same data, or start a new run"
             )
-    return [f"{name} is {now.get(name)}, and was {before.get(name)!s:.200}" for name in changed]
+    return [f"{name} is {run_options.get(name)}, and was {saved_options.get(name)!s:.200}" for name in changed]
 
 
 def _data_of(run: Run) -> dict[str, Any]:
@@ -157,24 +161,24 @@ def _data_of(run: Run) -> dict[str, Any]:
     return {"tokens": run.corpus.num_tokens, "sha256": run.corpus.sha256}
 
 
-def _within(name: str, names: tuple[str, ...]) -> bool:
+def _is_under(name: str, names: tuple[str, ...]) -> bool:
     """Whether `name` equals an entry of `names` or is a field below: "data.pack" is within "data"."""
     return any(f"{name}.".startswith(f"{each}.") for each in names)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested options as (dotted name, value) pairs. Below _DEEPEST dots a dict is returned as a value."""
     for name, each in value.items():
         if isinstance(each, Mapping) and prefix.count(".") < _DEEPEST:
-            yield from _flat(each, f"{prefix}{name}.")
+            yield from _flatten(each, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", each
 
 
-def _plain(value: object) -> object:
+def _as_json_types(value: object) -> object:
     """The value in JSON types: tuples as lists, anything unknown by str()."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _as_json_types(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
+        return [_as_json_types(each) for each in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

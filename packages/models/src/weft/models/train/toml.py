@@ -33,19 +33,19 @@ def as_toml(recipe: str | None, config: TrainConfig) -> str:
     return tomlkit.dumps(_toml_values({"recipe": recipe, **values}))
 
 
-def with_sum(text: str) -> str:
+def add_checksum(text: str) -> str:
     """The TOML text with a last line added: a comment with the text's SHA-256, for `check_sum`."""
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def check_sum(path: Path) -> None:
-    """Raise ValueError if a file written with `with_sum` was changed since. A file without the comment is accepted."""
+    """Raise ValueError if a file with the comment of `add_checksum` was changed since. Other files are accepted."""
     try:
         content = read_plain(path, limit=LARGEST)
     except (OSError, ValueError):  # reported by `read_toml`
         return
-    text, found, total = content.rpartition(_SUM.encode())
-    if found and total != f"{hashlib.sha256(text).hexdigest()}\n".encode():
+    text, comment, checksum = content.rpartition(_SUM.encode())
+    if comment and checksum != f"{hashlib.sha256(text).hexdigest()}\n".encode():
         raise ValueError(
             f"config {path} was changed after it was written; copy it again, or remove its last "
             f"line if the change is meant"
@@ -78,8 +78,8 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
         raise ValueError(f"config {path} has recipe = {recipe!r:.60}; give a recipe's name")
     known = [field.name.rstrip("_") for field in dataclasses.fields(TrainConfig)]
     if unknown := next((name for name in values if name.replace("-", "_") not in known), None):
-        near = difflib.get_close_matches(unknown[:60], known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(known)}"
+        matches = difflib.get_close_matches(unknown[:60], known, n=1)
+        hint = f"; did you mean {matches[0]!r}?" if matches else f"; the options are {', '.join(known)}"
         raise ValueError(f"config {path} has {unknown[:60]!r}, which is not an option{hint}")
     included = {name: value for name, value in values.items() if name.replace("-", "_") not in without}
     try:
@@ -95,13 +95,13 @@ def _toml_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             result[name] = _toml_values(value)
         elif isinstance(value, tuple):
-            result[name] = [_written(each) for each in value]
+            result[name] = [_toml_value(each) for each in value]
         elif value is not None:
-            result[name] = _written(value)
+            result[name] = _toml_value(value)
     return result
 
 
-def _written(value: Any) -> Any:
+def _toml_value(value: Any) -> Any:
     """A value as written to the file. A path or mixture beginning with "-" gets a "./" before, as `_text` demands."""
     if not isinstance(value, str | Path):
         return value

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..documents import write_anew
 from ..terminal import install_command
 from .config import TrackerName, TrainConfig
-from .files import write_anew
 from .report import Metrics
 
 WANDB_ID = "wandb-id"  # file in the run's folder: the id under which a resumed run continues at wandb

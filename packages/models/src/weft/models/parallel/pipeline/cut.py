@@ -61,14 +61,16 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
         unit: stages(flow.units[unit]) if unit in flow.units else everywhere for unit in gathering_units(model, layers)
     }
     inside = {name: frozenset({_stage_of(i, ranges)}) for i, name in enumerate(layers)} | units
-    held: dict[nn.Parameter, frozenset[int]] = {}
+    stages_of: dict[nn.Parameter, frozenset[int]] = {}
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        within = next((each for each in inside if name.startswith(f"{each}.")), None)
+        enclosing = next((each for each in inside if name.startswith(f"{each}.")), None)
         first.setdefault(parameter, name)
         around = stages(flow.parameters[first[parameter]]) if first[parameter] in flow.parameters else everywhere
-        held[parameter] = held.get(parameter, frozenset()) | (around if within is None else inside[within])
-    return Cut(tuple(layers), ranges, units, {first[parameter]: stages for parameter, stages in held.items()})
+        stages_of[parameter] = stages_of.get(parameter, frozenset()) | (
+            around if enclosing is None else inside[enclosing]
+        )
+    return Cut(tuple(layers), ranges, units, {first[parameter]: stages for parameter, stages in stages_of.items()})
 
 
 def ranges_of(
@@ -128,11 +130,11 @@ def _ranges(
     points: the first layer of each stage after the first, if `split` names these layers; else empty.
     """
     stages, count = schedule.num_stages, len(layers)
-    where = f"{schedule.ranks} ranks" + (f" with {schedule.chunks} each" if schedule.chunks > 1 else "")
+    of_ranks = f"{schedule.ranks} ranks" + (f" with {schedule.chunks} each" if schedule.chunks > 1 else "")
     if stages > count:
         raise ValueError(
             f"{type(model).__name__} has {count} layers, {layers[0]} to {layers[-1]}, and they cannot be cut into "
-            f"{stages} stages, on {where}: each stage needs a layer or more; lower pp or chunks"
+            f"{stages} stages, on {of_ranks}: each stage needs a layer or more; lower pp or chunks"
         )
     if points:
         starts = [layers.index(point) for point in points]
@@ -152,7 +154,7 @@ def _ranges(
         bounds = [0, *accumulate(counts)]
     if len(bounds) != stages + 1:
         raise ValueError(
-            f"split cuts {type(model).__name__} into {len(bounds) - 1} stages, and there are {stages}, on {where}"
+            f"split cuts {type(model).__name__} into {len(bounds) - 1} stages, and there are {stages}, on {of_ranks}"
         )
     return tuple(pairwise(bounds))
 
@@ -195,15 +197,15 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
     each reading the output of the previous layer and of no other layer.
     Raises ValueError for any other model.
     """
-    found = Flow(tuple(layers))
-    called: list[int] = []
+    flow = Flow(tuple(layers))
+    call_order: list[int] = []
     leaves: dict[int, int] = {}  # id of a tensor returned by a layer -> the layer
-    alive: list[Any] = []  # keeps these tensors alive, and their ids unique
+    layer_outputs: list[Any] = []  # keeps these tensors alive, and their ids unique
 
     def enter(index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            called.append(index)
-            _read(index, tree_leaves((args, kwargs)), index - 1)
+            call_order.append(index)
+            _record_reads(index, tree_leaves((args, kwargs)), index - 1)
 
         return hook
 
@@ -214,7 +216,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
                     return x
                 cut = x.detach().requires_grad_()
                 leaves[id(cut)] = index
-                alive.append(cut)
+                layer_outputs.append(cut)
                 return cut
 
             return tree_map(as_leaf, output)
@@ -223,15 +225,15 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
 
     def mark(unit: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return tree_map(lambda x: _marked(x, unit), output)
+            return tree_map(lambda x: _mark(x, unit), output)
 
         return hook
 
-    def _read(reader: int, tensors: Sequence[Any], before: int) -> None:
+    def _record_reads(reader: int, tensors: Sequence[Any], before: int) -> None:
         for node in _history(tensors):
             unit, leaf = getattr(node, "unit", None), getattr(node, "variable", None)
             if unit is not None:
-                found.units.setdefault(unit, set()).add(reader)
+                flow.units.setdefault(unit, set()).add(reader)
             elif leaf is not None and id(leaf) in leaves and leaves[id(leaf)] != before:
                 who = "the end of the model" if reader == END else layers[reader]
                 raise ValueError(
@@ -239,7 +241,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
                     f"{layers[leaves[id(leaf)]]}, and may read only that of the layer before it"
                 )
             elif leaf is not None and id(leaf) in names:
-                found.parameters.setdefault(names[id(leaf)], set()).add(reader)
+                flow.parameters.setdefault(names[id(leaf)], set()).add(reader)
 
     modules = {name: model.get_submodule(name) for name in layers}
     handles = [
@@ -252,21 +254,23 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
     ]
     handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in gathering_units(model, layers)]
     try:
-        with torch.device("meta"), _evaluating(model), torch.enable_grad():
-            state = {name: _without_data(value) for name, value in _state(model)}
+        with torch.device("meta"), _in_eval_mode(model), torch.enable_grad():
+            state = {name: _meta_like(value) for name, value in _state(model)}
             names = {id(value): name for name, value in state.items()}
             output = functional_call(model, state, (torch.zeros(TOKENS, dtype=torch.int64),))
-            _read(END, tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple()), len(layers) - 1)
+            _record_reads(
+                END, tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple()), len(layers) - 1
+            )
     finally:
         for handle in handles:
             handle.remove()
-    if called != list(range(len(layers))):
-        order = ", ".join(layers[i] for i in called[:8]) or "none of them"
+    if call_order != list(range(len(layers))):
+        order = ", ".join(layers[i] for i in call_order[:8]) or "none of them"
         raise ValueError(
             f"{type(model).__name__} cannot be cut by these layers: its forward calls {order}, and must call each of "
             f"{layers[0]} to {layers[-1]} once, in this order"
         )
-    return found
+    return flow
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -275,13 +279,13 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=True)
 
 
-def _without_data(value: Tensor) -> Tensor:
+def _meta_like(value: Tensor) -> Tensor:
     """A meta tensor like `value`; requires grad if floating-point, for autograd to follow the tensor's uses."""
     shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return shape.requires_grad_(value.is_floating_point())
 
 
-class _Marked(torch.autograd.Function):
+class _Mark(torch.autograd.Function):
     """The identity. Its node in the autograd graph has an attribute `unit`: the name of the unit whose output x is."""
 
     @staticmethod
@@ -294,11 +298,11 @@ class _Marked(torch.autograd.Function):
         raise AssertionError("shapes are not differentiated")
 
 
-def _marked(x: Any, unit: str) -> Any:
+def _mark(x: Any, unit: str) -> Any:
     """x, if autograd follows x, marked as an output of the unit."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return _Marked.apply(x if x.requires_grad else x.detach().requires_grad_(), unit)  # type: ignore[no-untyped-call]
+    return _Mark.apply(x if x.requires_grad else x.detach().requires_grad_(), unit)  # type: ignore[no-untyped-call]
 
 
 def _history(tensors: Sequence[Any]) -> Iterator[Any]:
@@ -307,18 +311,18 @@ def _history(tensors: Sequence[Any]) -> Iterator[Any]:
     for x in tensors:
         if isinstance(x, Tensor) and x.requires_grad:
             pending.append(x.grad_fn if x.grad_fn is not None else torch.autograd.graph.get_gradient_edge(x).node)
-    seen = set(pending)
+    visited = set(pending)
     while pending:
         node = pending.pop()
         yield node
         for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
+            if source is not None and source not in visited:
+                visited.add(source)
                 pending.append(source)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Inside, all modules are in eval mode."""
     training = [module for module in model.modules() if module.training]
     try:

@@ -1,8 +1,8 @@
 """Messages between pipeline stages.
 
 A message has the tensors of a microbatch, from each rank of a stage to its peer in the next stage. The receiver gets
-the form of a message as JSON: structure, shapes, dtypes and layouts. JSON and not pickle, because forms are told
-through a store to which strangers may be able to write, and a pickle can run any program.
+the form of a message as JSON: structure, shapes, dtypes and layouts. JSON and not pickle, because forms are published
+in a store to which strangers may be able to write, and a pickle can run any program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Channel:
 
     Each channel has a process group of its own, so channels never wait for each other. Sends return at once. The
     receiver posts the next receive ahead of time. The form of a message (structure, shapes, dtypes, layouts) is
-    told through the world's store, once for each kind of microbatch, with the first message of the kind. Both ranks
+    published in the world's store, once for each kind of microbatch, with the first message of the kind. Both ranks
     have the same coordinates in their stages' meshes, so shards correspond.
     mesh: the mesh of the stages of this rank.
     forms: the forms of messages that are known beforehand, by kind.
@@ -44,20 +44,21 @@ class Channel:
         self,
         name: str,
         ranks: tuple[int, int],
-        here: int,
+        rank: int,
         mesh: ProcessMesh,
         device: torch.device,
         forms: Mapping[Any, Any],
     ) -> None:
         members = (min(ranks), max(ranks))
         self._group = group_for(f"pipeline {name}", members, (PIPELINE_AXIS,))
-        self._peer = 1 - members.index(here)  # the rank in the group of the channel's other end
+        self._peer = 1 - members.index(rank)  # the rank in the group of the channel's other end
         self._name, self._mesh, self._device = name, mesh, device
         cache = world_cache()
         number = cache[self._group] = cache.get(self._group, 0) + 1  # counts models with stages on these two ranks
         self._key = f"pipeline {number}: {name}, ranks {members}"  # of the forms in the world's store
         self._forms: dict[Any, Any] = dict(forms)  # by kind: the message with a `Sent` in place of each tensor
-        self._looks: dict[Any, Any] = {}  # by kind: the last message's structure and `_look`s, quicker than a form
+        # By kind: the last message's structure and `_leaf_form`s, which are compared faster than forms.
+        self._leaf_forms: dict[Any, Any] = {}
         self._expected: dict[Any, _Expected] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # sends under way, with their buffers
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None  # the receive posted ahead: buffers and works
@@ -67,28 +68,28 @@ class Channel:
         have one form.
         """
         leaves, structure = tree_flatten(message)
-        looks = structure, [_look(leaf) for leaf in leaves]
-        if kind not in self._looks or self._looks[kind] != looks:
+        leaf_forms = structure, [_leaf_form(leaf) for leaf in leaves]
+        if kind not in self._leaf_forms or self._leaf_forms[kind] != leaf_forms:
             self._check(message, kind)
-            self._looks[kind] = looks
+            self._leaf_forms[kind] = leaf_forms
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         with torch.no_grad():
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    self._start((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
+                    self._start_send((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
 
     def receive(self, kind: Any, more: bool) -> Any:
         """The next message. more: whether another message follows; its receive is then posted now."""
         if kind not in self._expected:
             if kind not in self._forms:
-                self._forms[kind] = read(world().wait_for_message(f"{self._key}, {kind}"))
+                self._forms[kind] = decode_form(world().wait_for_message(f"{self._key}, {kind}"))
             self._expected[kind] = _Expected(self._forms[kind], self._mesh, self._device)
         expected = self._expected[kind]
-        parts, works = self._ahead or self._receives(expected)
+        parts, works = self._ahead or self._post_receives(expected)
         for work in works:
             wait_for(work)
-        self._ahead = self._receives(expected) if more else None
+        self._ahead = self._post_receives(expected) if more else None
         return expected.build(parts)
 
     def finish(self) -> None:
@@ -97,7 +98,7 @@ class Channel:
             wait_for(self._sent.popleft()[0])
 
     def _check(self, message: Any, kind: Any) -> None:
-        """Tell the form of the first message of a kind; compare the form of later messages.
+        """Publish the form of the first message of a kind; compare the form of later messages.
 
         Raises RuntimeError for a form that differs, and for a form that JSON cannot express.
         """
@@ -105,7 +106,7 @@ class Channel:
         known = self._forms.get(kind)
         if known is None:
             try:
-                encoded = written(form)
+                encoded = encode_form(form)
             except TypeError as error:
                 raise RuntimeError(f"pipeline {self._name}: a message between stages has a bad form: {error}") from None
             world().publish(f"{self._key}, {kind}", encoded)
@@ -116,13 +117,13 @@ class Channel:
                 f"between stages must have one form for microbatches of one kind"
             )
 
-    def _start(self, part: Tensor) -> None:
+    def _start_send(self, part: Tensor) -> None:
         if part.numel():
             work = dist.isend(part, group=self._group, group_dst=self._peer)
             assert work is not None, "this rank is in the group"
             self._sent.append((work, part))
 
-    def _receives(self, expected: _Expected) -> tuple[list[Tensor], list[dist.Work]]:
+    def _post_receives(self, expected: _Expected) -> tuple[list[Tensor], list[dist.Work]]:
         parts = expected.empty()
         works = [dist.irecv(part, group=self._group, group_src=self._peer) for part in parts if part.numel()]
         return parts, [work for work in works if work is not None]
@@ -175,7 +176,7 @@ class Handover:
         """Nothing to wait for."""
 
 
-def _look(leaf: Any) -> Any:
+def _leaf_form(leaf: Any) -> Any:
     """A value that is equal for leaves of the same form."""
     if isinstance(leaf, DTensor):
         return dtensor_spec(leaf), leaf.requires_grad
@@ -195,10 +196,10 @@ class Sent:
 
 def form_of(message: Any) -> Any:
     """The message with a `Sent` in place of each tensor."""
-    return tree_map(_described, message)
+    return tree_map(_describe, message)
 
 
-def _described(leaf: Any) -> Any:
+def _describe(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     local, placements = leaf, None
@@ -207,13 +208,13 @@ def _described(leaf: Any) -> Any:
     return Sent(tuple(local.shape), leaf.dtype, leaf.requires_grad, tuple(leaf.shape), placements)
 
 
-def written(form: Any) -> bytes:
-    """A form as JSON. Raises TypeError for a value of a type unknown to `read`."""
+def encode_form(form: Any) -> bytes:
+    """A form as JSON. Raises TypeError for a value of a type unknown to `decode_form`."""
     return json.dumps(_as_json(form)).encode()
 
 
-def read(encoded: bytes) -> Any:
-    """The form written by `written`. Nothing is called by a name in the text; only dtypes are looked up by name.
+def decode_form(encoded: bytes) -> Any:
+    """The form written by `encode_form`. Nothing is called by a name in the text; only dtypes are looked up by name.
 
     Raises ValueError for other text.
     """
@@ -234,7 +235,7 @@ def _as_json(form: Any) -> Any:
         dtype = str(form.dtype).removeprefix("torch.")
         return {"Sent": [form.local, dtype, form.requires_grad, form.shape, form.placements]}
     raise TypeError(
-        f"a {type(form).__name__} cannot be told to the next stage; use tensors, numbers, text and None, "
+        f"a {type(form).__name__} cannot be sent to the next stage; use tensors, numbers, text and None, "
         f"in tuples, lists and dicts"
     )
 

@@ -34,8 +34,8 @@ from ..styles import PIPELINE_AXIS
 from .messages import Channel, Handover
 from .stages import Stages
 
-Within = Callable[[], AbstractContextManager[Any]]
-_WORDS = 32  # bytes in which the name of a dtype is broadcast
+CallContext = Callable[[], AbstractContextManager[Any]]
+_DTYPE_NAME_BYTES = 32  # bytes in which the name of a dtype is broadcast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class Pipeline:
         self.parameters = parameters
         coordinate = mesh.coordinate(this_rank())
         assert coordinate is not None, "a model is laid out on ranks of the mesh"
-        self._at = coordinate
+        self._coordinate = coordinate
         self.shared = stages.cut.shared(schedule.rank_of)
         self.ran: list[Action] = []  # the actions of the last step, in order
         self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step
         self._channels: dict[tuple[str, int], Channel | Handover] = {}  # by "F" or "B", and the stage entered
-        self._earlier: dict[str, Tensor] = {}  # the gradients that shared parameters had before this step
+        self._earlier_gradients: dict[str, Tensor] = {}  # the gradients that shared parameters had before this step
         # Forms of messages that are known beforehand: by direction and the stage entered, then by kind.
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
 
@@ -91,29 +91,29 @@ class Pipeline:
     @property
     def stage_mesh(self) -> ProcessMesh:
         """The mesh of this rank's stages: the whole mesh without the axis "pp"."""
-        return stage_mesh_of(self.mesh, self._at[PIPELINE_AXIS])
+        return stage_mesh_of(self.mesh, self._coordinate[PIPELINE_AXIS])
 
     def is_counted_here(self, name: str) -> bool:
         """Whether this rank counts the parameter `name` where each parameter must count once over "pp", as in a norm.
 
         Of the ranks along "pp" that hold the parameter, the first counts it.
         """
-        return name not in self.shared or self.shared[name][0] == self._at[PIPELINE_AXIS]
+        return name not in self.shared or self.shared[name][0] == self._coordinate[PIPELINE_AXIS]
 
     def find_gradients(
         self,
         model: nn.Module,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf,
-        accumulating: Within = nullcontext,
-        computing: Within = nullcontext,
+        accumulating: CallContext = nullcontext,
+        call_context: CallContext = nullcontext,
         after_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         """Run each microbatch forward and backward, in the order of the schedule.
 
         loss_of: the loss of a microbatch, called on the ranks of the last stage only.
         accumulating: a context in which backward passes only add up gradients; entered once around all actions.
-        computing: a context entered around each call of the model.
+        call_context: a context entered around each call of the model.
         after_phase: called after each action, with its phase.
         Communication: sends activations, and their gradients, to the rank at the same place in the neighboring
         stage. Sharded parameters are gathered once and stay gathered until all microbatches are done.
@@ -121,13 +121,13 @@ class Pipeline:
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
-        self._set_aside(model)
-        run = _Run(self, model, microbatches, loss_of, computing)
+        self._save_earlier_gradients(model)
+        run = _Run(self, model, microbatches, loss_of, call_context)
         with keep_gathered(model), accumulating():
-            for action in schedule.actions[self._at[PIPELINE_AXIS]]:
+            for action in schedule.actions[self._coordinate[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
                 with traced(phase):
-                    run.take(action)
+                    run.perform(action)
                 after_phase(phase)
         self.ran, self.in_flight = run.ran, run.most_held
         run.finish()
@@ -140,7 +140,7 @@ class Pipeline:
         with keep_gathered(model):
             for stage in self.stages.own:
                 for number in range(len(microbatches)):
-                    run.take(Action("F", stage, number))
+                    run.perform(Action("F", stage, number))
         run.finish()
         return run.outputs
 
@@ -151,34 +151,34 @@ class Pipeline:
         The sum is added to the parameter's gradient from before the step.
         Communication: for each shared parameter, an all-reduce among the ranks, one per stage, holding this shard.
         """
-        for name, parameter in self._shared_here(model):
+        for name, parameter in self._own_shared_parameters(model):
             coordinates = self.shared[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = _local(parameter.grad)
             wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
-            earlier = self._earlier.pop(name, None)
-            if earlier is not None:
-                local.add_(_local(earlier))
+            earlier_gradient = self._earlier_gradients.pop(name, None)
+            if earlier_gradient is not None:
+                local.add_(_local(earlier_gradient))
 
-    def _set_aside(self, model: nn.Module) -> None:
-        """Set aside the gradients that shared parameters have from earlier steps.
+    def _save_earlier_gradients(self, model: nn.Module) -> None:
+        """Move the gradients that shared parameters have from earlier steps to `_earlier_gradients`.
 
         They are sums over the stages already, and must not be summed over the stages again.
         """
-        self._earlier.clear()
-        for name, parameter in self._shared_here(model):
+        self._earlier_gradients.clear()
+        for name, parameter in self._own_shared_parameters(model):
             grad = parameter.grad
             if grad is None or isinstance(grad, GradPlaceholder):
                 continue
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 continue  # a partial sum, from a backward pass after which wait() was not called
-            self._earlier[name], parameter.grad = grad, None
+            self._earlier_gradients[name], parameter.grad = grad, None
 
-    def _shared_here(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def _own_shared_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The trainable parameters of this rank that stages on other ranks hold too, with their names."""
         for name, coordinates in self.shared.items():
-            if self._at[PIPELINE_AXIS] in coordinates:
+            if self._coordinate[PIPELINE_AXIS] in coordinates:
                 parameter = model.get_parameter(name)
                 if parameter.requires_grad:
                     yield name, parameter
@@ -192,21 +192,22 @@ class Pipeline:
         two broadcasts over "pp", of the dtype's name and of the values.
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
-        whole: Tensor | None = None
+        full: Tensor | None = None
         device = next(model.parameters()).device
-        if first == self._at[PIPELINE_AXIS]:
+        if first == self._coordinate[PIPELINE_AXIS]:
             parameter = read(model, name).detach()
-            whole = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
+            full = (to_global(parameter) if isinstance(parameter, DTensor) else parameter).contiguous()
         group = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS)))
-        source = self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: first})
-        words = ("" if whole is None else str(whole.dtype)).ljust(_WORDS).encode()  # dtypes may differ between stages
-        encoded_dtype = torch.tensor(list(words), dtype=torch.uint8, device=device)
+        source = self.mesh.rank_at(**{**self._coordinate, PIPELINE_AXIS: first})
+        # Dtypes may differ between stages.
+        dtype_name = ("" if full is None else str(full.dtype)).ljust(_DTYPE_NAME_BYTES).encode()
+        encoded_dtype = torch.tensor(list(dtype_name), dtype=torch.uint8, device=device)
         dist.broadcast(encoded_dtype, source, group=group)
-        if whole is None:
+        if full is None:
             dtype = getattr(torch, bytes(encoded_dtype.tolist()).decode().strip().removeprefix("torch."))
-            whole = torch.empty(self.parameters[name].shape, dtype=dtype, device=device)
-        dist.broadcast(whole, source, group=group)
-        return whole
+            full = torch.empty(self.parameters[name].shape, dtype=dtype, device=device)
+        dist.broadcast(full, source, group=group)
+        return full
 
     def sum_over_stages(self, number: Tensor) -> Tensor:
         """The sum of a number over "pp", on every rank, in the dtype of this rank's number. Dtypes may differ
@@ -227,7 +228,7 @@ class Pipeline:
         """The process group of the ranks at these coordinates on "pp", and at this rank's coordinates on all other
         axes.
         """
-        ranks = [self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: each}) for each in coordinates]
+        ranks = [self.mesh.rank_at(**{**self._coordinate, PIPELINE_AXIS: each}) for each in coordinates]
         return group_for(f"pipeline {purpose}", tuple(sorted(ranks)), (PIPELINE_AXIS,))
 
     def channel(self, way: str, stage: int, device: torch.device) -> Channel | Handover:
@@ -236,15 +237,15 @@ class Pipeline:
         The first call makes all channels, in the same order on all ranks.
         """
         if not self._channels:
-            here = self._at[PIPELINE_AXIS]
+            own = self._coordinate[PIPELINE_AXIS]
             stage_mesh = self.stage_mesh
             for later in range(1, self.schedule.num_stages):
                 ends = self.schedule.rank_of(later - 1), self.schedule.rank_of(later)
                 for each, into in (("F", later), ("B", later - 1)):
-                    if ends == (here, here):
+                    if ends == (own, own):
                         self._channels[each, into] = Handover()
-                    elif here in ends:
-                        first, second = (self.mesh.rank_at(**{**self._at, PIPELINE_AXIS: end}) for end in ends)
+                    elif own in ends:
+                        first, second = (self.mesh.rank_at(**{**self._coordinate, PIPELINE_AXIS: end}) for end in ends)
                         name = f"{each} into stage {into}"
                         self._channels[each, into] = Channel(
                             name, (first, second), this_rank(), stage_mesh, device, self.forms.get((each, into), {})
@@ -269,13 +270,15 @@ class _Run:
         model: nn.Module,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf | None,
-        computing: Within = nullcontext,
+        call_context: CallContext = nullcontext,
     ) -> None:
         self._pipeline, self._model, self._microbatches, self._loss_of = pipeline, model, microbatches, loss_of
         self._kinds = [each.kind for each in microbatches]
-        self._computing = computing
+        self._call_context = call_context
         self._last = pipeline.schedule.num_stages - 1
-        self._recording: Within = allow_delayed_weight_gradients if pipeline.schedule.splits_backward else nullcontext
+        self._recording: CallContext = (
+            allow_delayed_weight_gradients if pipeline.schedule.splits_backward else nullcontext
+        )
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._num_received: dict[tuple[str, int], int] = {}  # by direction and stage
         self._held: dict[tuple[int, int], _Held] = {}  # by stage and microbatch
@@ -285,7 +288,7 @@ class _Run:
         self.ran: list[Action] = []
         self.outputs: list[Any] = []
 
-    def take(self, action: Action) -> None:
+    def perform(self, action: Action) -> None:
         if action.kind == "F":
             self._forward(action)
         else:
@@ -300,7 +303,7 @@ class _Run:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
         received = self._receive("F", action) if stage else None
-        with self._computing(), self._recording():
+        with self._call_context(), self._recording():
             output = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
         if stage < self._last:
             self._pipeline.channel("F", stage + 1, self._device).send(output, self._kinds[action.microbatch])

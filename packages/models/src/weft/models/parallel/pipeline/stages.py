@@ -40,10 +40,10 @@ class Stages:
         self._running: int | None = None
         self._received: Any = None
         # Parameters of modules around the layers that other stages hold: module, name, and shape as a meta tensor.
-        self._shapes_around: list[tuple[nn.Module, str, Tensor]] = []
+        self._foreign_parameters: list[tuple[nn.Module, str, Tensor]] = []
         self._device: torch.device | None = None  # of the tensors put in their places
-        partly = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
-        self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in partly}
+        absent = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
+        self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in absent}
         self._remove_foreign(model)
 
     def route_calls(self, model: nn.Module) -> None:
@@ -85,12 +85,12 @@ class Stages:
 
         arguments: of the model; the tensors are put on the device of these arguments.
         """
-        if not self._shapes_around:
+        if not self._foreign_parameters:
             return
         device = _device_of(arguments)
         if device != self._device:
             self._device = device
-            for module, leaf, shape in self._shapes_around:
+            for module, leaf, shape in self._foreign_parameters:
                 object.__setattr__(module, leaf, _fake(shape, device))
 
     def _layer(self, index: int, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -125,35 +125,35 @@ class Stages:
         """Remove the parameters not used by this rank's stages, and the buffers of modules not used by these stages."""
         own = set(self.own)
         first = {parameter: name for name, parameter in model.named_parameters()}
-        inside = {name: {stage} for stage, (a, b) in enumerate(self.cut.ranges) for name in self.cut.layers[a:b]}
-        inside |= {name: set(stages) for name, stages in self.cut.units.items()}
+        stages_of = {name: {stage} for stage, (a, b) in enumerate(self.cut.ranges) for name in self.cut.layers[a:b]}
+        stages_of |= {name: set(stages) for name, stages in self.cut.units.items()}
         for name, module in model.named_modules():
-            within = next((each for each in inside if f"{name}.".startswith(f"{each}.")), None)
+            enclosing = next((each for each in stages_of if f"{name}.".startswith(f"{each}.")), None)
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if self.cut.parameters[first[parameter]] & own:
                     continue
-                if within is None:  # the forward of a module around the layers reads this parameter's shape
+                if enclosing is None:  # the forward of a module around the layers reads this parameter's shape
                     del module._parameters[leaf]
-                    self._shapes_around.append((module, leaf, parameter.detach().to("meta")))
+                    self._foreign_parameters.append((module, leaf, parameter.detach().to("meta")))
                 else:
                     module.register_parameter(leaf, None)
-            if within is not None and not inside[within] & own:
+            if enclosing is not None and not stages_of[enclosing] & own:
                 for leaf in list(module._buffers):
                     module._buffers[leaf] = None
 
 
-def _route_calls(module: nn.Module, called: Any) -> None:
+def _route_calls(module: nn.Module, answer: Any) -> None:
     """Make `called(run, args, kwargs)` answer the module's calls.
 
     run: the original call, with the module's hooks and compiled code.
     """
     kind: Any = type(module)
-    module.__class__ = _routed(kind)
-    object.__setattr__(module, "_called", called)
+    module.__class__ = _routed_class(kind)
+    object.__setattr__(module, "_called", answer)
 
 
 @lru_cache(maxsize=1024)
-def _routed(kind: Any) -> Any:
+def _routed_class(kind: Any) -> Any:
     """A subclass of `kind`, of the same name, whose instances answer calls by their attribute `_called`.
 
     torch's fully_shard swaps classes likewise: the names of modules, and isinstance(), work as before.
@@ -169,7 +169,7 @@ def _routed(kind: Any) -> Any:
 
 
 @cache
-def _shapes() -> FakeTensorMode:
+def _shape_mode() -> FakeTensorMode:
     """The mode in which tensors without data are computed. Made at first use, since making the mode loads Dynamo
     and Triton.
     """
@@ -182,7 +182,7 @@ def _device_of(arguments: Any) -> torch.device:
 
 def _fake(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of x's shape without data on `device`; for a DTensor, of its global shape."""
-    with torch.inference_mode(False), _shapes():  # the tensor may be cached and used again in training
+    with torch.inference_mode(False), _shape_mode():  # the tensor may be cached and used again in training
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
@@ -194,8 +194,8 @@ class _Absent:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = _replaced(module, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")).eval()
-        self._on: dict[torch.device, nn.Module] = {}  # the copy for each device
+        self._module = _copy_with(module, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")).eval()
+        self._by_device: dict[torch.device, nn.Module] = {}  # the copy for each device
         self._outputs: dict[Any, Any] = {}  # by the `_kind` of arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,11 +210,11 @@ class _Absent:
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         device = _device_of((args, kwargs))
-        if device not in self._on:
-            self._on[device] = _replaced(self._module, lambda x: _fake(x, device))
+        if device not in self._by_device:
+            self._by_device[device] = _copy_with(self._module, lambda x: _fake(x, device))
         with torch.inference_mode(False), torch.no_grad():
             shapes = tree_map(lambda x: _fake(x, device) if isinstance(x, DTensor) else x, (args, kwargs))
-            return self._on[device](*shapes[0], **shapes[1])
+            return self._by_device[device](*shapes[0], **shapes[1])
 
 
 def _kind(arguments: Any) -> Any:
@@ -232,7 +232,7 @@ def _kind(arguments: Any) -> Any:
     return str(structure), *kinds
 
 
-def _replaced(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+def _copy_with(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """A deep copy of the module in which `make(tensor)` replaces each parameter and buffer."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
