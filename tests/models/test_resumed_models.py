@@ -52,7 +52,7 @@ def test_a_converted_checkpoint_of_another_model_is_not_resumed(
     saved, given = DIFFERENT[name]
     save(saved, Path("hf"))
     convert(Path("hf"), Path("begin"))
-    monkeypatch.setattr(train_command, "configured", _with_the_model(given, train_command.configured))
+    monkeypatch.setattr(train_command, "read_configuration", _with_the_model(given, train_command.read_configuration))
     said = asked.refusal("--resume", "begin", "--output", "run", *TEXT)
     assert said.startswith("begin has another model than this run: it has ")
     for field in ("rope_theta", "rope_scaling", "norm_eps", "num_heads", "sliding_window", "activation", "max_seq_len"):
