@@ -160,9 +160,9 @@ def mean_denominator(
 ) -> Tensor:
     """Compute the denominator of "mean": the sum of the weights of all tokens not ignored, over all ranks.
 
-    Without class weights every token has the weight 1, also for the z-loss and the accuracy beside class weights. If
-    both kinds of weights are used (`Options.has_two_weights`), returns two numbers [2], else a scalar: first the sum
-    of the class weights, then the number of tokens not ignored.
+    In the loss, the weight of a token is the class weight of its target, or 1 without class weights. In the z-loss and
+    the accuracy, every token has the weight 1. If both kinds of weights are used (`Options.has_two_weights`), returns
+    two numbers [2]: the sum of the class weights, and the number of tokens not ignored. Otherwise returns a scalar.
     none_ignored: whether the host knows that no token is ignored; see `Shard`.
     """
     if weight is None and none_ignored:
@@ -183,7 +183,7 @@ def unify_denominators(weight: Tensor | None, denominator: Tensor | None) -> tup
     if weight is None or denominator is None or denominator.ndim == 0:
         return weight, denominator
     weight_sum, tokens = denominator.unbind()
-    # Without tokens this would be 0 / 0; a ratio of 1 makes the gradient 0.
+    # Without tokens the ratio would be 0 / 0, and NaN in the weights would reach the gradients of ignored tokens.
     ratio = torch.where(tokens == 0, 1.0, tokens.double() / weight_sum)
     return weight.double() * ratio, tokens
 

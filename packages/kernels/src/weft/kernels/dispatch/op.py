@@ -24,7 +24,7 @@ class Op:
     options: the keyword arguments of the call. On DTensors, the functions of local tensors receive the options of
         `Sharding.local_options` as well: the options that differ from rank to rank.
     saved: the tensors saved by `forward` for backward.
-    grad: the output's gradient. If `forward` returns a tuple, a tuple of gradients, in which None stands for zeros.
+    grad: the output's gradient. If the op has several outputs, a tuple of gradients, in which None stands for zeros.
     needed: for each operand, whether its gradient is required.
 
     A call with the option `inplace=True` allows `forward` to write the output into the first operand and return this

@@ -70,7 +70,8 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
     """Mark `output`, the last output of `op`, as recomputable from `saved`, the tensors saved by `op` for its own
     backward.
 
-    Ops called later with `output` as an operand then save these tensors in its place.
+    Ops called later with `output` as an operand then save these tensors in its place. Does nothing if recomputing
+    takes longer than the saved memory is worth: for float32 and float64 on a CPU.
     """
     if not backend.is_short_of_memory(output):
         return

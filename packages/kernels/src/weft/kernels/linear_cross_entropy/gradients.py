@@ -27,7 +27,10 @@ Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, wei
 
 
 class ProductGradients:
-    """The gradients of a `Product`: of x, weight and bias. Made for all chunks; each chunk is then added by `add`.
+    """The gradients of a `Product`, with respect to x, weight and bias, to which `add` adds one chunk of rows at a time.
+
+    For a mean or a sum, the op's forward makes an instance, for an upstream gradient of 1, and backward multiplies the
+    results by the upstream gradient (`scale_gradient`). In every other case backward makes an instance.
 
     Each gradient is None if not wanted. dx, in x's dtype, has the rows of the chunks added so far; its other rows are
     undefined. dweight and dbias are sums over the chunks: in float32 (float64 for float64 factors), so the error does
@@ -174,8 +177,8 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_plac
 
     factor: the upstream gradient, a scalar. Zeros stay zeros for a NaN or infinite factor: they are the gradients of
         ignored tokens.
-    in_place: whether no second backward may follow, so that the result may overwrite the gradient. It does if the
-        dtypes are equal. On a GPU a factor of 1 then costs no pass over the memory: the kernel checks the factor, and
+    in_place: the result may overwrite the gradient, and does so if the dtypes are equal; a second backward then
+        raises. On a GPU a factor of 1 then costs no pass over the memory: the kernel checks the factor, and
         the host does not wait.
     """
     if in_place:  # in any dtype a second backward raises

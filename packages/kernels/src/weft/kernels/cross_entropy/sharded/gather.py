@@ -115,7 +115,7 @@ def run_or_report(
 def check_gathered(key: Hashable, gathered: Tensor, check: Callable[[], None]) -> None:
     """Call `check`, which reads gathered numbers: in every call on a CPU, but once for each key on a GPU.
 
-    On a GPU the host waits for the device to read them. Nothing is checked while a CUDA graph is captured, nor for a
+    To read them from a GPU, the host waits for the device. Nothing is checked while a CUDA graph is captured, nor for a
     tensor without data.
     """
     if gathered.is_meta or not has_data(gathered):
@@ -164,7 +164,7 @@ def failure_rows(like: Tensor) -> Tensor:
 def shards_fit(rows: Tensor, vocab_size: int) -> Tensor:
     """Whether no rank has failed and the sizes add up to vocab_size, as a bool tensor. rows: [ranks, 2, 3].
 
-    Less than `check_shards` tests, but without the host.
+    `check_shards` finds more faults, but reads the rows on the host; this function reads nothing on the host.
     """
     sizes = rows[:, 0, 1].sum() + BASE * rows[:, 1, 1].sum()
     return (sizes == vocab_size) & (rows[:, 1, 2] == 0).all()

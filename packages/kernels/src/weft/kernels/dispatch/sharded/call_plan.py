@@ -121,7 +121,7 @@ class CallPlan:
         return self.sharding.gradient_layouts(*fine)
 
     def wrap_output(self, i: int, local: Tensor) -> DTensor:
-        """Make output i of its local tensor on this rank."""
+        """Make the DTensor of output i from this rank's local tensor."""
         key = i, local.dtype
         spec = self._specs.get(key)
         if spec is not None:
@@ -131,7 +131,7 @@ class CallPlan:
         return output
 
     def wrap_gradient(self, i: int, local: Tensor, layout: Layout) -> Tensor:
-        """Make the gradient of operand i of its local tensor on this rank: a DTensor or a plain tensor, as the operand.
+        """Make the gradient of operand i, a DTensor or a plain tensor as the operand, from this rank's local tensor.
 
         layout: of the gradient, on the mesh of the computation. Raises as `wrap_as_operand`.
         """
@@ -198,7 +198,7 @@ _replicated = lru_cache(maxsize=65536)(Layout)  # a Layout made of a mesh alone 
 
 
 def wrap_as_operand(op: Op, local: Tensor, layout: Layout, shape: Sequence[int], is_plain: bool) -> Tensor:
-    """Make an operand's gradient of its local tensor: a DTensor of `layout`, or a plain tensor if `is_plain`.
+    """Make an operand's gradient from a local tensor: a DTensor of `layout`, or a plain tensor if `is_plain`.
 
     Raises LayoutError for a plain operand with a gradient that is not replicated.
     """

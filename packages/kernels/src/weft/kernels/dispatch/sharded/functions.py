@@ -38,8 +38,8 @@ def make_node_link() -> Tensor:
 def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """Decorator for the backward of an autograd function whose last output is the link of `make_node_link`, or None.
 
-    Differentiating the gradients by any tensor then raises RuntimeError. Autograd runs only the nodes between the
-    gradients and this tensor, and one of these nodes must raise. Therefore `refuse_second_derivative` puts a raising
+    Differentiating the gradients by any tensor t then raises RuntimeError. Autograd runs only the nodes between the
+    gradients and t, and one of these nodes must raise. Therefore `refuse_second_derivative` puts a raising
     node between the gradients and all tensors from which they were computed: the upstream gradients and the operands.
     An operand is reached through the saved tensors: either the operand is saved, or the link leads to the function's
     node and on to the operand. The gradients of a function that saves nothing do not depend on the operands.
@@ -133,8 +133,8 @@ class PlainOp(torch.autograd.Function):
 class ShardedOp(torch.autograd.Function):
     """Runs an op on DTensors: unwraps, computes locally, wraps. Returns the outputs and the link of `make_node_link`.
 
-    On ranks outside the mesh also for ops which torch differentiates: their forward does not run there, so torch would
-    have no graph to differentiate.
+    Ranks outside the mesh use this function also for ops which torch differentiates: the op's forward does not run on
+    these ranks, so torch would have no graph to differentiate.
     """
 
     @staticmethod

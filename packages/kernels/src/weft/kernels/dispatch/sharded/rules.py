@@ -29,7 +29,7 @@ class Sharding:
     # (layout of each output's gradient) -> layout of each operand's gradient
     gradient_layouts: Callable[..., tuple[Layout | None, ...]]
     # (rank, mesh) -> options of forward and backward that depend on the rank, for example the first class of the
-    # rank's shard. Called once: `CallPlan` keeps the result.
+    # vocabulary in the rank's shard of the logits. Called once: `CallPlan` keeps the result.
     local_options: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}
     # Layout and global shape of each output after the first. None if the op returns a tensor instead of a tuple; ()
     # for a tuple of one tensor.
@@ -79,7 +79,7 @@ def require_one_layout(
 
     name: of the op.
     gradient_layouts: (the common layout) -> layout of each operand's gradient.
-    num_shared: how many operands, the first, contribute to every output. The operands after these contribute to the
+    num_shared: the first `num_shared` operands contribute to every output. The further operands contribute to the
         last output alone, as a norm's weight does: they have no gradient if the last output has none.
     The returned function raises LayoutError if the layouts differ.
     """
