@@ -48,6 +48,22 @@ def test_while_a_piece_is_in_one_phase_the_next_is_in_another() -> None:
     assert said == order.split(", ")
 
 
+@pytest.mark.parametrize("phases", [1, 2, 3])
+def test_at_most_three_pieces_are_in_flight(phases: int) -> None:
+    started, most = 0, 0
+
+    def piece() -> Any:
+        nonlocal started, most
+        for _ in range(phases):
+            started += 1
+            most = max(most, started)
+            yield Sent("")
+
+    for _ in interleave(piece() for _ in range(16)):
+        started -= 1
+    assert (started, most) == (0, 2 if phases == 1 else 3)
+
+
 @pytest.mark.parametrize("elements", [0, 1, 1000, 3 << 17, (1 << 22) + 5])
 def test_pieces_are_all_of_a_part(elements: int) -> None:
     two: Any = [(None, range(2)), (None, range(2))]

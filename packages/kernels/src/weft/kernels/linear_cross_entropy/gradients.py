@@ -27,7 +27,7 @@ Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, wei
 
 
 class ProductGradients:
-    """The gradients of a `Product`, with respect to x, weight and bias, to which `add` adds one chunk of rows at a time.
+    """The gradients of a `Product` with respect to x, weight and bias; `add` adds one chunk of rows.
 
     For a mean or a sum, the op's forward makes an instance, for an upstream gradient of 1, and backward multiplies the
     results by the upstream gradient (`scale_gradient`). In every other case backward makes an instance.

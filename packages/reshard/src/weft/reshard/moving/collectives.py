@@ -29,7 +29,8 @@ from ..world.collective_bytes import count_as
 from ..world.world import Positions, world
 
 Running = Generator[dist.Work, None, Tensor]
-# One axis of a collective that runs axis by axis: the axis's group, and the members' positions (a range: in order).
+# One step of a collective over several axes: the group of an axis, or of several axes, and the members' positions (a
+# range: in order).
 Phase = tuple[dist.ProcessGroup, Positions]
 
 # torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
@@ -53,7 +54,7 @@ _MOST_SWAPPED_BYTES = 1 << 19
 # More pieces keep more links busy: only one phase works during the first piece, and only one during the last.
 _LEAST_PIECE_BYTES, _LEAST_PIECE_BYTES_ON_GPU = 1 << 18, 1 << 22
 _MOST_PIECES = 16
-_EXTRA_IN_FLIGHT = 1  # older pieces in flight beside the newest; more would compete for a link, and end no sooner
+_MOST_IN_FLIGHT = 3  # pieces; more would compete for a link, and end no sooner
 
 
 class Pending:
@@ -105,10 +106,10 @@ def split_into_pieces(elements: int, tensor: Tensor, phases: Sequence[Phase]) ->
 
 
 def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
-    """Runs the generators of several pieces, with collectives of two pieces in flight at a time.
+    """Runs the generators of several pieces, with collectives of at most three pieces in flight.
 
-    The older collective is waited for; its piece then starts its next collective, or the next piece begins. All ranks
-    must interleave the same pieces.
+    Before a piece begins, the oldest collective is waited for, and its piece starts its next collective. All ranks must
+    interleave the same pieces.
     """
     active: deque[tuple[Running, dist.Work]] = deque()
 
@@ -116,16 +117,18 @@ def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
         with suppress(StopIteration):
             active.append((piece, next(piece)))
 
-    for piece in pieces:
-        advance(piece)
-        if len(active) > _EXTRA_IN_FLIGHT:
-            oldest, work = active.popleft()
-            yield work
-            advance(oldest)
-    while active:
+    def advance_oldest() -> Generator[dist.Work, None, None]:
         oldest, work = active.popleft()
         yield work
         advance(oldest)
+
+    for piece in pieces:
+        yield from advance_oldest() if len(active) > 1 else ()
+        while len(active) >= _MOST_IN_FLIGHT:
+            yield from advance_oldest()
+        advance(piece)
+    while active:
+        yield from advance_oldest()
 
 
 def all_gather(part: Tensor, phases: Sequence[Phase]) -> Running:
@@ -182,7 +185,7 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Running:
     """Reduces the members' tensors into the memory of `tensor`; bool is reduced as uint8, which every backend supports.
 
     On gloo, two ranks swap small tensors and add the received one: the same bytes as an all-reduce, in one step instead
-    of two. Gloo's own all-reduce swaps and adds up to two elements, too.
+    of two. For at most two elements, gloo's own all-reduce swaps and adds, too.
     """
     result = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     is_small = tensor.numel() > 2 and tensor.nbytes <= _MOST_SWAPPED_BYTES

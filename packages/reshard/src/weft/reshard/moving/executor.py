@@ -1,9 +1,9 @@
 """Runs a plan on this rank's local tensor, over torch.distributed.
 
 `prepare` returns the `PreparedPlan` of a plan. The first run finds the groups, shapes and messages of each step, and
-later runs reuse these. A prepared step runs as a generator: yields every collective after starting the collective, and
-returns the local tensor after the step. `execute` waits for each collective at once; with `start_plan`, the caller
-computes between start and wait.
+later runs reuse these. A prepared step runs as a generator, which yields each collective that the step has started, and
+returns the local tensor after the step. `reshard.py` starts a `PreparedPlan`. Callers that have a plan and no DTensor
+use `execute`, which waits for each collective before the next, or `start_plan`, to compute between start and wait.
 
 Inside `record_received`, each plan that communicates passes its result to a callback. Inside `replay_received`, each
 such plan returns a recorded result, and sends nothing. So selective recomputation (weft.models' parallel/recompute.py)
@@ -68,7 +68,7 @@ _thread_state = threading.local()  # autograd runs the backward of each device o
 
 
 def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's local tensor after the plan; `local` is not changed.
+    """This rank's local tensor after the plan; `local` is not changed. Called by the custom ops of compiled graphs.
 
     Communication: the plan's steps, in order. A rank outside both meshes does nothing.
     """
@@ -76,7 +76,10 @@ def execute(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def start_plan(plan: Plan, local: Tensor, mesh: DeviceMesh) -> Pending:
-    """`execute` with its first collective started; `wait()` runs the rest. See `PreparedPlan.start`."""
+    """`execute` with its first collective started; `wait()` runs the further ones. See `PreparedPlan.start`.
+
+    Called by gathers of sharded parameters, and by the custom ops of compiled graphs.
+    """
     return prepare(plan, mesh).start(local)
 
 

@@ -335,8 +335,8 @@ class _WaitFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None, None]:
         started = start_reshard(grad, placements=ctx.change.cotangent, **ctx.change.options)
         ctx.gradient_reshard.started = started
-        # For `_StartFunction.backward`, in place of a gradient. In a double backward, the token of the gradient's own
-        # reshard: it joins the functions in the graph of the second backward.
+        # The token's gradient, for `_StartFunction.backward`: an empty tensor. In a double backward, the token of the
+        # gradient's own reshard, which links both functions in the graph of the second backward.
         token = grad.to_local().new_empty(0) if started._token is None else started._token
         return token, None, None, None, None
 
@@ -362,10 +362,10 @@ def finish_in_graph(number: Tensor, uninitialized: Tensor, dtensor: DTensor, pla
 class _BeginInGraph(torch.autograd.Function):
     """The start of a reshard in a graph. Returns the reshard's number (`add_start_node`) and an uninitialized tensor.
 
-    No element of either output is used by the forward: they make room for what `_FinishInGraph.backward` hands to the
-    backward here, in place of the outputs' gradients. These are the number of the gradient's reshard, and the local
-    gradient that is being sent, of the result's local shape. The number is a float because only float tensors have
-    gradients.
+    In forward, `_FinishInGraph` reads the number, and nothing reads the uninitialized tensor. In backward, the outputs'
+    gradients carry two values from `_FinishInGraph.backward` to the backward here: the number of the gradient's
+    reshard, and the local gradient that is being sent, of the result's local shape. The number is a float because only
+    float tensors have gradients.
     """
 
     @staticmethod

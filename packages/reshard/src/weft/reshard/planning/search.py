@@ -1,13 +1,13 @@
 """Search for the cheapest steps between two layouts of a mesh.
 
-`Task` states a search: the spec to start from, the spec to reach, and the axes to reduce in between. `Candidates` lists
+A `Spec` lists for each dim the axes that shard the dim, major first. `Task` states a search: the spec to start from,
+the spec to reach, and the axes to reduce in between. `Candidates` lists
 the ways to try, each a list of moves (moves.py). `cheapest` prices the ways, and turns the best one into steps.
 
 The moves of a way have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable
 collective communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, a
 single exchange of the elements that each rank needs and lacks attains the lower bound. Ways of gathers are listed
-before
-it: where gathers attain the bound, too, they are chosen.
+before the exchange: where gathers attain the bound, too, they are chosen.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class Task:
 
         With a reduction, consider the sub-mesh along all axes that may move data, of R ranks. At the end each of them
         needs `needed` elements, each element on `copies` ranks: R * needed / copies different elements. Each of these
-        takes p + copies - 2 messages, for p addends. The busiest of the R ranks receives at least the average.
+        takes p - 1 messages to add p addends, and copies - 1 to hand on the sum. The busiest of the R ranks receives at
+        least the average.
         """
         needed = self.sizes.local(self.end)
         if not self.to_reduce:

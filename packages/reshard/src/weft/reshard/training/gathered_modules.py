@@ -74,7 +74,7 @@ def fixed_parameters(model: nn.Module) -> Iterator[None]:
 
     With zero=1 and 2 the block's forward passes then share a gather. Without the promise each forward pass gathers the
     sharded parameters, because the program may have changed a parameter. With zero=3 no full copies are kept, so each
-    pass gathers in the block, too. All ranks enter and leave together. Communication: none.
+    pass gathers inside the block as well. All ranks enter and leave together. Communication: none.
 
         with torch.no_grad(), fixed_parameters(model): losses = [evaluate(batch) for batch in held_out]
     """
@@ -125,7 +125,10 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def layout_in_call(module: nn.Module, name: str) -> Layout:
-    """The layout in which a module computes with a parameter; between calls the parameter itself is a shard."""
+    """The layout in which a module computes with a parameter; between calls the parameter itself is a shard.
+
+    `weft.models.lora` lays its factors out by this layout.
+    """
     layouts: dict[str, Layout] = module.__dict__.get(_LAYOUTS, {})
     return layouts[name] if name in layouts else layout_of(getattr(module, name))
 

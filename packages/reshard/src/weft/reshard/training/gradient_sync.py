@@ -56,10 +56,10 @@ class GradientSync:
     Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
     collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
 
-    Before `wait()`, `.grad` holds a gradient that has the target layout from the start. Any other gradient is there as
-    a partial sum until the gradient is put into a bucket, then a placeholder. Reading numbers from the placeholder
-    raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. For all new gradients, a
-    torch optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError before `wait()`.
+    Before `wait()`, `.grad` holds a gradient which backward computed in the target layout. For any other gradient,
+    `.grad` holds a partial sum until the gradient is put into a bucket, then a placeholder. Reading numbers from the
+    placeholder raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. For all new
+    gradients, a torch optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError before `wait()`.
     Where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is reduced
     into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With zero=2 and
     3 every backward pass sends its gradients, also in `paused()`; the sum is in the shard's `.grad` when `paused()`
@@ -366,10 +366,11 @@ def _sync_of(parameter: Tensor) -> GradientSync | None:
 def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
     """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
-    For ops of weft.models that compute weight gradients on local tensors: building a DTensor for `.grad` takes time.
-    None for a parameter without a GradientSync. The callback serves all parameters of the same GradientSync, and takes
-    the parameter, the part, and the gradient's `dtensor_spec`. A backward pass calls the callback at most once for each
-    parameter. The callback returns False where the gradient must go by `.grad`; then the op returns it to autograd.
+    Called by weft.models' parallel/local_modules.py, whose functions compute weight gradients on local tensors:
+    building a DTensor for `.grad` takes time. None for a parameter without a GradientSync. The callback serves all
+    parameters of the same GradientSync, and takes the parameter, the local gradient, and the gradient's `dtensor_spec`.
+    A backward pass calls the callback at most once for each parameter. The callback returns False where the gradient
+    must go by `.grad`; its caller then returns the gradient to autograd.
     """
     sync = None if parameter is None else _sync_of(parameter)
     return None if sync is None else sync._accept_local_grad

@@ -85,10 +85,10 @@ class Leaf:
         return self.is_hooked and self.is_on_mesh and self.parameter.requires_grad
 
     def unsent_forms(self) -> Forms:
-        """The forms of the gradients that `GradientBuckets.add` would send now.
+        """The forms that `GradientBuckets.add` would put into `sent_forms` now.
 
-        Without ZeRO, a gradient in the target layout is never sent, and stays in `.grad`. The form of this gradient is
-        listed until `add` has put the form into `sent_forms`; by the form, peers learn of the gradient.
+        Also the form of a gradient in the target layout, which without ZeRO is not sent, and stays in `.grad`: by the
+        form, peers learn of the gradient.
         """
         if not self.is_hooked:
             return ()

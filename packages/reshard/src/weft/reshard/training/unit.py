@@ -76,7 +76,7 @@ class Unit:
         self._running_calls = 0
         self._swapped: list[tuple[ParameterSlot, DTensor]] = []  # slots that hold full copies now, and their shards
         self._in_use: list[FullParameter] = []  # full copies in use by this unit; not freed
-        # For each slot, the shard and full copy found last; None before.
+        # For each slot, the shard and full copy found by the last `_entries`; None before the first.
         self._copies: list[tuple[DTensor, FullParameter] | None] = []
         self._gathers: dict[tuple[FullParameter, ...], GatherBatch] = {}  # by the full copies to fill
         self._prefetch: _Prefetch | None = None
@@ -300,7 +300,8 @@ class _Call:
     def on_output_grad(self, _: Tensor) -> None:
         """Hook: backward has the gradient of an output. The first output begins the call's backward.
 
-        Without inputs there is no later hook to count, and every output begins it.
+        Without inputs the count stays 0, and every output calls `begin_backward`; a repeated call
+        finds the full copies swapped in.
         """
         if not self.missing_input_grads:
             self.missing_input_grads = self.input_count

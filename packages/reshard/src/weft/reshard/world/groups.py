@@ -37,9 +37,8 @@ def device_mesh(mesh: ProcessMesh, device_type: str, unpermuted: ProcessMesh | N
     if key not in current.device_meshes:
         created = current.device_mesh(mesh, device_type)
         if unpermuted is not None:
-            # The same ranks in the same axis order may also be an original mesh. The two DeviceMeshes stand for
-            # different process meshes, and torch's caches take equal DeviceMeshes for one. DeviceMesh compares
-            # `_thread_id`, too.
+            # A program may also make a mesh which equals this permuted one. The two DeviceMeshes would then be equal, and
+            # one for torch's caches, but stand for different process meshes. DeviceMesh compares `_thread_id`, too.
             created._thread_id = int(unpermuted.digest[:12], 16)
         current.device_meshes[key] = created
         current.process_meshes[created] = original
