@@ -29,8 +29,7 @@ from ..world.collective_bytes import count_as
 from ..world.world import Positions, world
 
 Running = Generator[dist.Work, None, Tensor]
-# One step of a collective over several axes: the group of an axis, or of several axes, and the members' positions (a
-# range: in order).
+# A step of a collective: the group along one or several axes, and its members' positions (a range: in order).
 Phase = tuple[dist.ProcessGroup, Positions]
 
 # torch 2.13 renamed these functions; 2.11 and 2.12 have the old names only
@@ -118,9 +117,8 @@ def interleave(pieces: Iterable[Running]) -> Generator[dist.Work, None, None]:
             active.append((piece, next(piece)))
 
     def advance_oldest() -> Generator[dist.Work, None, None]:
-        oldest, work = active.popleft()
-        yield work
-        advance(oldest)
+        yield active[0][1]
+        advance(active.popleft()[0])
 
     for piece in pieces:
         yield from advance_oldest() if len(active) > 1 else ()

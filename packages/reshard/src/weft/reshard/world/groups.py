@@ -37,8 +37,8 @@ def device_mesh(mesh: ProcessMesh, device_type: str, unpermuted: ProcessMesh | N
     if key not in current.device_meshes:
         created = current.device_mesh(mesh, device_type)
         if unpermuted is not None:
-            # A program may also make a mesh which equals this permuted one. The two DeviceMeshes would then be equal, and
-            # one for torch's caches, but stand for different process meshes. DeviceMesh compares `_thread_id`, too.
+            # A program may also make a mesh equal to this permuted one. Both DeviceMeshes would be equal, and torch's
+            # caches would mix them up. DeviceMesh also compares `_thread_id`.
             created._thread_id = int(unpermuted.digest[:12], 16)
         current.device_meshes[key] = created
         current.process_meshes[created] = original
