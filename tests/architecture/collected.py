@@ -1,7 +1,7 @@
 """Every test that pytest finds, whatever is selected; `python -m tests.architecture.collected` prints them as JSON.
 
-For each test: its name, its marks, whether its function is marked exhaustive as a whole, and the public names of
-the packages that its code uses.
+For each test: its name, its marks, whether its function is marked exhaustive as a whole, whether the test runs on
+several processes, and, unless the test is marked exhaustive, the public names of the packages that its code uses.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def described(found: Found) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "marks": sorted({mark.name for mark in item.iter_markers()}),
+            "marks": sorted(marks),
             "by_hand": any(mark.name == "exhaustive" for mark in getattr(item.obj, "pytestmark", [])),  # type: ignore[attr-defined]
-            "uses": sorted(uses(item)),
+            "on_processes": "pool" in getattr(item, "fixturenames", ()),
+            "uses": [] if "exhaustive" in marks else sorted(uses(item)),
         }
         for name, item in found
+        for marks in [{mark.name for mark in item.iter_markers()}]
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
+from weft.models.schedules.schedule import NAMES
 
 from tests.architecture.collected import FOUND, described
 from tests.architecture.rules import ROOT
@@ -33,6 +35,11 @@ def expressions() -> tuple[str, str]:
 
 def is_selected(expression: str, marks: Iterable[str]) -> bool:
     """Whether `pytest -m expression` selects a test with these marks."""
+    return _is_selected(expression, frozenset(marks).intersection(MARKS))
+
+
+@functools.cache
+def _is_selected(expression: str, marks: frozenset[str]) -> bool:
     return bool(eval(expression, {}, {mark: mark in marks for mark in MARKS}))
 
 
@@ -83,6 +90,34 @@ def test_every_step_of_a_plan_is_sampled(sampled: list[Test]) -> None:
     steps = {f"weft.reshard.{step.__name__}" for step in get_args(Step)}
     assert len(steps) >= 10
     assert steps - {name for test in sampled if "tests/reshard/" in test["name"] for name in test["uses"]} == set()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt"])
+def test_every_family_is_sampled_on_processes(sampled: list[Test], family: str) -> None:
+    assert any(family in parameters for parameters in of_models_on_processes(sampled))
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_every_level_of_zero_is_sampled_on_processes(sampled: list[Test], level: int) -> None:
+    assert any(f"zero{level}" in parameters for parameters in of_models_on_processes(sampled))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_schedule_is_sampled_on_processes(sampled: list[Test], schedule: str) -> None:
+    spellings = (schedule, schedule.replace("_", "-"))
+    assert any(each in parameters for parameters in of_models_on_processes(sampled) for each in spellings)
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp", "cp", "tp"])
+def test_every_axis_is_sampled_on_processes(sampled: list[Test], axis: str) -> None:
+    assert any(f"{axis}2" in parameters for parameters in of_models_on_processes(sampled))
+
+
+def of_models_on_processes(tests: list[Test]) -> list[str]:
+    """The parameters in the names of tests of models on several processes."""
+    names = [test["name"] for test in tests if test["on_processes"] and test["name"].startswith("tests/models/")]
+    assert len(names) > 100
+    return [name.partition("[")[2].lower() for name in names]
 
 
 def kernels_of(launch: str, kernel: str) -> set[str]:

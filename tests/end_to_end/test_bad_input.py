@@ -133,7 +133,10 @@ for arguments in (
     ],
 )
 def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untrained: Path) -> None:
-    """A second of processor time, from Python's start, with the standard library as a run's text; least of three."""
+    """A second of processor time, from Python's start, with the standard library as a run's text.
+
+    Up to three runs, as other programs share the caches.
+    """
 
     def seconds() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -144,6 +147,8 @@ def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untraine
         before = seconds()
         assert weft(*arguments, cwd=untrained).returncode == 2
         found.append(seconds() - before)
+        if found[-1] < 1.0:
+            break
     assert min(found) < 1.0
 
 

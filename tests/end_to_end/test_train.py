@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The output and the folder of a short run on dp=2 x tp=2."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("weft and warp, wärp and weft. " * 400)  # of which little is held out
-    done = weft(
+    done = weft_preloaded(
         "train",
         "--steps",
         "5",

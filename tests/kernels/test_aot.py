@@ -47,6 +47,9 @@ PRODUCT = {
 }
 
 Reports = dict[tuple[str, str], dict[str, Any]]
+# One worker of pytest-xdist runs all tests that read `compiled_once`.
+SHARE_THE_COMPILED = pytest.mark.xdist_group("compiled for absent GPUs")
+pytestmark = SHARE_THE_COMPILED
 
 
 def by_variant_and_target(reports: Iterable[dict[str, Any]]) -> Reports:

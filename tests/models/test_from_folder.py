@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from weft.models import (
     save_checkpoint,
 )
@@ -49,6 +48,8 @@ def test_the_model_is_the_folders(config: ModelConfig, converted: bool, asked: A
 
 
 def test_every_config_that_transformers_writes_is_taken(asked: Asked) -> None:
+    import transformers  # here, as the import takes a second, also in workers that run none of these tests
+
     for kind in ("llama", "qwen2", "qwen3", "gpt2"):
         their_model(kind, vocab_size=257).save_pretrained(f"theirs-{kind}")
         for name, content in byte_tokenizer().files:

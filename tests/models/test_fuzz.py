@@ -11,7 +11,7 @@ from tests.architecture.rules import ROOT
 from tests.support import preloaded
 from tests.support.limits import PATIENCE
 
-CASES, SEED = 66, 20
+CASES, SEED = 33, 20
 
 
 def test_a_sample_of_damaged_files_ends_in_the_right_answer_or_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +26,7 @@ def test_a_sample_of_damaged_files_ends_in_the_right_answer_or_in_one_line(capsy
     )
     assert found is not None, counts
     doors, read, refused = map(int, found.groups())
-    assert 6 * doors <= CASES, "several for each door"
+    assert 3 * doors <= CASES, "several for each door"
     assert read + refused == CASES
     assert min(read, refused) > CASES // 10, "damage is drawn that is found, and damage that changes nothing"
     with capsys.disabled():

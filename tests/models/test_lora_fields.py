@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from weft.models import load_lora, lora, save_lora
 from tests.models.folders import close, their_model, tokens_for
 from tests.models.test_lora import make, make_gpt, their_gpt
 
-peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 # Values other than the default, of every field of peft's LoraConfig; of some fields several.
 OTHERS = {
@@ -82,10 +83,14 @@ CASES = [(name, value) for name, values in OTHERS.items() for value in values]
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     """Else peft asks for the base model's files in the network, and waits."""
+    import peft  # noqa: F401  before the variable is set, which its import would read for all later tests
+
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def test_every_field_of_the_installed_peft_is_among_the_cases():
+    import peft
+
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     assert fields <= OTHERS.keys()
 
@@ -99,6 +104,7 @@ def base(tmp_path_factory):
 
 def tuned(base, **options):
     """peft's model with random adapters on a base that is read anew; None where peft cannot make the model."""
+    import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
@@ -192,6 +198,8 @@ def test_a_wider_adapter_without_its_own_alpha_is_refused(tmp_path):
 @pytest.mark.parametrize("target", ["c_fc", "c_proj"])
 def test_pefts_adapters_of_transposed_layers(alpha, target, tmp_path):
     """fan_in_fan_out must not matter: the layer itself says how its weight is stored."""
+    import peft
+
     for fan in (True, False):
         config = peft.LoraConfig(
             r=2, lora_alpha=alpha, target_modules=[target], fan_in_fan_out=fan, init_lora_weights=False

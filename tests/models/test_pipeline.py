@@ -154,6 +154,7 @@ truth_of = functools.cache(expected)
 
 
 @pytest.mark.table
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("axes", "plan", "cases"), together(MESHES, SCHEDULES, MODELS))
 def test_paddlenlp_9412_stages_have_the_loss_and_gradients_of_one_process(
     axes: dict[str, int],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -89,19 +91,26 @@ def test_what_torchrun_has_started_is_started_by_it_again(monkeypatch: pytest.Mo
     assert suggested()[1].startswith("torchrun --nproc-per-node 4 -m weft.models.cli train llama-tiny --mesh.dp 4 ")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, a prepared folder and a configuration file."""
+    folder = tmp_path_factory.mktemp("texts")
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        Path("a folder").mkdir()
+        for name in ("text.txt", "my book's $HOME.txt", "-dash.txt", "a folder/one.txt"):
+            Path(name).write_text('- weft and warp, "woven". ' * 400)
+        Path("lines.txt").write_text("--- it's\n" * 900)
+        Path("run.toml").write_text('recipe = "gpt-tiny"\nsteps = 7\n[mesh]\ndp = 2\n[data]\npath = "text.txt"\n')
+        with pytest.raises(SystemExit, match="0"):
+            main(["data", "prepare", "a folder", "--output", "prepared data"])
+    return folder
+
+
 @pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where these tests stand: texts, a prepared folder, a configuration file."""
-    monkeypatch.chdir(tmp_path)
+def texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `folder` the current folder, on a machine without GPUs."""
+    monkeypatch.chdir(folder)
     monkeypatch.setattr("weft.models.cli.settings.gpu_count", lambda: 0)
-    Path("a folder").mkdir()
-    for name in ("text.txt", "my book's $HOME.txt", "-dash.txt", "a folder/one.txt"):
-        Path(name).write_text('- weft and warp, "woven". ' * 400)
-    Path("lines.txt").write_text("--- it's\n" * 900)
-    Path("run.toml").write_text('recipe = "gpt-tiny"\nsteps = 7\n[mesh]\ndp = 2\n[data]\npath = "text.txt"\n')
-    with pytest.raises(SystemExit, match="0"):
-        main(["data", "prepare", "a folder", "--output", "prepared data"])
-    capsys.readouterr()
 
 
 TEXT = "--data.path text.txt"

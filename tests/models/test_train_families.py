@@ -62,6 +62,7 @@ def first_step(text: str, model: ModelConfig, axes: dict[str, int], plan: dict[s
     return said if made.rank == 0 else []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", EACH)
 def test_step_1_is_as_predicted_and_has_the_loss_of_one_process(family: str, plan: str, text: str, pool: Pool) -> None:

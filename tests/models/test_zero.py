@@ -149,6 +149,7 @@ def each_case(axes: dict[str, int], plan: dict[str, Any], cases: list[Case], tru
 
 
 @pytest.mark.table
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("axes", "plan", "cases"), together(MESHES, LEVELS, VARIANTS))
 def test_paddlenlp_9412_sharding_levels_end_three_clipped_steps_with_the_weights_of_one_process(
     axes: dict[str, int], plan: dict[str, Any], cases: list[Case], pool: Any, combinations: Callable[[int], None]

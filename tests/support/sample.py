@@ -9,11 +9,13 @@
            for src, dst in portion.of(itertools.product(layouts, repeat=2), every=10): ...
 
 3. A search by Hypothesis uses `searched` (tests/support/search.py), and becomes two items: with a tenth of the
-examples, and with all. 4. A test that takes long, and has a shorter version, is marked by hand:
-`@pytest.mark.exhaustive`. 5. A table whose cases run together, as in one call of the worker processes, gets its
-parameters from `together`. Every value of the first parameter has two lists: the cases taken by rule 1, and the
-remaining cases. 6. A test in tests/models whose cases each run on several processes runs with the first two cases
-taken by these rules. Such tests vary meshes, plans and families; other files vary ops, rules and failures.
+   examples, and with all.
+4. A test that takes long, and has a shorter version, is marked by hand: `@pytest.mark.exhaustive`.
+5. A table whose cases run together, as in one call of the worker processes, gets its parameters from `together`.
+   Every value of the first parameter has two lists: the cases taken by rule 1, and the remaining cases.
+6. A test in tests/models whose cases each run on several processes runs with the first case taken by these rules,
+   or with the first n cases if marked `@pytest.mark.few(n)`. Such tests vary meshes, plans and families; other files
+   vary ops, rules and failures.
 
 Cases left out have the mark `exhaustive`. The names of the cases alone decide: the sample is the same in every
 process, on every machine, and for any selection of tests.
@@ -34,7 +36,7 @@ Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of i
 
 # Marks of tests that are never sampled.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
-A_FEW = 2  # cases taken of a test of models on several processes
+A_FEW = 1  # cases taken of a test of models on several processes that is not marked `few`
 
 
 def sample(cases: Sequence[tuple[str, frozenset[Any]]]) -> list[str]:
@@ -103,7 +105,8 @@ def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
     ]
     taken = sample([(item.name, values) for item, values in sampled])
     if any(_is_of_models_on_processes(item) for item, _ in sampled):
-        taken = taken[:A_FEW]
+        marks = [mark for item, _ in sampled if (mark := item.get_closest_marker("few"))]
+        taken = taken[: marks[0].args[0] if marks else A_FEW]
     for item, values in sampled:
         if values and item.name not in taken:
             item.add_marker(pytest.mark.exhaustive)

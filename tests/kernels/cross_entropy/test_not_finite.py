@@ -78,13 +78,12 @@ def test_each_row_is_as_in_torch(device, options, dtype):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_reduced_loss_is_as_in_torch(device, reduction):
+def test_a_reduced_loss_is_as_in_torch(device, portion, reduction):
     """No row is ignored, and forward may make the gradient: for the guessed number and for a number not guessed."""
     generator = torch.Generator().manual_seed(2)
     target = torch.full((3,), TARGET, device=device)
-    for dtype, value, place, number in product(
-        (torch.float32, torch.float64, torch.bfloat16), VALUES, PLACES, (1.0, UPSTREAM)
-    ):
+    cases = product((torch.float32, torch.float64, torch.bfloat16), VALUES, PLACES, (1.0, UPSTREAM))
+    for dtype, value, place, number in portion.of(cases, every=3):
         logits = torch.randn(3, V, generator=generator).to(dtype).to(device)
         logits[1, PLACES[place]] = value
         upstream = torch.tensor(number, device=device)
@@ -108,12 +107,14 @@ def test_a_reduced_loss_does_not_look_at_ignored_rows(device, options, value, re
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_one_class(device, reduction):
+def test_one_class(device, portion, reduction):
     target = torch.zeros(3, dtype=torch.int64, device=device)
     upstream = torch.full((3,) if reduction == "none" else (), UPSTREAM, device=device)
-    for dtype, value, options in product(
-        (torch.float32, torch.float64, torch.bfloat16), VALUES, ({}, {"label_smoothing": 0.1}, {"z_loss": 0.01})
-    ):
+    dtypes, options_of_a_loss = (
+        (torch.float32, torch.float64, torch.bfloat16),
+        ({}, {"label_smoothing": 0.1}, {"z_loss": 0.01}),
+    )
+    for dtype, value, options in portion.of(product(dtypes, VALUES, options_of_a_loss), every=3):
         logits = torch.tensor([[0.5], [value], [2.0]], dtype=dtype, device=device)
         found = loss_and_gradient(logits, target, upstream, reduction=reduction, **options)
         assert_same(found, expected(logits, target, upstream, reduction=reduction, **options), dtype)

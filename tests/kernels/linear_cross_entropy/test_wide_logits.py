@@ -19,7 +19,7 @@ N, V, H = 48, 130, 64
 NARROW = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
 
 
-def large(device: str, dtype: torch.dtype, reduction: str, V: int = V) -> Given:
+def large(device: str, dtype: torch.dtype, reduction: str, N: int = N) -> Given:
     """Logits of 8 times randn, which 16 bits would round by as much as 0.06."""
     case = make((N,), V, device, dtype, reduction, H=H, bias=True)
     # Half of the targets are likely classes.
@@ -59,13 +59,14 @@ def test_the_error_is_that_of_rounding_the_gradients(device, dtype, reduction, c
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_parts_of_a_chunk_are_the_whole(device, dtype, reduction):
-    case = large(device, dtype, reduction)
+    tokens = 14  # three parts of 5, and two chunks of 7
+    case = large(device, dtype, reduction, tokens)
     whole = run(case, reduction=reduction)
     with patch.object(chunks, "TILE", 5), patch.object(chunks, "HELD_BYTES_ON_CPU", 4 * 5 * V * chunks.PARTS_SHARE):
         assert chunks.part_tokens(V, 1, case.input) == 5
-        parts = run(case, reduction=reduction, chunk_tokens=N)
+        parts = run(case, reduction=reduction, chunk_tokens=tokens)
         check_error([parts[0], *parts[1]], case, reduction=reduction)
-        shards = shard_by_shard(case, [60, 0, 70], chunk_tokens=17, reduction=reduction)
+        shards = shard_by_shard(case, [60, 0, 70], chunk_tokens=7, reduction=reduction)
     torch.testing.assert_close(parts, whole, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
     torch.testing.assert_close(shards[0], whole[0])
     check_error([shards[0], *shards[1]], case, reduction=reduction)

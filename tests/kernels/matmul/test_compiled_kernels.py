@@ -12,9 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.products import FORMATS
-from tests.kernels.test_aot import EACH_TARGET, FIRST, reports_for
+from tests.kernels.test_aot import EACH_TARGET, FIRST, SHARE_THE_COMPILED, reports_for
 from tests.support.pool import Pool
 
+pytestmark = SHARE_THE_COMPILED
 MULTIPLIES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 # By target, the dtypes' names in its instructions. A chip without e4m3 widens 8 bits; tcgen05 names all 16-bit dtypes
 # alike.
