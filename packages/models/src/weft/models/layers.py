@@ -131,7 +131,8 @@ class Dropout(nn.Module):
         """[...] -> [...]: the input with dropout, plus `residual` if given. No dropout if p is 0, and in eval mode.
 
         key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
-        order: of the tokens (dim -2) where not stored in reading order, see `Batch.order`; the mask stays the same.
+        order: the order in which the tokens (dim -2) are stored, if not in reading order; see `Batch.order`. Each token
+            has the mask that it has in reading order.
         residual: of the input's shape.
         Raises RuntimeError where elements would be dropped and the key is None.
         """
@@ -370,7 +371,7 @@ def add_and_norm(
 
 @row_independent
 class Block(nn.Module):
-    """One transformer block: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), as in GPT-2.
+    """One transformer block: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
     name: the block's path in the model.
     """

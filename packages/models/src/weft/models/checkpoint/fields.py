@@ -127,7 +127,7 @@ class Fields:
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values for our config, by our names. config: the content of config.json.
 
-        A missing or null field is left out of the result; a missing field with an entry in `defaults` has that value.
+        A missing field has its value in `defaults`, or is left out. A null field is left out where null is allowed.
         Raises ValueError for a required field that is missing or null, and for a field that is unknown, null without
         being `nullable`, of the wrong type, or of a value that Weft does not support.
         """
@@ -143,7 +143,8 @@ class Fields:
         """The fields of config.json for one of our configs, without the `read_by_family` fields."""
         written = {name: getattr(config, own_name) for name, own_name in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
-        # Written as null: for an absent id, transformers would assume a default of its own.
+        # Written as null: for an absent id, transformers would assume a default of its own. A model with companions
+        # gets its own ids from them (`Companions.in_config`).
         return {**fixed, **written, "bos_token_id": None, "eos_token_id": None}
 
     def _check(self, name: str, value: Any) -> None:

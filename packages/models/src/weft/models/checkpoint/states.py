@@ -104,8 +104,8 @@ def save_checkpoint(
     and, for the families of Weft, the model's config.json. A model class of the user's own is saved without a config,
     and so is a subclass of a family that overrides how the family computes.
     run: JSON values about the run; `read_run` returns them. tokenizer: written into the folder.
-    Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank its plan,
-    and gathers the results.
+    Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank the list
+    of parts to write, and gathers the results.
     Raises, on every rank, ValueError where the folder exists and OSError where writing fails.
     """
     snapshot(model, optimizer, run=run, tokenizer=tokenizer).write(Path(folder))

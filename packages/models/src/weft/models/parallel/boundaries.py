@@ -53,11 +53,12 @@ def column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
 
 
 def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepared_output: Set[str]) -> None:
-    """Register hooks that reshard the inputs and outputs of the tensor-parallel layers named by one plan.
+    """Register hooks that reshard the inputs and outputs of one module's tensor-parallel layers.
 
     An input of column-parallel layers becomes replicated, a Partial output is reduced, and without
-    `ParallelPlan.loss_parallel` the output of the plan's module becomes replicated.
+    `ParallelPlan.loss_parallel` the module's output becomes replicated.
     model: the whole model; all names are names in it.
+    module_plan: the name of the module, the plan which lays the module out, and the styles of its layers.
     with_prepared_output: the modules whose output a PrepareOutput places on the tensor axis; `hook_preparations`
         reshards their output instead.
     """
@@ -138,7 +139,7 @@ class _SharedInput:
         self._replicated: Any = None  # the same input, replicated over the tensor axis
 
     def replicate(self, x: Any) -> Any:
-        """The replicated input. The pre-hook of each sibling, for the sibling's input x."""
+        """The replicated input. Called by the pre-hook of each sibling, with the sibling's input x."""
         if x is not self._input or self._replicated is None:
             self._input, self._replicated = x, _replicate_input(x)
         return self._replicated

@@ -141,7 +141,7 @@ class ProbedCriterion:
             output = reshard(output, placements=layout_of(target))
         return _partial_loss(self._weighted_loss(output.to_local(), local_of(target), shares.own[number]), target)
 
-    def finish(self) -> None:
+    def raise_if_unweighted(self) -> None:
         """Raises ValueError, on all stages, if the last stage could not weight the criterion.
 
         Called by `forward_backward` after the step.

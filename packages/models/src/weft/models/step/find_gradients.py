@@ -51,9 +51,10 @@ def find_gradients(
     Afterwards the parameters' gradients are ready for the optimizer.
     criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
     clip_norm: 0 computes the norm and scales nothing.
-    after_phase: called with the phase of the collectives issued since the last call: after each forward and backward
-    of a microbatch (under a pipeline, after each action of the schedule); with "backward" when all of these are done,
-    since a pipeline may still issue collectives after the last action; at the end with "gradients".
+    after_phase: called with the phase of the collectives issued since the last call. The calls come after each forward
+        and each backward of a microbatch, or under a pipeline after each action of the schedule. One call with
+        "backward" follows the last action, because a pipeline may still issue collectives then. The last call has
+        "gradients".
     call_context: makes the context in which the model and the criterion are called, for example autocast.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;

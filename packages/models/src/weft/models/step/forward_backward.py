@@ -71,7 +71,7 @@ def forward_backward(
     weighted = weight_criterion(criterion, batch, targets, pipeline)
     loss = find_gradients(model, weighted, batch, sync).loss
     if isinstance(weighted, ProbedCriterion):
-        weighted.finish()
+        weighted.raise_if_unweighted()
     return loss
 
 

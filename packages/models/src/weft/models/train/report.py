@@ -84,7 +84,9 @@ class ParameterLayout:
     name: str
     shape: tuple[int, ...]
     layout: Layout | None  # None if unsharded, on a single process
-    stage_rank: int | None = None  # coordinate of the ranks on "pp"; None without a pipeline
+    stage_rank: int | None = (
+        None  # coordinate of the ranks on "pp"; None without a pipeline, or for the table of one stage
+    )
 
 
 class Report:

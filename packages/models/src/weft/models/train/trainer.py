@@ -1,7 +1,8 @@
 """The model, optimizer and data of a process, and the computation of a step.
 
-The training loop (loop.py) makes a `Trainer` per process. Order of the calls: `held_out_loss` and `first_step` of a new
-run; then for each step `step`, and where a line is due `read_metrics` and `held_out_loss`; `sample` at the end.
+The training loop (loop.py) makes a `Trainer` per process. Order of the calls: `held_out_loss` and `first_step` in a run
+before step 1; then for each step `step`, and where a line is due `read_metrics` and `held_out_loss`; `sample` at the
+end.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Trainer:
             self.model = draw_weights(model, device, run.config.seed)
         else:
             self.model = load_weights(model, run.origin, device, self.mesh, self.plan)
-        # The folder of the weights before step 1, if any. `Saver` loads the checkpoint of a resumed run; a run resumed
-        # from a checkpoint of `weft convert` takes step 1, and `first_step` needs the checkpoint for the comparison.
+        # The folder of the weights before step 1, if any; `first_step` compares with these weights. Also `run.resume`,
+        # because a run resumed from a checkpoint of `weft convert` still takes step 1.
         self._origin = run.origin or run.resume
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
@@ -243,7 +244,7 @@ class Trainer:
                     yield local
 
     def first_step(self) -> None:
-        """Take step 1 of a new run, instead of `step(0)`; a resumed run skips this method.
+        """Take step 1, instead of `step(0)`. A run that is resumed after step 1 skips this method.
 
         The step is uncompiled. The collectives are counted and printed beside the prediction. With the option
         `check`, the loss is compared with the loss of one process.
