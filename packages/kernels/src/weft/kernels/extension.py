@@ -6,7 +6,7 @@ tokens in another order, and the choice of overlapped products. A release may re
 
 from .cross_entropy.merged import weigh_targets
 from .dispatch.autocast import is_autocasting
-from .dispatch.backend import has_data
+from .dispatch.backend import has_data, is_compiling
 from .dispatch.delayed_weight_gradients import (
     DelayedGradients,
     allow_delayed_weight_gradients,
@@ -42,6 +42,7 @@ __all__ = [
     "has_data",
     "infer_gradient_layouts",
     "is_autocasting",
+    "is_compiling",
     "normal_",
     "pack",
     "refuse_second_derivative",

@@ -9,8 +9,7 @@ from typing import Generic, Self, TypeVar
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
-from weft.kernels.extension import has_data
-from weft.reshard.extension import is_compiling
+from weft.kernels.extension import has_data, is_compiling
 
 from .config import ModelConfig, RotaryConfig
 from .initialization import Constant, Initial, Normal
