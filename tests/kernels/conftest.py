@@ -17,6 +17,7 @@ import torch
 from weft.kernels.dispatch import backend
 
 KERNELS = (
+    "weft.kernels.attention.launch",
     "weft.kernels.cross_entropy.launch",
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",

@@ -1,0 +1,235 @@
+"""Launches the attention kernels: chooses the blocks, and allocates outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..dispatch.backend import chip_of, device_of
+from ..matmul.launch import precision
+from ..random.launch import signed
+from . import kernel
+from .drop import Drop
+from .ranges import Ranges
+
+Kernel = Literal["forward", "backward_queries", "backward_keys"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is compiled: queries and keys of a block, warps of a program, and stages of its loops."""
+
+    block_t: int
+    block_s: int
+    warps: int
+    stages: int
+
+
+INTERPRETED = Launch(block_t=16, block_s=16, warps=1, stages=1)
+# Registers of a thread that tiles and addresses may take, of 255. sm_80's tensor cores read both factors from registers
+# and leave fewer; on sm_100 sums are in tensor memory, and two programs that need little of it share the registers.
+# AMD's threads have 512 registers where a program has four warps, of 64 threads.
+REGISTERS = {"sm_80": 104, "sm_80-masked": 72, "gfx": 152}
+REGISTERS_OF_OTHERS = 112
+# KiB of shared memory that a program may have (CUDA C++ Programming Guide; AMD CDNA3 ISA), less 16 in which tiles of
+# scores change their layout.
+SHARED_KIB = {"sm_80": 163 - 16, "gfx": 64 - 16}
+SHARED_KIB_OF_OTHERS = 227 - 16
+# Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
+BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
+
+
+@lru_cache(maxsize=1024)
+def launch_of(kernel: Kernel, chip: str, itemsize: int, block_d: int, is_masked: bool) -> Launch:
+    """The largest blocks that fit registers and shared memory, and the most stages that fit then. Not tuned yet.
+
+    is_masked: with a softcap, whose slope is another tile of scores, or with dropout, whose mask is one.
+    """
+    if chip == "interpreted":
+        return INTERPRETED
+    amd = not chip.startswith("sm_")
+    known = "gfx" if amd else "sm_80" if int(chip.removeprefix("sm_")) < 90 else chip
+    threads, most_stages = 256, 1 if amd else 3 if kernel == "forward" else 2
+    registers = REGISTERS.get("sm_80-masked" if is_masked and known == "sm_80" else known, REGISTERS_OF_OTHERS)
+    shared = SHARED_KIB.get(known, SHARED_KIB_OF_OTHERS) * 1024
+    for rows, cols in BLOCKS:
+        by_registers = _registers(kernel, rows, cols, block_d, is_masked) <= registers * threads
+        own = 0 if amd else rows * block_d * itemsize * (1 if kernel == "forward" else 2)
+        stages = min(most_stages, (shared - own) // (2 * cols * block_d * itemsize))
+        if by_registers and stages >= min(2, most_stages):
+            break
+    t, s = (cols, rows) if kernel == "backward_keys" else (rows, cols)
+    return Launch(block_t=t, block_s=s, warps=threads // (64 if amd else 32), stages=max(1, stages))
+
+
+def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool) -> int:
+    """The registers of a program's float32 sums and scores, and of addresses to load two tiles of 16 bits.
+
+    forward sums one output, `backward_keys` two gradients. Backward keeps weights and their gradients, and
+    `backward_keys` dropout's mask before and after its transposition. An address of 64 bits loads 16 bytes.
+    """
+    sums = 2 if kernel == "backward_keys" else 1
+    scores = (1 if kernel == "forward" else 2) + is_masked * (3 if kernel == "backward_keys" else 2)
+    return rows * (sums * block_d + scores * cols) + cols * block_d // 2
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranges: Ranges,
+    sinks: Tensor | None = None,
+    dropout: Drop | None = None,
+    *,
+    head_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output, like query, and the logsumexp of each row's scores and its sink: float32 [B, heads, T].
+
+    query: [B, T, heads * D]. key, value: [B, S, kv_heads * D]. sinks: [heads]. launch: None chooses by the device.
+    """
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    (B, T, width), S = query.shape, key.shape[1]
+    heads, group = width // head_dim, width // max(1, key.shape[-1])
+    output = torch.empty((B, T, width), dtype=query.dtype, device=query.device)
+    lse = torch.empty((B, heads, T), dtype=torch.float32, device=query.device)
+    if not lse.numel():
+        return output, lse
+    block_d = padded(head_dim)
+    chosen = launch or launch_of(
+        "forward", chip_of(query.device)[0], query.itemsize, block_d, softcap is not None or dropout is not None
+    )
+    keys = ranges.keys.contiguous()
+    drop, phased = _drop(dropout, B)
+    with device_of(query):
+        kernel.forward[(-(-T // chosen.block_t) * heads * B,)](
+            query, key, value, keys, None if sinks is None else sinks.contiguous(), *drop.tensors,
+            output, lse,
+            T, S, heads, group,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], _batch(keys), *drop.place_strides,
+            *output.stride()[:2], *drop.strides,
+            scale, softcap, *drop.numbers,
+            PHASED=phased, PRECISION=precision(query), HEAD_DIM=head_dim, BLOCK_D=block_d,
+            BLOCK_T=chosen.block_t, BLOCK_S=chosen.block_s, num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+    return output, lse
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    ranges: Ranges,
+    sinks: Tensor | None = None,
+    dropout: Drop | None = None,
+    *,
+    head_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    grad_logsumexp: Tensor | None = None,
+    launches: tuple[Launch, Launch] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sinks, each contiguous and of its tensor's dtype.
+
+    grad: of the output. output, lse: what `forward` returned; others' output and logsumexp merged in count as well.
+    grad_logsumexp: float32 [B, heads, T], or None for 0.
+    launches: of the kernels `backward_queries` and `backward_keys`; None chooses by the device.
+    """
+    grad, query, key, value, output = (_rows(each) for each in (grad, query, key, value, output))
+    (B, T, width), S = query.shape, key.shape[1]
+    heads, group = width // head_dim, width // max(1, key.shape[-1])
+    dquery, dkey, dvalue = (
+        torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value)
+    )
+    lse = lse.contiguous()
+    delta = torch.empty_like(lse)
+    block_d, chip = padded(head_dim), chip_of(query.device)[0]
+    is_masked = softcap is not None or dropout is not None
+    of_queries, of_keys = launches or (
+        launch_of("backward_queries", chip, query.itemsize, block_d, is_masked),
+        launch_of("backward_keys", chip, query.itemsize, block_d, is_masked),
+    )
+    keys, queries = ranges.keys.contiguous(), ranges.queries.contiguous()
+    drop, phased = _drop(dropout, B)
+    constexprs: dict[str, Any] = {"PHASED": phased, "PRECISION": precision(query)}
+    constexprs |= {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
+    with device_of(query):
+        if delta.numel():
+            kernel.backward_queries[(-(-T // of_queries.block_t) * heads * B,)](
+                grad, query, key, value, output, lse,
+                None if grad_logsumexp is None else grad_logsumexp.contiguous(), keys, *drop.tensors,
+                dquery, delta,
+                T, S, heads, group,
+                *grad.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *output.stride()[:2],
+                _batch(keys), *drop.place_strides, *dquery.stride()[:2], *drop.strides,
+                scale, softcap, *drop.numbers,
+                **constexprs, BLOCK_T=of_queries.block_t, BLOCK_S=of_queries.block_s,
+                num_warps=of_queries.warps, num_stages=of_queries.stages,
+            )  # fmt: skip
+        if dkey.numel():
+            col_blocks = -(-(S + 7 * phased) // of_keys.block_s)
+            kernel.backward_keys[(col_blocks * (heads // group) * B,)](
+                grad, query, key, value, lse, delta, queries, *drop.tensors,
+                dkey, dvalue,
+                T, S, heads, group,
+                *grad.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+                _batch(queries), *drop.place_strides, *dkey.stride()[:2], *drop.strides,
+                scale, softcap, *drop.numbers,
+                **constexprs, BLOCK_T=of_keys.block_t, BLOCK_S=of_keys.block_s,
+                num_warps=of_keys.warps, num_stages=of_keys.stages,
+            )  # fmt: skip
+    return dquery, dkey, dvalue, None if sinks is None else _sinks_gradient(sinks, lse, delta)
+
+
+def padded(head_dim: int) -> int:
+    """The numbers of a head in registers: a power of two that tensor cores multiply."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum(exp(sink - lse) * delta) over the rows: a sink takes weight from all keys, and has no value."""
+    share = torch.exp(sinks.to(torch.float32)[:, None] - lse)  # [B, heads, T]
+    share = torch.where(lse == -torch.inf, 0.0, share)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """A `Drop` as the kernels' arguments; without dropout None, and numbers that are not read."""
+
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
+    place_strides: tuple[int, int]  # of a batch, of the places of queries and keys
+    strides: tuple[int, int]  # of a head and a row of the global weights
+    numbers: tuple[int, int, int, int, float]
+
+
+def _drop(drop: Drop | None, B: int) -> tuple[_Drop, bool]:
+    """The arguments, and whether key blocks begin at a multiple of 8 elements; see `kernel`."""
+    if drop is None:
+        return _Drop((None, None, None), (0, 0), (0, 0), (0, 0, 0, 0, 1.0)), False
+    places = [None if each is None else each.contiguous() for each in (drop.query_places, drop.key_places)]
+    arguments = _Drop(
+        (drop.offsets.expand(B).contiguous(), places[0], places[1]),
+        (_batch(places[0]), _batch(places[1])),
+        (drop.head_stride, drop.row_stride),
+        (drop.first_query, drop.first_key, signed(drop.key), drop.threshold, drop.scale),
+    )
+    return arguments, drop.key_places is None and drop.head_stride % 8 == 0 and drop.row_stride % 8 == 0
+
+
+def _batch(x: Tensor | None) -> int:
+    """The stride of a batch; 0 for a batch of 1, which stands for all."""
+    return 0 if x is None or len(x) == 1 else x.stride(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
