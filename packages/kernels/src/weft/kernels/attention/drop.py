@@ -42,4 +42,5 @@ def drop_of(p: float, key: int, name: str | None, part: Part, places: Tensor | N
         offsets = (offsets.unsqueeze(1) + torch.arange(size, device=device) * stride).flatten()
     threshold, scale = quantized(p)
     number = key if name is None else derive_key(key, name)
-    return Drop(number, threshold, scale, offsets, *part.strides[-3:-1], places)
+    head_stride, row_stride = part.strides[-3:-1]
+    return Drop(number, threshold, scale, offsets, head_stride, row_stride, places)

@@ -15,11 +15,13 @@ from weft.reshard.extension import in_graph, wrap
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
 from ..backend import is_compiling
 
-# Arguments never cast: the op writes into the caller's accumulate_into, and rope's tables stay in float32.
+# Arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's sinks stay in
+# float32.
 AS_GIVEN = (
     "accumulate_into",
     "cos",
     "sin",
+    "sinks",
 )
 P = ParamSpec("P")
 Result = TypeVar("Result")
