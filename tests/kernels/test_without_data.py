@@ -39,11 +39,6 @@ def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # The op, given ids or a dropout key, and its operands. The first of several outputs has gradients.
 MORE: dict[str, tuple[Callable[..., Any], Tensor | None, tuple[Tensor, ...]]] = {
-    "attention-documents": (
-        lambda documents, *heads: kernels.attention(*heads, head_dim=4, documents=documents),
-        DOCUMENTS,
-        HEADS,
-    ),
     "attention-window": (lambda _, *heads: kernels.attention(*heads, head_dim=4, window=2), None, HEADS),
     "attention-dropout": (
         lambda key, *heads: kernels.attention(*heads, head_dim=4, dropout=0.5, dropout_key=key),
