@@ -206,7 +206,20 @@ def test_every_option_alone_and_in_pairs(given: dict[str, Any], blocks_of: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SINGLE)
 def test_errors_are_at_most_twice_eager_torchs(name: str, dtype: torch.dtype, tiny: None) -> None:
-    asked = Asked(SINGLE[name], dtype)
+    assert_as_good_as_eager(SINGLE[name], dtype)
+
+
+EVERY = {"documents": [[3, 1, 9, 6], [19]], "window": 4, "softcap": 0.8, "sinks": True, "dropout": 0.3}
+KERNELS = SINGLE | {"every": {**EVERY, "dropout_key": 7, "order": SINGLE["order"]["order"]}}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_op_launches_the_kernels_with_its_options(name: str, interpreted: None) -> None:
+    assert_as_good_as_eager(KERNELS[name], torch.float32)
+
+
+def assert_as_good_as_eager(given: dict[str, Any], dtype: torch.dtype) -> None:
+    asked = Asked(given, dtype)
     results = zip(asked.found(), asked.written_out(dtype), asked.written_out(torch.float64), strict=True)
     for found, eager, truth in results:
         assert found.dtype == dtype
@@ -270,7 +283,7 @@ def test_nothing_of_tokens_by_tokens_is_in_memory(given: dict[str, Any], monkeyp
     assert largest.numbers <= 16 * tokens  # as many as the query has
 
 
-def test_backward_keeps_operands_the_output_and_a_number_a_row_and_head() -> None:
+def test_backward_saves_operands_the_output_and_a_number_a_row_and_head() -> None:
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

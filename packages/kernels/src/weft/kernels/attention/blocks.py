@@ -65,7 +65,7 @@ def forward(
         of_rows = scores.logsumexp(-1)  # [B, kv_heads, groups, n]
         if sinks is not None:
             of_rows = torch.logaddexp(of_rows, sinks.to(wide).view(kv_heads, -1, 1))
-        weights = _dropped(_weights(scores, of_rows), _kept(drop, block, q), drop)
+        weights = _dropped(_weights(scores, of_rows), _keep_mask(drop, block, q), drop)
         out[rows, :, :, queries] = (weights @ v[rows, :, :, keys].to(wide)).to(out.dtype)
         lse[rows, :, :, queries] = of_rows
     return output, lse.flatten(1, 2)
@@ -97,12 +97,12 @@ def backward(
         upstream, of_keys, of_queries = (
             x.to(wide) for x in (g[rows, :, :, queries], k[rows, :, :, keys], q[rows, :, :, queries])
         )
-        scores, kept = _scores(q, k, block, wide, scale, softcap), _kept(drop, block, q)
+        scores, keep = _scores(q, k, block, wide, scale, softcap), _keep_mask(drop, block, q)
         slope = None if softcap is None else 1 - (scores / softcap).square_()  # of softcap * tanh(x / softcap)
         weights = _weights(scores, lse[rows, :, :, queries])
-        dv[rows, :, :, keys] += (_dropped(weights.clone(), kept, drop).mT @ upstream).sum(2, keepdim=True)
+        dv[rows, :, :, keys] += (_dropped(weights.clone(), keep, drop).mT @ upstream).sum(2, keepdim=True)
         delta = (upstream * out[rows, :, :, queries]).sum(-1, keepdim=True)
-        of_scores = _dropped(upstream @ v[rows, :, :, keys].to(wide).mT, kept, drop).sub_(delta).mul_(weights)
+        of_scores = _dropped(upstream @ v[rows, :, :, keys].to(wide).mT, keep, drop).sub_(delta).mul_(weights)
         if slope is not None:
             of_scores.mul_(slope.nan_to_num_(0.0, 0.0, 0.0))  # the scores of keys that are not seen are -inf
         of_scores.mul_(scale)
@@ -158,14 +158,14 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     return scores.sub_(lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
 
 
-def _dropped(weights: Tensor, kept: Tensor | None, drop: Drop | None) -> Tensor:
-    """Dropout of the weights, or of their gradient, in place. kept: from `_kept`."""
+def _dropped(weights: Tensor, keep: Tensor | None, drop: Drop | None) -> Tensor:
+    """Dropout of the weights, or of their gradient, in place. keep: from `_keep_mask`."""
     if drop is None:
         return weights
-    return (weights if kept is None else weights.masked_fill_(~kept, 0)).mul_(drop.scale)
+    return (weights if keep is None else weights.masked_fill_(~keep, 0)).mul_(drop.scale)
 
 
-def _kept(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
+def _keep_mask(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
     """Which weights of a block dropout keeps: bool [B, kv_heads, groups, n, keys].
 
     None without dropout, and where all are dropped: then the scale is 0.
@@ -174,7 +174,7 @@ def _kept(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
         return None
     n, keys = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
     heads = q.shape[1] * q.shape[2]
-    kept = []
+    keep = []
     for row in range(q.shape[0])[block.rows]:
         offset = int(drop.offsets[row])
         mask = torch.empty(heads, n, keys, dtype=torch.bool, device=q.device)
@@ -185,8 +185,8 @@ def _kept(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
             strides = (drop.head_stride, drop.row_stride, 1)
             part = Part(offset + query * drop.row_stride + key, (heads, rows, columns), strides)
             mask[:, i : i + rows, j : j + columns] = plain_mask(part, drop.key, drop.threshold, q.device) != 0
-        kept.append(mask)
-    return torch.stack(kept).view(-1, *q.shape[1:3], n, keys)
+        keep.append(mask)
+    return torch.stack(keep).view(-1, *q.shape[1:3], n, keys)
 
 
 def _runs(places: Tensor | None, first: int, row: int, here: slice) -> list[tuple[int, int, int]]:

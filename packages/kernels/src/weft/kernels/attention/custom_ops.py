@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, library
 
 from ..random.part import Part
-from .function import compute, compute_backward
+from .compute import compute, compute_backward
 from .options import Operands, Options
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? dropout_key, Tensor? sinks"

@@ -1,23 +1,17 @@
-"""Forward and backward of attention on local tensors: softmax(query @ key.T * scale) @ value, per head.
-
-A GPU, and Triton's interpreter, run the kernels (`launch`). A CPU runs torch's fused attention on stretches of queries
-(`stretches`), or plain torch by blocks of queries for what that lacks (`blocks`). No way holds anything of T x S.
-"""
+"""Forward and backward of attention on local tensors, as functions of an `Op`, and attention with a cache."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..dispatch.backend import has_data, is_compiling, on_cpu, use_triton
+from ..dispatch.backend import has_data, is_compiling
 from ..dispatch.op import Tensors
-from ..dispatch.token_order import Runs, as_read
-from . import blocks, stretches
-from .options import Operands, Options, batch_for, drop_for, ranges_for
+from . import custom_ops
+from .compute import compute, compute_backward
+from .options import Options
 from .ranges import Ranges
 
 
@@ -39,9 +33,7 @@ def forward(
     """
     options, operands = Options(**given), (query, key, value, documents, dropout_key, sinks)
     if is_traced(query):
-        from .custom_ops import forward as traced  # imported late: it imports this module
-
-        output, lse = traced(operands, options)
+        output, lse = custom_ops.forward(operands, options)
         return output, (*operands, output, lse, None, None)
     output, lse, ranges = compute(operands, options)
     return output, (*operands, output, lse, *(ranges or (None, None)))
@@ -54,9 +46,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any)
     output, lse, keys, queries = saved[6:]
     assert output is not None and lse is not None, "forward saves them"
     if is_traced(grad):
-        from .custom_ops import backward as traced
-
-        gradients = traced(grad, operands, output, lse, options)
+        gradients = custom_ops.backward(grad, operands, output, lse, options)
     else:
         ranges = None if keys is None or queries is None else Ranges(keys, queries)
         gradients = compute_backward(grad, operands, output, lse, ranges, options)
@@ -65,79 +55,9 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any)
     return tuple([each if need else None for each, need in zip(every, needed, strict=False)])
 
 
-class Way(Protocol):
-    """The computation on a device, implemented by `blocks`, which documents it, and by `launch`."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-
-
 def is_traced(tensor: Tensor) -> bool:
     """Whether attention on this tensor becomes one torch op: compiled, or without data but for a shape."""
     return is_compiling() or not has_data(tensor)
-
-
-def is_fused(query: Tensor, options: Options) -> bool:
-    """Whether torch's fused attention on a CPU computes a call."""
-    return options.softcap is None and not options.dropout and on_cpu(query) and not use_triton(query)
-
-
-def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Ranges | None]:
-    """The output like query, the logsumexp [B, heads, T], and who sees whom, for `compute_backward`.
-
-    With an order, the logsumexp and who sees whom are of the queries in the sequence's order. None where torch's fused
-    attention reads it from the options.
-    """
-    query, key, value, _, _, sinks = operands
-    if query.numel() == 0 or key.numel() == 0 or query.is_meta:
-        shape = (math.prod(query.shape[:-2]), query.shape[-1] // options.head_dim, query.shape[-2])
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        return output, torch.full(shape, -torch.inf, dtype=wide, device=query.device), None
-    q = ascending(flat(query), options.runs)
-    k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    head_dim, scale, softcap, ranges = options.head_dim, options.factor, options.softcap, None
-    if is_fused(query, options):
-        output, lse = stretches.forward(q, k, v, batch_for(operands, options), sinks, head_dim=head_dim, scale=scale)
-    else:
-        ranges, drop = ranges_for(operands, options), drop_for(operands, options)
-        output, lse = _on(query).forward(q, k, v, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap)
-    return _like(as_stored(output, options.runs), query), lse, ranges
-
-
-def compute_backward(
-    grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, ranges: Ranges | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and sinks. ranges: as `compute` returned them; None to make them."""
-    query, key, value, _, _, sinks = operands
-    if query.numel() == 0 or key.numel() == 0 or query.is_meta:
-        dquery, dkey, dvalue = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-        return dquery, dkey, dvalue, None if sinks is None else torch.zeros_like(sinks)
-    g, q = ascending(flat(grad), options.runs), ascending(flat(query), options.runs)
-    k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    out = ascending(flat(output), options.runs)
-    head_dim, scale, softcap = options.head_dim, options.factor, options.softcap
-    if is_fused(query, options):
-        batch = batch_for(operands, options)
-        dq, dk, dv = stretches.backward(g, q, k, v, out, lse, batch, head_dim=head_dim, scale=scale)
-        dsinks = None if sinks is None else stretches.sinks_gradient(g, out, lse, sinks)
-    else:
-        ranges = ranges_for(operands, options) if ranges is None else ranges
-        drop = drop_for(operands, options)
-        dq, dk, dv, dsinks = _on(query).backward(
-            g, q, k, v, out, lse, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap
-        )
-    dkey, dvalue = _like(as_stored(dk, options.order), key), _like(as_stored(dv, options.order), value)
-    return _like(as_stored(dq, options.runs), query), dkey, dvalue, dsinks
-
-
-def _on(query: Tensor) -> Way:
-    """`forward` and `backward` for the query's device, without torch's fused attention."""
-    if use_triton(query):
-        from . import launch  # imports triton, which a CPU installation may not have
-
-        return launch
-    return blocks
 
 
 def forward_with_cache(
@@ -166,31 +86,3 @@ def forward_with_cache(
     if documents is not None:
         documents = documents.narrow(query.ndim - 2, 0, stop)
     return forward(query, *cached, documents, None, sinks, **given)[0]
-
-
-def flat(x: Tensor) -> Tensor:
-    """[..., T, W] -> [B, T, W]"""
-    return x if x.ndim == 3 else x.reshape(-1, *x.shape[-2:])
-
-
-def _like(x: Tensor, original: Tensor) -> Tensor:
-    """x [B, T, W] in the shape of the original."""
-    return x if original.ndim == 3 else x.view(original.shape)
-
-
-def ascending(x: Tensor, runs: Runs | None) -> Tensor:
-    """x [B, T, W], whose tokens are stored in `runs`, in the sequence's order."""
-    return x if runs is None or _ascend(runs) else as_read(x, runs, 1)
-
-
-def as_stored(x: Tensor, runs: Runs | None) -> Tensor:
-    """x [B, T, W] from the sequence's order to the stored order `runs`: the reverse of `ascending`."""
-    if runs is None or _ascend(runs):
-        return x
-    ascending = sorted(range(len(runs)), key=runs.__getitem__)
-    parts = torch.split(x, [runs[i][1] - runs[i][0] for i in ascending], 1)
-    return torch.cat([parts[ascending.index(i)] for i in range(len(runs))], 1)
-
-
-def _ascend(runs: Runs) -> bool:
-    return list(runs) == sorted(runs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -24,18 +23,6 @@ def is_plain(query: Tensor, key: Tensor, causal: bool, window: int | None, *othe
     if not query.numel() or not key.numel() or (window is not None and window < S):
         return False
     return T == S or T == 1 or not causal
-
-
-def is_faster(query: Tensor) -> bool:
-    """Whether torch computes a plain call at least as fast as Weft's kernel. Query: local or a DTensor.
-
-    On a GPU, as no measurement says otherwise yet. Not for a query sharded on the tokens: a causal call is then not
-    plain on each rank.
-    """
-    if not query.is_cuda:
-        return False
-    tokens = query.ndim - 2
-    return not isinstance(query, DTensor) or not any(each.is_shard(tokens) for each in query.placements)
 
 
 def forward(
