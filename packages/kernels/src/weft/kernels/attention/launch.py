@@ -30,16 +30,17 @@ class Launch:
 
 
 INTERPRETED = Launch(block_t=16, block_s=16, warps=1, stages=1)
-# Registers of a thread that tiles and addresses may take, of 255. sm_80's tensor cores read both factors from registers,
-# and leave fewer. AMD's threads have 512 registers where a program has four warps, of 64 threads.
-REGISTERS = {"sm_80": 104, "sm_80-masked": 80, "gfx": 152}
-REGISTERS_OF_OTHERS = 120
+# Chips whose tensor cores read factors from shared memory. Others read them from registers, and leave fewer of a
+# thread's 255 for tiles and addresses. AMD's threads have 512 where a program has four warps, of 64 threads.
+FROM_SHARED = "sm_90", "sm_100", "sm_103"
+REGISTERS_FROM_SHARED, REGISTERS, MASKED_REGISTERS, AMD_REGISTERS = 120, 104, 80, 152
 # KiB of shared memory that a program may have (CUDA C++ Programming Guide; AMD CDNA3 ISA), less 16 in which tiles of
 # scores change their layout.
-SHARED_KIB = {"sm_80": 163 - 16, "gfx": 64 - 16}
-SHARED_KIB_OF_OTHERS = 227 - 16
+SHARED_KIB = {"sm_80": 163 - 16, "sm_90": 227 - 16, "sm_100": 227 - 16, "sm_103": 227 - 16}
+SHARED_KIB_OF_OTHERS, AMD_SHARED_KIB = 99 - 16, 64 - 16
 # Multiply-adds of a thread for a float32 product. Without tensor cores each is an instruction, as loops are unrolled.
 UNROLLED = 512
+THREADS = 256  # of a program
 # Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
 
@@ -53,23 +54,28 @@ def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bo
     """
     if chip == "interpreted":
         return INTERPRETED
-    amd = not chip.startswith("sm_")
-    known = "gfx" if amd else "sm_80" if int(chip.removeprefix("sm_")) < 90 else chip
-    threads, most_stages = 256, 1 if amd else 3 if kernel == "forward" else 2
-    registers = REGISTERS.get("sm_80-masked" if is_masked and known == "sm_80" else known, REGISTERS_OF_OTHERS)
-    shared = SHARED_KIB.get(known, SHARED_KIB_OF_OTHERS) * 1024
+    if chip.startswith("sm_"):
+        warps, most_stages, shared = (
+            8,
+            3 if kernel == "forward" else 2,
+            SHARED_KIB.get(chip, SHARED_KIB_OF_OTHERS) * 1024,
+        )
+        registers = REGISTERS_FROM_SHARED if chip in FROM_SHARED else MASKED_REGISTERS if is_masked else REGISTERS
+        own_tiles = 1 if kernel == "forward" else 2  # in shared memory, beside the stages'
+    else:
+        warps, most_stages, shared, registers, own_tiles = 4, 1, AMD_SHARED_KIB * 1024, AMD_REGISTERS, 0
     itemsize = 4 if dtype in ("float32", "tf32") else 2
     # On sm_100 a small sum leaves tensor memory for two programs, and Triton then gives a thread 128 registers.
-    for rows, cols in BLOCKS[1:] if known == "sm_100" and block_d <= 64 else BLOCKS:
-        if dtype == "float32" and rows * cols * block_d > UNROLLED * threads:
+    for rows, cols in BLOCKS[1:] if chip in FROM_SHARED[1:] and block_d <= 64 else BLOCKS:
+        if dtype == "float32" and rows * cols * block_d > UNROLLED * THREADS:
             continue
-        by_registers = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * threads
-        own = 0 if amd else rows * block_d * itemsize * (1 if kernel == "forward" else 2)
+        by_registers = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * THREADS
+        own = own_tiles * rows * block_d * itemsize
         stages = min(most_stages, (shared - own) // (2 * cols * block_d * itemsize))
         if by_registers and stages >= min(2, most_stages):
             break
     t, s = (cols, rows) if kernel == "backward_keys" else (rows, cols)
-    return Launch(block_t=t, block_s=s, warps=threads // (64 if amd else 32), stages=max(1, stages))
+    return Launch(block_t=t, block_s=s, warps=warps, stages=max(1, stages))
 
 
 def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool, is_aligned: bool) -> int:

@@ -44,7 +44,7 @@ def _variant(
         "drop_scale": "fp32",
         "drop_key": "i64",
     }
-    constexprs = {
+    constexprs: dict[str, int | str | None] = {
         "PHASED": int("all" in features), "PRECISION": precision,
         "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim),
     }  # fmt: skip
