@@ -38,8 +38,9 @@ REGISTERS_FROM_SHARED, REGISTERS, MASKED_REGISTERS, AMD_REGISTERS = 120, 104, 80
 # scores change their layout.
 SHARED_KIB = {"sm_80": 163 - 16, "sm_90": 227 - 16, "sm_100": 227 - 16, "sm_103": 227 - 16}
 SHARED_KIB_OF_OTHERS, AMD_SHARED_KIB = 99 - 16, 64 - 16
-# Multiply-adds of a thread for a float32 product. Without tensor cores each is an instruction, as loops are unrolled.
-UNROLLED = 512
+# Multiply-adds of a thread for a float32 product, of forward's two and of backward's three or four. Without tensor
+# cores each is an instruction, as loops are unrolled, and many are in flight; loading ahead would cost more registers.
+UNROLLED, UNROLLED_BACKWARD = 512, 256
 THREADS = 256  # of a program
 # Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
@@ -55,19 +56,17 @@ def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bo
     if chip == "interpreted":
         return INTERPRETED
     if chip.startswith("sm_"):
-        warps, most_stages, shared = (
-            8,
-            3 if kernel == "forward" else 2,
-            SHARED_KIB.get(chip, SHARED_KIB_OF_OTHERS) * 1024,
-        )
+        warps, shared = 8, SHARED_KIB.get(chip, SHARED_KIB_OF_OTHERS) * 1024
+        most_stages = 1 if dtype == "float32" else 3 if kernel == "forward" else 2
         registers = REGISTERS_FROM_SHARED if chip in FROM_SHARED else MASKED_REGISTERS if is_masked else REGISTERS
         own_tiles = 1 if kernel == "forward" else 2  # in shared memory, beside the stages'
     else:
         warps, most_stages, shared, registers, own_tiles = 4, 1, AMD_SHARED_KIB * 1024, AMD_REGISTERS, 0
     itemsize = 4 if dtype in ("float32", "tf32") else 2
+    unrolled = UNROLLED if kernel == "forward" else UNROLLED_BACKWARD
     # On sm_100 a small sum leaves tensor memory for two programs, and Triton then gives a thread 128 registers.
     for rows, cols in BLOCKS[1:] if chip in FROM_SHARED[1:] and block_d <= 64 else BLOCKS:
-        if dtype == "float32" and rows * cols * block_d > UNROLLED * THREADS:
+        if dtype == "float32" and rows * cols * block_d > unrolled * THREADS:
             continue
         by_registers = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * THREADS
         own = own_tiles * rows * block_d * itemsize

@@ -9,6 +9,8 @@ from ..launching.aot import TARGETS, Variant
 from . import kernel
 from .launch import Kernel, Launch, launch_of, padded
 
+PRODUCTS: dict[Kernel, int] = {"forward": 2, "backward_queries": 3, "backward_keys": 4}  # of two tiles that are loaded
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -66,6 +68,7 @@ def _variant(
             {each: values[each] for each in function.arg_names if each in values},
             chosen.warps,
             chosen.stages,
+            PRODUCTS[of] * (chosen.block_s if of == "backward_keys" else chosen.block_t) / BYTES[dtype],
         )
 
     return replace(launched("sm_90"), elsewhere={target: launched(target) for target in TARGETS})
@@ -80,18 +83,4 @@ def _variants(dtype: str, head_dim: int, *features: str, precision: str = "ieee"
 
 
 VARIANTS = (*_variants("bf16", 128), *_variants("bf16", 128, "all"))
-EXTRA_VARIANTS = (
-    *(
-        variant
-        for head_dim in (64, 256)
-        for options in ((), ("all",))
-        for variant in _variants("bf16", head_dim, *options)
-    ),
-    *_variants("bf16", 24, "all", "unaligned"),
-    *_variants("bf16", 128, "places"),
-    _variant("forward", "fp16", 128),
-    *_variants("fp32", 128),
-    *_variants("fp32", 128, "all"),
-    *_variants("fp32", 256),
-    *_variants("fp32", 128, precision="tf32"),
-)
+EXTRA_VARIANTS = (*_variants("bf16", 64), *_variants("bf16", 256, "all"), *_variants("fp32", 128))
