@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.attention.cases import Case, assert_correct, merged
+from tests.kernels.attention.cases import Case, assert_correct, launched, merged
+from tests.kernels.matmul.test_large_offsets import apart
 from tests.support.sample import Portion
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -81,3 +83,55 @@ def test_sizes(T: int, S: int, device: str) -> None:
 @pytest.mark.parametrize("S", [21, 24], ids=["a-block-a-number", "a-block-for-eight"])
 def test_dropout(S: int, p: float, device: str) -> None:
     assert_correct(Case(T=24, S=S, dropout=p, documents=((0,) * 3 + (1,) * (S - 3),) * 2), torch.float32, device)
+
+
+@pytest.mark.parametrize(("block_t", "block_s"), [(32, 16), (16, 32), (64, 64)], ids=str)
+def test_block_sizes(block_t: int, block_s: int, interpreted: None) -> None:
+    from weft.kernels.attention.launch import Launch
+
+    launch = Launch(block_t=block_t, block_s=block_s, warps=1, stages=1)
+    documents = ((0,) * 29 + (1,) * 3 + (2,) * 38, (0,) * 70)
+    for more in ({"dropout": 0.3}, {"window": 20, "softcap": 2.0}):
+        case = merged({"T": 70, "S": 70, "heads": 2, "documents": documents, "sinks": True}, more)
+        assert_correct(case, torch.float32, "cpu", (launch, (launch, launch)))
+
+
+def test_repeats_give_the_same_bits(device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = merged({"kv_heads": 1, "sinks": True, "dropout": 0.2, "documents": DOCUMENTS})
+        first, later = (launched(case, dtype, device) for _ in range(2))
+        assert all(torch.equal(one, other) for one, other in zip(first, later, strict=True))
+
+
+def test_a_sink_that_takes_nothing(interpreted: None) -> None:
+    """A sink of -inf is no sink, also for a row that sees nothing."""
+    launch = importlib.import_module("weft.kernels.attention.launch")
+    case = merged(OPTIONS["nothing-seen"])
+    given = case.tensors(torch.float32)
+    query, key, value, grad = (given[name] for name in ("query", "key", "value", "grad"))
+    results = []
+    for sinks in (None, torch.full((case.heads,), -torch.inf)):
+        output, lse = launch.forward(query, key, value, case.ranges(), sinks, head_dim=16, scale=0.25)
+        gradients = launch.backward(grad, query, key, value, output, lse, case.ranges(), sinks, head_dim=16, scale=0.25)
+        results.append([output, lse, *gradients])
+    for one, other in zip(results[0][:5], results[1][:5], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(results[1][5], torch.zeros(case.heads))
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["batches", "rows"])
+def test_offsets_beyond_32_bits(dim: int, interpreted: None) -> None:
+    launch = importlib.import_module("weft.kernels.attention.launch")
+    case = Case(B=3, T=3, S=3, heads=2, kv_heads=1)
+    given = case.tensors(torch.bfloat16)
+    found = []
+    for names in ((), ("query", "grad"), ("key", "value")):
+        query, key, value, grad = (
+            apart(given[name][: 3 if dim == 0 else 1], dim) if name in names else given[name][: 3 if dim == 0 else 1]
+            for name in ("query", "key", "value", "grad")
+        )
+        output, lse = launch.forward(query, key, value, case.ranges(), head_dim=16, scale=0.25)
+        gradients = launch.backward(grad, query, key, value, output, lse, case.ranges(), head_dim=16, scale=0.25)
+        found.append([output, lse, *gradients[:3]])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))

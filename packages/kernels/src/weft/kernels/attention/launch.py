@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.backend import chip_of, device_of
-from ..matmul.launch import precision
+from ..matmul.launch import dtype_of, precision
 from ..random.launch import signed
 from . import kernel
 from .drop import Drop
@@ -30,51 +30,64 @@ class Launch:
 
 
 INTERPRETED = Launch(block_t=16, block_s=16, warps=1, stages=1)
-# Registers of a thread that tiles and addresses may take, of 255. sm_80's tensor cores read both factors from registers
-# and leave fewer; on sm_100 sums are in tensor memory, and two programs that need little of it share the registers.
-# AMD's threads have 512 registers where a program has four warps, of 64 threads.
-REGISTERS = {"sm_80": 104, "sm_80-masked": 72, "gfx": 152}
-REGISTERS_OF_OTHERS = 112
+# Chips whose tensor cores read factors from shared memory. Others read them from registers, and leave fewer of a
+# thread's 255 for tiles and addresses. AMD's threads have 512 where a program has four warps, of 64 threads.
+FROM_SHARED = "sm_90", "sm_100", "sm_103"
+REGISTERS_FROM_SHARED, REGISTERS, MASKED_REGISTERS, AMD_REGISTERS = 120, 104, 80, 152
 # KiB of shared memory that a program may have (CUDA C++ Programming Guide; AMD CDNA3 ISA), less 16 in which tiles of
 # scores change their layout.
-SHARED_KIB = {"sm_80": 163 - 16, "gfx": 64 - 16}
-SHARED_KIB_OF_OTHERS = 227 - 16
+SHARED_KIB = {"sm_80": 163 - 16, "sm_90": 227 - 16, "sm_100": 227 - 16, "sm_103": 227 - 16}
+SHARED_KIB_OF_OTHERS, AMD_SHARED_KIB = 99 - 16, 64 - 16
+# Multiply-adds of a thread for a float32 product, of forward's two and of backward's three or four. Without tensor
+# cores each is an instruction, as loops are unrolled, and many are in flight; loading ahead would cost more registers.
+UNROLLED, UNROLLED_BACKWARD = 512, 256
+THREADS = 256  # of a program
 # Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
 
 
 @lru_cache(maxsize=1024)
-def launch_of(kernel: Kernel, chip: str, itemsize: int, block_d: int, is_masked: bool) -> Launch:
+def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True) -> Launch:
     """The largest blocks that fit registers and shared memory, and the most stages that fit then. Not tuned yet.
 
-    is_masked: with a softcap, whose slope is another tile of scores, or with dropout, whose mask is one.
+    dtype: "tf32" for float32 that is multiplied in tf32. is_masked: with a softcap or dropout. is_aligned: whether a
+    load moves 16 bytes; otherwise, one number.
     """
     if chip == "interpreted":
         return INTERPRETED
-    amd = not chip.startswith("sm_")
-    known = "gfx" if amd else "sm_80" if int(chip.removeprefix("sm_")) < 90 else chip
-    threads, most_stages = 256, 1 if amd else 3 if kernel == "forward" else 2
-    registers = REGISTERS.get("sm_80-masked" if is_masked and known == "sm_80" else known, REGISTERS_OF_OTHERS)
-    shared = SHARED_KIB.get(known, SHARED_KIB_OF_OTHERS) * 1024
-    for rows, cols in BLOCKS:
-        by_registers = _registers(kernel, rows, cols, block_d, is_masked) <= registers * threads
-        own = 0 if amd else rows * block_d * itemsize * (1 if kernel == "forward" else 2)
+    if chip.startswith("sm_"):
+        warps, shared = 8, SHARED_KIB.get(chip, SHARED_KIB_OF_OTHERS) * 1024
+        most_stages = 1 if dtype == "float32" else 3 if kernel == "forward" else 2
+        registers = REGISTERS_FROM_SHARED if chip in FROM_SHARED else MASKED_REGISTERS if is_masked else REGISTERS
+        own_tiles = 1 if kernel == "forward" else 2  # in shared memory, beside the stages'
+    else:
+        warps, most_stages, shared, registers, own_tiles = 4, 1, AMD_SHARED_KIB * 1024, AMD_REGISTERS, 0
+    itemsize = 4 if dtype in ("float32", "tf32") else 2
+    unrolled = UNROLLED if kernel == "forward" else UNROLLED_BACKWARD
+    # On sm_100 a small sum leaves tensor memory for two programs, and Triton then gives a thread 128 registers.
+    for rows, cols in BLOCKS[1:] if chip in FROM_SHARED[1:] and block_d <= 64 else BLOCKS:
+        if dtype == "float32" and rows * cols * block_d > unrolled * THREADS:
+            continue
+        by_registers = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * THREADS
+        own = own_tiles * rows * block_d * itemsize
         stages = min(most_stages, (shared - own) // (2 * cols * block_d * itemsize))
         if by_registers and stages >= min(2, most_stages):
             break
     t, s = (cols, rows) if kernel == "backward_keys" else (rows, cols)
-    return Launch(block_t=t, block_s=s, warps=threads // (64 if amd else 32), stages=max(1, stages))
+    return Launch(block_t=t, block_s=s, warps=warps, stages=max(1, stages))
 
 
-def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool) -> int:
-    """The registers of a program's float32 sums and scores, and of addresses to load two tiles of 16 bits.
+def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool, is_aligned: bool) -> int:
+    """The registers of a program's float32 sums and scores, and of the addresses to load two tiles.
 
-    forward sums one output, `backward_keys` two gradients. Backward keeps weights and their gradients, and
-    `backward_keys` dropout's mask before and after its transposition. An address of 64 bits loads 16 bytes.
+    forward sums one output, `backward_keys` two gradients. Backward keeps weights and their gradients. A mask of
+    dropout, or a softcap's slope, is another tile; to draw and to place the mask takes two, and a third where it is
+    transposed. An address has two registers, and loads 16 bytes (8 numbers) where memory is aligned.
     """
     sums = 2 if kernel == "backward_keys" else 1
-    scores = (1 if kernel == "forward" else 2) + is_masked * (3 if kernel == "backward_keys" else 2)
-    return rows * (sums * block_d + scores * cols) + cols * block_d // 2
+    scores, masks = {"forward": (1, 2), "backward_queries": (2, 3), "backward_keys": (2, 4)}[kernel]
+    addresses = 2 * cols * block_d // (8 if is_aligned else 1)
+    return rows * (sums * block_d + (scores + masks * is_masked) * cols) + 2 * addresses
 
 
 def forward(
@@ -101,10 +114,9 @@ def forward(
     lse = torch.empty((B, heads, T), dtype=torch.float32, device=query.device)
     if not lse.numel():
         return output, lse
-    block_d = padded(head_dim)
-    chosen = launch or launch_of(
-        "forward", chip_of(query.device)[0], query.itemsize, block_d, softcap is not None or dropout is not None
-    )
+    block_d, chip = padded(head_dim), chip_of(query.device)[0]
+    is_masked, is_aligned = softcap is not None or dropout is not None, _is_aligned(head_dim, query, key, value)
+    chosen = launch or launch_of("forward", chip, dtype_of(query, key), block_d, is_masked, is_aligned)
     keys = ranges.keys.contiguous()
     drop, phased = _drop(dropout, B)
     with device_of(query):
@@ -153,10 +165,10 @@ def backward(
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
     block_d, chip = padded(head_dim), chip_of(query.device)[0]
-    is_masked = softcap is not None or dropout is not None
+    is_masked, is_aligned = softcap is not None or dropout is not None, _is_aligned(head_dim, grad, query, key, value)
     of_queries, of_keys = launches or (
-        launch_of("backward_queries", chip, query.itemsize, block_d, is_masked),
-        launch_of("backward_keys", chip, query.itemsize, block_d, is_masked),
+        launch_of("backward_queries", chip, dtype_of(query, key), block_d, is_masked, is_aligned),
+        launch_of("backward_keys", chip, dtype_of(query, key), block_d, is_masked, is_aligned),
     )
     keys, queries = ranges.keys.contiguous(), ranges.queries.contiguous()
     drop, phased = _drop(dropout, B)
@@ -233,3 +245,9 @@ def _batch(x: Tensor | None) -> int:
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _is_aligned(head_dim: int, *tensors: Tensor) -> bool:
+    """Whether heads begin at multiples of 16 bytes, and Triton knows: it looks whether 16 divides a stride."""
+    rows = all(each.stride(1) % 16 == each.stride(0) % 16 == each.data_ptr() % 16 == 0 for each in tensors)
+    return rows and head_dim * tensors[0].itemsize % 16 == 0
