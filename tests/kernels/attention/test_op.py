@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -150,6 +151,26 @@ def test_dropout_by_name_and_by_a_tensor() -> None:
     named = run(dropout_key=derive_key(7, "layers.3"))
     assert torch.equal(run(dropout_key=7, dropout_name="layers.3"), named)
     assert not torch.equal(named, drawn)
+
+
+PLAIN = {"causal": {}, "all-keys": {"causal": False}, "wide-window": {"window": 9}}
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["every-key-head", "grouped"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_calls_can_run_torchs_function_inside_the_op(
+    name: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do on a GPU, until a measurement says otherwise."""
+    module = importlib.import_module("weft.kernels.attention.sharded.op")
+    monkeypatch.setattr(module, "is_torchs", lambda *tensors: False)
+    monkeypatch.setattr(module, "_torch_is_faster", lambda query: True)
+    monkeypatch.setattr(module, "ATTENTION", None)
+    tensors = operands(7, 7, B, heads=heads)
+    found = with_gradients(partial(op, **PLAIN[name]), tensors)
+    wanted = with_gradients(partial(attend, head_dim=D, **PLAIN[name]), tensors)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
 # With a cache
