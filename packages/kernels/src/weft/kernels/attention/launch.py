@@ -44,6 +44,7 @@ UNROLLED, UNROLLED_BACKWARD = 512, 256
 THREADS = 256  # of a program
 # Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
+BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
 
 
 @lru_cache(maxsize=1024)
@@ -65,13 +66,14 @@ def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bo
     itemsize = 4 if dtype in ("float32", "tf32") else 2
     unrolled = UNROLLED if kernel == "forward" else UNROLLED_BACKWARD
     # On sm_100 a small sum leaves tensor memory for two programs, and Triton then gives a thread 128 registers.
-    for rows, cols in BLOCKS[1:] if chip in FROM_SHARED[1:] and block_d <= 64 else BLOCKS:
-        if dtype == "float32" and rows * cols * block_d > unrolled * THREADS:
-            continue
-        by_registers = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * THREADS
+    is_shared = chip in FROM_SHARED[1:] and block_d <= 64
+    blocks = BLOCKS_OF_FLOAT32 if dtype == "float32" else BLOCKS[1:] if is_shared else BLOCKS
+    for rows, cols in blocks:
+        fits = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * THREADS
+        fits &= dtype != "float32" or rows * cols * block_d <= unrolled * THREADS
         own = own_tiles * rows * block_d * itemsize
         stages = min(most_stages, (shared - own) // (2 * cols * block_d * itemsize))
-        if by_registers and stages >= min(2, most_stages):
+        if fits and stages >= min(2, most_stages):
             break
     t, s = (cols, rows) if kernel == "backward_keys" else (rows, cols)
     return Launch(block_t=t, block_s=s, warps=warps, stages=max(1, stages))

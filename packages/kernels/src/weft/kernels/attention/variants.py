@@ -83,4 +83,10 @@ def _variants(dtype: str, head_dim: int, *features: str, precision: str = "ieee"
 
 
 VARIANTS = (*_variants("bf16", 128), *_variants("bf16", 128, "all"))
-EXTRA_VARIANTS = (*_variants("bf16", 64), *_variants("bf16", 256, "all"), *_variants("fp32", 128))
+EXTRA_VARIANTS = (
+    *_variants("bf16", 64),
+    *_variants("bf16", 256, "all"),
+    _variant("forward", "fp32", 128),
+    _variant("backward_queries", "fp32", 64),
+    _variant("backward_keys", "fp32", 128),
+)
