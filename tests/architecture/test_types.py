@@ -23,6 +23,7 @@ from weft.kernels import (
     all_gather_matmul,
     attention,
     cross_entropy,
+    document_bounds,
     dropout,
     embedding,
     geglu,
@@ -82,6 +83,7 @@ def test_ops_return_tensors() -> None:
         assert_type(embedding(target, x), Tensor),
         assert_type(dropout(x, 0.5, 0), Tensor),
         assert_type(attention(x[None], x[None], x[None], head_dim=2), Tensor),
+        assert_type(document_bounds(target), Tensor),
         assert_type(
             attention(x[None], x[None], x[None], head_dim=2, cache=assert_type(KeyValueCache(2), KeyValueCache)), Tensor
         ),

@@ -17,6 +17,7 @@ import torch
 from weft.kernels.dispatch import backend
 
 KERNELS = (
+    "weft.kernels.attention.launch",
     "weft.kernels.cross_entropy.launch",
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",
@@ -28,6 +29,7 @@ KERNELS = (
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
     "weft.kernels.embedding.launch",
+    "tests.kernels.attention_kernels",
     "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",
 )

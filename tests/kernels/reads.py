@@ -17,6 +17,7 @@ MASKS = (torch.bool, torch.uint8)
 CHECKING = tuple(
     f"weft.kernels.{module}.can_read"
     for module in (
+        "attention.ranges",
         "embedding.function",
         "cross_entropy.options",
         "cross_entropy.reference",

@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "add_rms_norm": (kernels.add_rms_norm, "x y vector"),
     "all_gather_matmul": (kernels.all_gather_matmul, "x weight"),
     "attention": (partial(kernels.attention, head_dim=4), "one_row one_row one_row"),
+    "attention-sinks": (lambda x, sinks: kernels.attention(x, x, x, head_dim=1, sinks=sinks), "one_row vector"),
     "cross_entropy": (kernels.cross_entropy, "x tokens"),
     "dropout": (lambda x, residual: kernels.dropout(x, 0.5, 7, residual=residual), "x y"),
     "embedding": (kernels.embedding, "tokens weight"),
@@ -94,6 +95,7 @@ def test_two_devices_are_named(name: str, device: str) -> None:
 
 def test_every_op_was_asked() -> None:
     without = {
+        "document_bounds",
         "on_local_tensors",
         "KeyValueCache",
         "normal",

@@ -34,6 +34,9 @@ OWN: dict[str, Any] = {
 }
 # By kernel, as folder and name: the case that launches the kernel.
 LAUNCHED_BY = {
+    "attention.forward": "attention-documents",
+    "attention.backward_queries": "attention-all",
+    "attention.backward_keys": "attention-window",
     "cross_entropy.statistics": "loss-of-each",
     "cross_entropy.losses": "loss-of-each",
     "cross_entropy.gradient": "loss-of-each",

@@ -88,6 +88,16 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         None,
         (normal(6, 5, 8),) * 3,
     ),
+    "attention-documents": (
+        lambda ids, q, k, v: kernels.attention(q, k, v, head_dim=4, documents=ids),
+        ints(2, 6, 5).sort(-1).values,
+        (normal(6, 5, 8),) * 3,
+    ),
+    "attention-softcap": (
+        lambda _, q, k, v, sinks: kernels.attention(q, k, v, head_dim=4, softcap=2.0, sinks=sinks),
+        None,
+        (*(normal(6, 5, 8),) * 3, normal(2)),
+    ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), None, (normal(6, 5, 8),)),
     "dropout-residual": (
         lambda _, x, y: kernels.dropout(x, 0.5, KEY, residual=y),
@@ -135,13 +145,15 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "swiglu": ("", HEADS, HEADS),
     "attention": ("", HEADS, HEADS, HEADS),
     "attention-in-order": ("", TOKENS_CUT, ROWS, ROWS),
+    "attention-documents": (ROWS, HEADS, HEADS, HEADS),
+    "attention-softcap": ("", HEADS, HEADS, HEADS, "tp: S(0)"),
     "dropout": ("", TOKENS_CUT),
     "embedding": (ROWS, "tp: S(1)"),
     "cross_entropy": (ROWS, HEADS),
     "linear_cross_entropy": (ROWS, ROWS, "tp: S(0)"),
 }
 OF_LOCAL_TENSORS = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}  # no layouts
-WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
+WITHOUT_GRADIENTS = {"KeyValueCache", "document_bounds", "normal", "rope_tables", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft.kernels.attention import reference as attention
+from weft.kernels.attention import function as attention
 from weft.kernels.dispatch.op import Op
 from weft.kernels.dispatch.sharded import apply
 from weft.kernels.elementwise import sharded as elementwise

@@ -48,6 +48,14 @@ OPS = {
         lambda *tensors: kernels.attention(*tensors, head_dim=4),
         tuple(normal(1, 3, 8, seed=seed) for seed in range(3)),
     ),
+    "attention-documents": (
+        lambda *tensors: kernels.attention(*tensors, head_dim=4, documents=torch.tensor([[0, 0, 1]])),
+        tuple(normal(1, 3, 8, seed=seed) for seed in range(3)),
+    ),
+    "attention-softcap-sinks": (
+        lambda *tensors: kernels.attention(*tensors[:3], head_dim=4, softcap=2.0, sinks=tensors[3]),
+        (*(normal(1, 3, 8, seed=seed) for seed in range(3)), normal(2)),
+    ),
     "dropout": (lambda x: kernels.dropout(x, 0.5, 1), (normal(3, 4),)),
     "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
     "geglu": (kernels.geglu, (normal(3, 4), normal(3, 4, seed=1))),
@@ -88,7 +96,7 @@ NATIVE = {
     "matmul": torch.matmul,
     "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
 }
-WITHOUT_GRADIENTS = {"KeyValueCache", "normal", "rope_tables", "uniform"}
+WITHOUT_GRADIENTS = {"KeyValueCache", "document_bounds", "normal", "rope_tables", "uniform"}
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
 
 
@@ -148,7 +156,7 @@ def of_one_leaf(loss: Tensor, leaves: list[Tensor]) -> None:
     torch.autograd.grad(gradient.sum(), leaves[:1])
 
 
-# torch differentiates attention, and refuses with a message of its own
+# torch differentiates plain attention on a CPU, and refuses with a message of its own
 REFUSED = r"weft\.kernels have no second derivative|derivative for aten::\w+_backward is not implemented"
 WAYS = (penalty_by_grad, penalty_by_backward, everything, of_one_leaf)
 

@@ -17,8 +17,8 @@ from weft.kernels.packing import pack, unpack
 from weft.mesh import Layout, LayoutError
 from weft.reshard import distribute, layout_of, to_global
 
+from tests.kernels.attention.test_op import LAYOUTS, OPTIONS, B, D, attend, op, operands, split, with_gradients
 from tests.kernels.cases import FOUR, GRID, TWO, normal, upstream_of
-from tests.kernels.test_attention import LAYOUTS, OPTIONS, B, D, attend, operands, with_gradients
 from tests.support.pool import Pool
 
 ORDER = ((5, 7), (0, 1), (3, 5), (3, 3), (1, 3))
@@ -26,7 +26,7 @@ LYING = torch.tensor([5, 6, 0, 3, 4, 1, 2])  # the token of each place
 
 
 def laid(x: Tensor) -> Tensor:
-    return x if x.shape[-1] == 7 else x.index_select(-2, LYING)
+    return x if x.ndim == 1 or x.shape[-1] == 7 else x.index_select(-2, LYING)
 
 
 def laid_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -38,29 +38,33 @@ def wanted(options: dict[str, Any]) -> list[Tensor]:
     """The output and the gradients of the scores written out, in the order in which the tokens lie."""
     upstream = torch.empty(B, 7, 8, dtype=torch.float64)
     upstream[:, LYING] = upstream_of(upstream.shape)
-    leaves = [tensor.requires_grad_() for tensor in operands(7, 7, B)]
+    options, sinks = split(options)
+    leaves = [tensor.clone().requires_grad_() for tensor in operands(7, 7, B, sinks=sinks)]
     output = attend(*leaves, head_dim=D, **options)
     return [laid(x.detach()) for x in (output, *torch.autograd.grad(output, leaves, upstream))]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_attention_counts_tokens_as_they_are_read(options: dict[str, Any]) -> None:
-    given = [laid(tensor) for tensor in operands(7, 7, B)]
-    found = with_gradients(partial(attention, head_dim=D, **laid_options(options)), given)
+    asked, sinks = split(options)
+    given = [laid(tensor) for tensor in operands(7, 7, B, sinks=sinks)]
+    found = with_gradients(partial(op, **laid_options(asked)), given)
     for one, other in zip(found, wanted(options), strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
 def attention_on_mesh(name: str) -> None:
     mesh, *layouts = LAYOUTS[name]
-    query, keys, documents = (Layout(mesh, text) for text in layouts)
+    query, keys, documents, of_sinks = (Layout(mesh, text) for text in layouts)
     for options in OPTIONS.values():
-        placed = laid_options(options)
+        asked, sinks = split(options)
+        placed = laid_options(asked)
         if "documents" in placed:
             placed["documents"] = distribute(placed["documents"], documents)
-        given = [distribute(laid(x), to) for x, to in zip(operands(7, 7, B), (query, keys, keys), strict=True)]
+        tensors, layouts_of = operands(7, 7, B, sinks=sinks), (query, keys, keys, of_sinks)
+        given = [distribute(laid(x), to) for x, to in zip(tensors, layouts_of, strict=False)]
         leaves = [tensor.requires_grad_() for tensor in given]
-        output = attention(*leaves, head_dim=D, **placed)
+        output = op(*leaves, **placed)
         upstream = distribute(upstream_of(output.shape), layout_of(output))
         for one, other in zip([output, *torch.autograd.grad(output, leaves, upstream)], wanted(options), strict=True):
             assert isinstance(one, DTensor)

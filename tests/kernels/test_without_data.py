@@ -21,6 +21,7 @@ from tests.kernels.test_incoming_gradients import OPS
 KEY = torch.tensor(3, dtype=torch.uint64)
 LOGITS = (normal(6, 5, 8),)
 HEADS = tuple(normal(6, 5, 8, seed=seed) for seed in range(3))
+DOCUMENTS = ints(2, 6, 5).sort(-1).values
 
 
 def reading_on(_: None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -38,22 +39,22 @@ def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # The op, given ids or a dropout key, and its operands. The first of several outputs has gradients.
 MORE: dict[str, tuple[Callable[..., Any], Tensor | None, tuple[Tensor, ...]]] = {
-    "attention-documents": (
-        lambda documents, *heads: kernels.attention(*heads, head_dim=4, documents=documents),
-        ints(2, 6, 5),
-        HEADS,
-    ),
     "attention-window": (lambda _, *heads: kernels.attention(*heads, head_dim=4, window=2), None, HEADS),
     "attention-dropout": (
         lambda key, *heads: kernels.attention(*heads, head_dim=4, dropout=0.5, dropout_key=key),
         KEY,
         HEADS,
     ),
+    "attention-sinks": (
+        lambda _, *tensors: kernels.attention(*tensors[:3], head_dim=4, sinks=tensors[3]),
+        None,
+        (*HEADS, normal(2)),
+    ),
     "attention-all": (
         lambda documents, *heads: kernels.attention(
-            *heads, head_dim=4, documents=documents, window=2, order=((3, 5), (0, 3))
+            *heads, head_dim=4, documents=documents, window=2, order=((3, 5), (0, 3)), softcap=5.0
         ),
-        ints(2, 6, 5),
+        DOCUMENTS.roll(2, 1),
         HEADS,
     ),
     "KeyValueCache": (reading_on, None, HEADS),
@@ -142,11 +143,12 @@ OF_GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     ),
 }
 OF_USERS = {"on_local_tensors"}  # see test_on_local_tensors.py
+INTEGERS = {"document_bounds"}  # see attention/test_ranges.py
 
 
 def test_all_ops_are_here() -> None:
     ops = {name.partition("-")[0] for name in (*CASES, *OF_GROUPS)} - {"pack", "unpack"}
-    assert ops == set(kernels.__all__) - OF_USERS
+    assert ops == set(kernels.__all__) - OF_USERS - INTEGERS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

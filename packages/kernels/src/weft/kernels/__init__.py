@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from weft.mesh.extension import version_of
 
-from .attention import KeyValueCache, attention
+from .attention import KeyValueCache, attention, document_bounds
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
 from .elementwise import add
@@ -30,6 +30,7 @@ __all__ = [
     "all_gather_matmul",
     "attention",
     "cross_entropy",
+    "document_bounds",
     "dropout",
     "embedding",
     "geglu",

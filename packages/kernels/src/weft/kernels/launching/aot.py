@@ -28,6 +28,7 @@ from typing import Any
 from .occupancy import occupancy, programs_at_once
 
 MODULES = (
+    "weft.kernels.attention.variants",
     "weft.kernels.cross_entropy.launch",
     "weft.kernels.linear_cross_entropy.launch",
     "weft.kernels.random.launch",

@@ -17,36 +17,37 @@ from ...random.part import Part
 
 Layouts = tuple[Layout | None, ...]
 CACHED = ("the cached keys", "the cached values")
+BOUNDS = "z"  # the index of start and stop in documents given as bounds
 
 
 def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule of `ATTENTION` and `IN_ORDER`. Queries may be sharded on the tokens, keys and values may not.
+    """The layout rule of `ATTENTION`. Queries may be sharded on the tokens, keys and values may not.
 
-    layouts: of query, key, value, documents and the dropout key, which is a plain number without a layout.
+    layouts: of query, key, value, documents, the dropout key, which is a plain number without a layout, and sinks.
     """
-    *inputs, _ = layouts
+    *inputs, _, sinks = layouts
+    inputs.append(sinks)
     shape, key_shape, *_ = shapes
     assert shape is not None and key_shape is not None, "attention always has a query and keys"
     lead = ascii_lowercase[: len(shape) - 2]
-    indices = (lead + "th", lead + "sh", lead + "sh", lead + "s")
+    indices = (lead + "th", lead + "sh", lead + "sh", of_documents(lead + "s", shapes[3]), "h")
     _check_heads(layouts[:2], shapes[:2], options["head_dim"])
     inputs[1:3] = keys_sharded_as_query(inputs[0], inputs[1:3], shape, key_shape, options["head_dim"])
-    output = _inferred(indices, inputs, ("the query", "the key", "the value", "the documents"), "s")
+    operands = ("the query", "the key", "the value", "the documents", "the sinks")
+    output = _inferred(indices, inputs, operands, "s" + BOUNDS)
     query, head_dim, T, S = layouts[0], options["head_dim"], shape[-2], key_shape[-2]
     order = options.get("order")
     assert query is not None, "attention always has a query"
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         *rows, tokens, width = query.local_slices(shape, rank)
-        heads = slice(width.start // head_dim, width.stop // head_dim)
-        weights = (*shape[:-2], shape[-1] // head_dim, T, S)
-        if order is not None:
-            runs = runs_within(order, tokens.start, tokens.stop)
-            parts = tuple([Part.of(weights, (*rows, heads, slice(*run), slice(0, S))) for run in runs])
-            return {"queries": runs, "parts": parts}
         found: dict[str, Any] = {"first": S - T + tokens.start}
+        if order is not None:
+            found = {"queries": runs_within(order, tokens.start, tokens.stop)}
         if options.get("dropout"):
-            found["part"] = Part.of(weights, (*rows, heads, tokens, slice(0, S)))
+            heads = slice(width.start // head_dim, width.stop // head_dim)
+            weights = (*shape[:-2], shape[-1] // head_dim, T, S)
+            found["part"] = Part.of(weights, (*rows, heads, tokens if order is None else slice(0, T), slice(0, S)))
         return found
 
     return Sharding(output, shape, infer_gradient_layouts(output, layouts), local)
@@ -55,19 +56,24 @@ def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
 def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
     """The layout rule of `WITH_CACHE`, attention with a cache: no tensor may be sharded on the tokens.
 
-    layouts: of query, key, value, the cached keys, the cached values and documents.
+    layouts: of query, key, value, the cached keys, the cached values, documents and sinks.
     """
     shape = shapes[0]
     assert shape is not None, "attention always has a query"
     lead = ascii_lowercase[: len(shape) - 2]
-    indices = (*[lead + "th"] * 3, *[lead + "ch"] * 2, lead + "c")
-    operands = ("the query", "the key", "the value", *CACHED, "the documents")
+    indices = (*[lead + "th"] * 3, *[lead + "ch"] * 2, of_documents(lead + "c", shapes[5]), "h")
+    operands = ("the query", "the key", "the value", *CACHED, "the documents", "the sinks")
     key_shape, head_dim = shapes[1], options["head_dim"]
     assert key_shape is not None, "attention always has keys"
     _check_heads(layouts[:2], shapes[:2], head_dim)
-    inputs = [layouts[0], *keys_sharded_as_query(layouts[0], layouts[1:5], shape, key_shape, head_dim), layouts[5]]
-    output = _inferred(indices, inputs, operands, "tc")
+    inputs = [layouts[0], *keys_sharded_as_query(layouts[0], layouts[1:5], shape, key_shape, head_dim), *layouts[5:]]
+    output = _inferred(indices, inputs, operands, "tc" + BOUNDS)
     return Sharding(output, shape, infer_gradient_layouts(output, layouts))
+
+
+def of_documents(ids: str, shape: tuple[int, ...] | None) -> str:
+    """The indices of documents, given those of ids: bounds have a further dim of two numbers."""
+    return ids + BOUNDS if shape is not None and len(shape) > len(ids) else ids
 
 
 def keys_sharded_as_query(

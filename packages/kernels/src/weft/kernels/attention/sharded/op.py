@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ...dispatch.backend import WIDE
+from ...dispatch.backend import WIDE, runs_natively
 from ...dispatch.op import Op
 from ...dispatch.sharded import apply, autocasts, check_devices
 from ...dispatch.token_order import checked_order
 from ...dropout.sharded import check_dropout
-from .. import reference
+from .. import function, plain
 from .cache import KeyValueCache
 from .layout_rule import cache_rule, rule
+
+MOST_HEAD_DIM = 256  # the kernels hold a tile of whole heads
 
 
 @autocasts("attention")
@@ -28,6 +32,8 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     documents: Tensor | None = None,
     order: Sequence[tuple[int, int]] | None = None,
     dropout: float = 0.0,
@@ -39,30 +45,39 @@ def attention(
 
     query: [..., T, heads * D]. The T queries belong to the last T of the keys' tokens.
     key, value: [..., S, kv_heads * D], where kv_heads divides heads.
+    head_dim: D, 256 at most.
     Returns a tensor of the shape of `query`.
     scale: the factor of query @ key.T; None means 1 / sqrt(D).
     causal: a query sees the keys up to its own token's.
     window: with causal, a query sees at most the last `window` of these keys (Child et al., 2019).
-    documents: [..., S] of ints, the document of each key's token. A query sees the keys of its own document only.
+    softcap: each score x becomes softcap * tanh(x / softcap), before the mask (Gemma 2, 2024).
+    sinks: [heads], a further logit in each row's softmax, which has no value: it takes a share of the weights
+    (gpt-oss, 2025).
+    documents: ids [..., S], the document of each key's token, where each document is a contiguous stretch; or the
+    bounds that `document_bounds` makes of these, once for all layers. A query sees the keys of its own document only.
     order: for tokens stored in another order than the sequence's, as context parallelism stores them: runs [start,
-    stop) of the sequence, in the order of storage. Causal, window and dropout then follow the sequence. Each run of
-    queries computes with the keys up to its own last token only.
-    dropout: the share of attention weights set to zero, 0 to 1; the rest are divided by 1 - dropout. The attention
-    weights, T * S numbers for each head, are then in memory.
+    stop) of the sequence, in the order of storage. Causal, window and dropout then follow the sequence, and the numbers
+    of bounds count its tokens.
+    dropout: the share of attention weights set to zero, 0 to 1; the rest are divided by 1 - dropout.
     dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]. The mask is
     the same in every layout, and in every repetition of the call.
     cache: holds the keys and values of earlier tokens; this call adds those of its own. query, key and value are then
-    of the new tokens only, documents is [..., capacity], and no gradient is recorded.
+    of the new tokens only, documents is [..., capacity], or [..., capacity, 2], and no gradient is recorded.
+
+    A query that sees no key has output 0 and gradient 0. Saved for backward: the operands, the output, and for each
+    row and head one logsumexp. Nothing of T x S is in memory. Second derivatives are refused.
+    torch.compile(fullgraph=True) sees one op forward and one op backward.
 
     Layouts: query, key and value share one layout, sharded on the leading dims or by complete heads; the query may
-    also be sharded on the tokens. documents are sharded on the leading dims as the query is. The output has the
-    query's layout.
+    also be sharded on the tokens. documents are sharded on the leading dims as the query is, and sinks as its heads.
+    The output has the query's layout.
     Communication: none.
-    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options,
-    RuntimeError for a cache where gradients are recorded.
+    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options, and for a
+    document that comes back after it ended, where the host can read the ids; RuntimeError for a cache where gradients
+    are recorded.
     """
     _check(query, key, value, head_dim, causal and cache is None)
-    check_devices("attention", query, key, value, documents)
+    check_devices("attention", query, key, value, documents, sinks)
     if query.dtype not in WIDE or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
             f"attention: query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them with .to(), "
@@ -70,14 +85,24 @@ def attention(
         )
     S = key.shape[-2] if cache is None else cache.capacity
     _check_seen(query, S, causal, window, documents)
-    options: dict[str, Any] = {"head_dim": head_dim, "causal": causal, "scale": scale, "window": window}
+    _check_scores(query, head_dim, softcap, sinks)
+    options: dict[str, Any] = {
+        "head_dim": head_dim, "causal": causal, "scale": scale, "window": window, "softcap": softcap
+    }  # fmt: skip
     if cache is not None:
         _check_with_cache(query, key, value, causal, dropout)
         if order is not None:
             raise ValueError("attention: a cache stores tokens in the order of the sequence; leave order out")
-        output = apply(WITH_CACHE, query, key, value, *cache.room_for(key), documents, length=cache.length, **options)
+        tensors = (query, key, value, *cache.room_for(key), documents, sinks)
+        output = apply(WITH_CACHE, *tensors, length=cache.length, **options)
         cache.length += key.shape[-2]
         return output
+    others = (documents, order, sinks, softcap, dropout or None)
+    if plain.is_plain(query, key, causal, window, *others):
+        if runs_natively(query, key, value):  # a small call spends most of its time on the host
+            return plain.forward(query, key, value, head_dim=head_dim, causal=causal, scale=scale)
+        if _torch_is_faster(query):
+            return apply(PLAIN, query, key, value, None, None, None, head_dim=head_dim, causal=causal, scale=scale)
     operand = None
     if dropout:
         if dropout_key is None:
@@ -92,12 +117,25 @@ def attention(
                 f"attention: order describes all tokens, but there are {query.shape[-2]} queries and {S} keys"
             )
         options["order"] = checked_order("attention", order, S)
-    return apply(ATTENTION if order is None else IN_ORDER, query, key, value, documents, operand, **options)
+    return apply(ATTENTION, query, key, value, documents, operand, sinks, **options)
+
+
+def _torch_is_faster(query: Tensor) -> bool:
+    """Whether torch computes a plain call at least as fast as Weft's kernel.
+
+    On a GPU, as no measurement says otherwise yet. Not for a query sharded on the tokens: a causal call is then not
+    plain on each rank.
+    """
+    if not query.is_cuda:
+        return False
+    return not isinstance(query, DTensor) or not any(each.is_shard(query.ndim - 2) for each in query.placements)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
     """Raises ValueError for mismatched shapes of query, key and value."""
     of_query, of_key = query.shape, key.shape
+    if not 1 <= head_dim <= MOST_HEAD_DIM:
+        raise ValueError(f"attention: head_dim is {head_dim}; give the size of a head, 1 to {MOST_HEAD_DIM}")
     fits = len(of_query) > 1 and of_key == value.shape and of_key[:-2] == of_query[:-2] and of_key[-1] > 0
     if not fits or of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]:
         raise ValueError(
@@ -121,13 +159,26 @@ def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documen
         raise ValueError(f"attention: a window of {window} needs causal=True; leave window out")
     if documents is None:
         return
-    if documents.shape != (*query.shape[:-2], S) or documents.is_floating_point():
+    ids = (*query.shape[:-2], S)
+    if documents.shape not in (ids, (*ids, 2)) or documents.is_floating_point():
         raise ValueError(
-            f"attention takes documents [..., {S}] of ints, one for each key, got {tuple(documents.shape)} of "
-            f"{documents.dtype} beside a query of {tuple(query.shape)}"
+            f"attention takes documents [..., {S}] of ints, one for each key, or their bounds [..., {S}, 2], got "
+            f"{tuple(documents.shape)} of {documents.dtype} beside a query of {tuple(query.shape)}"
         )
     if T > S:
         raise ValueError(f"attention: {T} queries have no documents among {S} keys; give at least as many keys")
+
+
+def _check_scores(query: Tensor, head_dim: int, softcap: float | None, sinks: Tensor | None) -> None:
+    """Raises ValueError for a softcap that is no number above 0, and for sinks that do not fit the query."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"attention: softcap is {softcap}; give a number above 0, or None")
+    heads = query.shape[-1] // head_dim
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in WIDE):
+        raise ValueError(
+            f"attention takes sinks [{heads}], one for each head, of a floating dtype; got {tuple(sinks.shape)} of "
+            f"{sinks.dtype}"
+        )
 
 
 def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float) -> None:
@@ -143,6 +194,6 @@ def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, d
         raise RuntimeError("attention: a cache has no gradient; call the model in torch.no_grad()")
 
 
-ATTENTION = Op("attention", reference.forward, None, rule, varying=("number",))
-IN_ORDER = Op("attention_in_order", reference.forward_in_order, None, rule, varying=("number",))
-WITH_CACHE = Op("attention_with_cache", reference.forward_with_cache, None, cache_rule, varying=("length",))
+PLAIN = Op("plain_attention", plain.forward, None, rule)
+ATTENTION = Op("attention", function.forward, function.backward, rule, varying=("number",))
+WITH_CACHE = Op("attention_with_cache", function.forward_with_cache, None, cache_rule, varying=("length",))

@@ -15,8 +15,9 @@ from weft.reshard.extension import in_graph, wrap
 from ..autocast import RUNS, Runs, autocast_dtype, autocast_off, is_autocasting, may_be_cast, operands_dtype
 from ..backend import is_compiling
 
-# Arguments never cast: the op writes into the caller's accumulate_into, and rope's tables stay in float32.
-NEVER_CAST = ("accumulate_into", "cos", "sin")
+# Arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's sinks stay in
+# float32.
+NEVER_CAST = ("accumulate_into", "cos", "sin", "sinks")
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Operand = TypeVar("Operand", bound=Tensor)

@@ -1,0 +1,203 @@
+"""Attention in plain torch, by blocks of queries: the scores of one block are in memory, and no others.
+
+Runs what torch's fused attention on a CPU does not know: a softcap, and dropout of the weights. Also float64 on a GPU.
+Backward computes each block's scores again. All of it is in float32 at least. For one head:
+
+    scores = scale * query @ key.T, or with a softcap softcap * tanh(scale * query @ key.T / softcap)
+    logsumexp = log(exp(sink) + the sum of exp(scores) over the keys seen)
+    weights = exp(scores - logsumexp) for the keys seen, 0 for others
+    output = dropped(weights) @ value, where dropout multiplies a weight by drop.scale or by 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch.backend import can_read
+from ..dropout.function import DROPS_ALL, plain_mask
+from ..random.part import Part
+from .drop import Drop
+from .ranges import Ranges
+from .stretches import rows_alike, sinks_gradient
+
+SCORES = 2**21  # the most numbers of a block's scores, 8 MB in float32, unless a block has LEAST queries
+LEAST, MOST = 16, 128  # queries of a block; a block of n queries computes up to n scores a query that are not seen
+
+
+class Block(NamedTuple):
+    """Queries whose scores are computed at a time."""
+
+    rows: slice  # of the batch
+    queries: slice
+    keys: slice  # none of these queries sees another key
+    seen: Tensor | None  # bool [B or 1, 1, 1, n, keys]; None where each query sees each of these keys
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranges: Ranges,
+    sinks: Tensor | None,
+    drop: Drop | None,
+    *,
+    head_dim: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """query [B, T, heads * D], key and value [B, S, kv_heads * D] -> output [B, T, heads * D], logsumexp [B, heads, T].
+
+    sinks: [heads], a further logit of every row, without a value; the logsumexp includes it. softcap: above 0, or None.
+    """
+    kv_heads = key.shape[-1] // head_dim
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    q, k, v, out = (_grouped(x, kv_heads, head_dim) for x in (query, key, value, output))
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # [B, kv_heads, groups, T]
+    for block in blocks_of(ranges.keys, q.shape[:3].numel(), k.shape[3]):
+        rows, queries, keys, _ = block
+        scores = _scores(q, k, block, wide, scale, softcap)
+        of_rows = scores.logsumexp(-1)  # [B, kv_heads, groups, n]
+        if sinks is not None:
+            of_rows = torch.logaddexp(of_rows, sinks.to(wide).view(kv_heads, -1, 1))
+        weights = _dropped(_weights(scores, of_rows), _keep_mask(drop, block, q), drop)
+        out[rows, :, :, queries] = (weights @ v[rows, :, :, keys].to(wide)).to(out.dtype)
+        lse[rows, :, :, queries] = of_rows
+    return output, lse.flatten(1, 2)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    ranges: Ranges,
+    sinks: Tensor | None,
+    drop: Drop | None,
+    *,
+    head_dim: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sinks, from `forward`'s operands and results. grad: of the output."""
+    kv_heads, wide = key.shape[-1] // head_dim, lse.dtype
+    totals = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (query, key, value)]
+    g, q, k, v, out = (_grouped(x, kv_heads, head_dim) for x in (grad, query, key, value, output))
+    dq, dk, dv = (_grouped(x, kv_heads, head_dim) for x in totals)
+    lse = lse.reshape(q.shape[:-1])
+    for block in blocks_of(ranges.keys, q.shape[:3].numel(), k.shape[3]):
+        rows, queries, keys, _ = block
+        upstream, of_keys, of_queries = (
+            x.to(wide) for x in (g[rows, :, :, queries], k[rows, :, :, keys], q[rows, :, :, queries])
+        )
+        scores, keep = _scores(q, k, block, wide, scale, softcap), _keep_mask(drop, block, q)
+        slope = None if softcap is None else 1 - (scores / softcap).square_()  # of softcap * tanh(x / softcap)
+        weights = _weights(scores, lse[rows, :, :, queries])
+        dv[rows, :, :, keys] += (_dropped(weights.clone(), keep, drop).mT @ upstream).sum(2, keepdim=True)
+        delta = (upstream * out[rows, :, :, queries]).sum(-1, keepdim=True)
+        of_scores = _dropped(upstream @ v[rows, :, :, keys].to(wide).mT, keep, drop).sub_(delta).mul_(weights)
+        if slope is not None:
+            of_scores.mul_(slope.nan_to_num_(0.0, 0.0, 0.0))  # the scores of keys that are not seen are -inf
+        of_scores.mul_(scale)
+        dq[rows, :, :, queries] = of_scores @ of_keys
+        dk[rows, :, :, keys] += (of_scores.mT @ of_queries).sum(2, keepdim=True)
+    dquery, dkey, dvalue = (total.to(query.dtype) for total in totals)
+    return dquery, dkey, dvalue, None if sinks is None else sinks_gradient(grad, output, lse.flatten(1, 2), sinks)
+
+
+def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[Block]:
+    """The blocks of queries, row after row where the rows differ. heads: of all rows together.
+
+    bounds: int32 [B or 1, T, 2], the first key and the stop of each query. Where the host cannot read these, all rows
+    are together and each block has all keys.
+    """
+    T, key = bounds.shape[1], torch.arange(S, dtype=torch.int32, device=bounds.device)
+    if not can_read(bounds):
+        n = max(1, SCORES // (heads * S))
+        for first in range(0, T, n):
+            queries = slice(first, min(first + n, T))
+            yield Block(slice(None), queries, slice(0, S), _seen(bounds[:, queries], key))
+        return
+    rows = rows_alike(bounds)
+    for each in rows:
+        of_row = bounds[each][:1]
+        widest = int((of_row[..., 1] - of_row[..., 0]).max())
+        n = max(LEAST, min(MOST, SCORES * len(rows) // (heads * max(1, widest))))
+        for first in range(0, T, n):
+            here = of_row[:, first : first + n]
+            (start, end), (last_start, stop) = here[0, 0].tolist(), here[0, -1].tolist()
+            if start < stop:
+                all_see_all = start == last_start and end == stop
+                seen = None if all_see_all else _seen(here, key[start:stop])
+                yield Block(each, slice(first, min(first + n, T)), slice(start, stop), seen)
+
+
+def _seen(bounds: Tensor, key: Tensor) -> Tensor:
+    """Whether queries of these bounds [B, n, 2] see each key: bool [B, 1, 1, n, keys]."""
+    bounds = bounds[:, None, None]
+    return (key >= bounds[..., :1]) & (key < bounds[..., 1:])
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, wide: torch.dtype, scale: float, softcap: float | None) -> Tensor:
+    """The scores of a block, -inf for keys that a query does not see: [B, kv_heads, groups, n, keys]."""
+    scores = (q[block.rows, :, :, block.queries].to(wide) * scale) @ k[block.rows, :, :, block.keys].to(wide).mT
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    return scores if block.seen is None else scores.masked_fill_(~block.seen, -torch.inf)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), written over the scores; 0 in rows that see nothing, whose scores and lse are -inf."""
+    return scores.sub_(lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
+
+
+def _dropped(weights: Tensor, keep: Tensor | None, drop: Drop | None) -> Tensor:
+    """Dropout of the weights, or of their gradient, in place. keep: from `_keep_mask`."""
+    if drop is None:
+        return weights
+    return (weights if keep is None else weights.masked_fill_(~keep, 0)).mul_(drop.scale)
+
+
+def _keep_mask(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
+    """Which weights of a block dropout keeps: bool [B, kv_heads, groups, n, keys].
+
+    None without dropout, and where all are dropped: then the scale is 0.
+    """
+    if drop is None or drop.threshold == DROPS_ALL:
+        return None
+    n, keys = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
+    heads = q.shape[1] * q.shape[2]
+    keep = []
+    for row in range(q.shape[0])[block.rows]:
+        offset = int(drop.offsets[row])
+        mask = torch.empty(heads, n, keys, dtype=torch.bool, device=q.device)
+        of_queries = _runs(drop.query_places, drop.first_query, row, block.queries)
+        for (i, rows, query), (j, columns, key) in product(
+            of_queries, _runs(drop.key_places, drop.first_key, row, block.keys)
+        ):
+            strides = (drop.head_stride, drop.row_stride, 1)
+            part = Part(offset + query * drop.row_stride + key, (heads, rows, columns), strides)
+            mask[:, i : i + rows, j : j + columns] = plain_mask(part, drop.key, drop.threshold, q.device) != 0
+        keep.append(mask)
+    return torch.stack(keep).view(-1, *q.shape[1:3], n, keys)
+
+
+def _runs(places: Tensor | None, first: int, row: int, here: slice) -> list[tuple[int, int, int]]:
+    """The runs of neighbouring places: (where the run begins in `here`, its length, its first place)."""
+    if places is None:
+        return [(0, here.stop - here.start, first + here.start)]
+    numbers = places[min(row, len(places) - 1), here].tolist()
+    begins = [i for i, place in enumerate(numbers) if i == 0 or place != numbers[i - 1] + 1]
+    return [(i, stop - i, numbers[i]) for i, stop in zip(begins, [*begins[1:], len(numbers)], strict=True)]
+
+
+def _grouped(x: Tensor, kv_heads: int, head_dim: int) -> Tensor:
+    """[B, T, heads * D] -> [B, kv_heads, heads // kv_heads, T, D]"""
+    return x.reshape(*x.shape[:-1], kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)

@@ -1,0 +1,118 @@
+"""Attention of local tensors: softmax(query @ key.T * scale) @ value, per head.
+
+A GPU, and Triton's interpreter, run the kernels (`launch`). A CPU runs torch's fused attention on stretches of queries
+(`stretches`), or plain torch by blocks of queries for what that lacks (`blocks`). No way holds anything of T x S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..dispatch.backend import on_cpu, use_triton
+from ..dispatch.token_order import Runs, as_read
+from . import blocks, stretches
+from .options import Operands, Options, batch_for, drop_for, ranges_for
+from .ranges import Ranges
+
+
+class Way(Protocol):
+    """The computation on a device, implemented by `blocks`, which documents it, and by `launch`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+
+def is_fused(query: Tensor, options: Options) -> bool:
+    """Whether torch's fused attention on a CPU computes a call."""
+    return options.softcap is None and not options.dropout and on_cpu(query) and not use_triton(query)
+
+
+def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Ranges | None]:
+    """The output like query, the logsumexp [B, heads, T], and who sees whom, for `compute_backward`.
+
+    With an order, the logsumexp and who sees whom are of the queries in the sequence's order. None where torch's fused
+    attention reads it from the options.
+    """
+    query, key, value, _, _, sinks = operands
+    if query.numel() == 0 or key.numel() == 0 or query.is_meta:
+        shape = (math.prod(query.shape[:-2]), query.shape[-1] // options.head_dim, query.shape[-2])
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        return output, torch.full(shape, -torch.inf, dtype=wide, device=query.device), None
+    q = ascending(flat(query), options.runs)
+    k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
+    head_dim, scale, softcap, ranges = options.head_dim, options.factor, options.softcap, None
+    if is_fused(query, options):
+        output, lse = stretches.forward(q, k, v, batch_for(operands, options), sinks, head_dim=head_dim, scale=scale)
+    else:
+        ranges, drop = ranges_for(operands, options), drop_for(operands, options)
+        output, lse = _on(query).forward(q, k, v, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap)
+    return _like(as_stored(output, options.runs), query), lse, ranges
+
+
+def compute_backward(
+    grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, ranges: Ranges | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sinks. ranges: as `compute` returned them; None to make them."""
+    query, key, value, _, _, sinks = operands
+    if query.numel() == 0 or key.numel() == 0 or query.is_meta:
+        dquery, dkey, dvalue = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+        return dquery, dkey, dvalue, None if sinks is None else torch.zeros_like(sinks)
+    g, q = ascending(flat(grad), options.runs), ascending(flat(query), options.runs)
+    k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
+    out = ascending(flat(output), options.runs)
+    head_dim, scale, softcap = options.head_dim, options.factor, options.softcap
+    if is_fused(query, options):
+        batch = batch_for(operands, options)
+        dq, dk, dv = stretches.backward(g, q, k, v, out, lse, batch, head_dim=head_dim, scale=scale)
+        dsinks = None if sinks is None else stretches.sinks_gradient(g, out, lse, sinks)
+    else:
+        ranges = ranges_for(operands, options) if ranges is None else ranges
+        drop = drop_for(operands, options)
+        dq, dk, dv, dsinks = _on(query).backward(
+            g, q, k, v, out, lse, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap
+        )
+    dkey, dvalue = _like(as_stored(dk, options.order), key), _like(as_stored(dv, options.order), value)
+    return _like(as_stored(dq, options.runs), query), dkey, dvalue, dsinks
+
+
+def _on(query: Tensor) -> Way:
+    """`forward` and `backward` for the query's device, without torch's fused attention."""
+    if use_triton(query):
+        from . import launch  # imports triton, which a CPU installation may not have
+
+        return launch
+    return blocks
+
+
+def flat(x: Tensor) -> Tensor:
+    """[..., T, W] -> [B, T, W]"""
+    return x if x.ndim == 3 else x.reshape(-1, *x.shape[-2:])
+
+
+def _like(x: Tensor, original: Tensor) -> Tensor:
+    """x [B, T, W] in the shape of the original."""
+    return x if original.ndim == 3 else x.view(original.shape)
+
+
+def ascending(x: Tensor, runs: Runs | None) -> Tensor:
+    """x [B, T, W], whose tokens are stored in `runs`, in the sequence's order."""
+    return x if runs is None or _ascend(runs) else as_read(x, runs, 1)
+
+
+def as_stored(x: Tensor, runs: Runs | None) -> Tensor:
+    """x [B, T, W] from the sequence's order to the stored order `runs`: the reverse of `ascending`."""
+    if runs is None or _ascend(runs):
+        return x
+    ascending = sorted(range(len(runs)), key=runs.__getitem__)
+    parts = torch.split(x, [runs[i][1] - runs[i][0] for i in ascending], 1)
+    return torch.cat([parts[ascending.index(i)] for i in range(len(runs))], 1)
+
+
+def _ascend(runs: Runs) -> bool:
+    return list(runs) == sorted(runs)

@@ -1,0 +1,255 @@
+"""Launches the attention kernels: chooses the blocks, and allocates outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..dispatch.backend import chip_of, device_of
+from ..matmul.launch import dtype_of, precision
+from ..random.launch import signed
+from . import kernel
+from .drop import Drop
+from .ranges import Ranges
+
+Kernel = Literal["forward", "backward_queries", "backward_keys"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is compiled: queries and keys of a block, warps of a program, and stages of its loops."""
+
+    block_t: int
+    block_s: int
+    warps: int
+    stages: int
+
+
+INTERPRETED = Launch(block_t=16, block_s=16, warps=1, stages=1)
+# Chips whose tensor cores read factors from shared memory. Others read them from registers, and leave fewer of a
+# thread's 255 for tiles and addresses. AMD's threads have 512 where a program has four warps, of 64 threads.
+FROM_SHARED = "sm_90", "sm_100", "sm_103"
+REGISTERS_FROM_SHARED, REGISTERS, MASKED_REGISTERS, AMD_REGISTERS = 120, 104, 80, 152
+# KiB of shared memory that a program may have (CUDA C++ Programming Guide; AMD CDNA3 ISA), less 16 in which tiles of
+# scores change their layout.
+SHARED_KIB = {"sm_80": 163 - 16, "sm_90": 227 - 16, "sm_100": 227 - 16, "sm_103": 227 - 16}
+SHARED_KIB_OF_OTHERS, AMD_SHARED_KIB = 99 - 16, 64 - 16
+# Multiply-adds of a thread for a float32 product, of forward's two and of backward's three or four. Without tensor
+# cores each is an instruction, as loops are unrolled, and many are in flight; loading ahead would cost more registers.
+UNROLLED, UNROLLED_BACKWARD = 512, 256
+THREADS = 256  # of a program
+# Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
+BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
+BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
+
+
+@lru_cache(maxsize=1024)
+def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True) -> Launch:
+    """The largest blocks that fit registers and shared memory, and the most stages that fit then. Not tuned yet.
+
+    dtype: "tf32" for float32 that is multiplied in tf32. is_masked: with a softcap or dropout. is_aligned: whether a
+    load moves 16 bytes; otherwise, one number.
+    """
+    if chip == "interpreted":
+        return INTERPRETED
+    if chip.startswith("sm_"):
+        warps, shared = 8, SHARED_KIB.get(chip, SHARED_KIB_OF_OTHERS) * 1024
+        most_stages = 1 if dtype == "float32" else 3 if kernel == "forward" else 2
+        registers = REGISTERS_FROM_SHARED if chip in FROM_SHARED else MASKED_REGISTERS if is_masked else REGISTERS
+        own_tiles = 1 if kernel == "forward" else 2  # in shared memory, beside the stages'
+    else:
+        warps, most_stages, shared, registers, own_tiles = 4, 1, AMD_SHARED_KIB * 1024, AMD_REGISTERS, 0
+    itemsize = 4 if dtype in ("float32", "tf32") else 2
+    unrolled = UNROLLED if kernel == "forward" else UNROLLED_BACKWARD
+    # On sm_100 a small sum leaves tensor memory for two programs, and Triton then gives a thread 128 registers.
+    is_shared = chip in FROM_SHARED[1:] and block_d <= 64
+    blocks = BLOCKS_OF_FLOAT32 if dtype == "float32" else BLOCKS[1:] if is_shared else BLOCKS
+    for rows, cols in blocks:
+        fits = _registers(kernel, rows, cols, block_d, is_masked, is_aligned) <= registers * THREADS
+        fits &= dtype != "float32" or rows * cols * block_d <= unrolled * THREADS
+        own = own_tiles * rows * block_d * itemsize
+        stages = min(most_stages, (shared - own) // (2 * cols * block_d * itemsize))
+        if fits and stages >= min(2, most_stages):
+            break
+    t, s = (cols, rows) if kernel == "backward_keys" else (rows, cols)
+    return Launch(block_t=t, block_s=s, warps=warps, stages=max(1, stages))
+
+
+def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool, is_aligned: bool) -> int:
+    """The registers of a program's float32 sums and scores, and of the addresses to load two tiles.
+
+    forward sums one output, `backward_keys` two gradients. Backward keeps weights and their gradients. A mask of
+    dropout, or a softcap's slope, is another tile; to draw and to place the mask takes two, and a third where it is
+    transposed. An address has two registers, and loads 16 bytes (8 numbers) where memory is aligned.
+    """
+    sums = 2 if kernel == "backward_keys" else 1
+    scores, masks = {"forward": (1, 2), "backward_queries": (2, 3), "backward_keys": (2, 4)}[kernel]
+    addresses = 2 * cols * block_d // (8 if is_aligned else 1)
+    return rows * (sums * block_d + (scores + masks * is_masked) * cols) + 2 * addresses
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranges: Ranges,
+    sinks: Tensor | None = None,
+    dropout: Drop | None = None,
+    *,
+    head_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output, like query, and the logsumexp of each row's scores and its sink: float32 [B, heads, T].
+
+    query: [B, T, heads * D]. key, value: [B, S, kv_heads * D]. sinks: [heads]. launch: None chooses by the device.
+    """
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    (B, T, width), S = query.shape, key.shape[1]
+    heads, group = width // head_dim, width // max(1, key.shape[-1])
+    output = torch.empty((B, T, width), dtype=query.dtype, device=query.device)
+    lse = torch.empty((B, heads, T), dtype=torch.float32, device=query.device)
+    if not lse.numel():
+        return output, lse
+    block_d, chip = padded(head_dim), chip_of(query.device)[0]
+    is_masked, is_aligned = softcap is not None or dropout is not None, _is_aligned(head_dim, query, key, value)
+    chosen = launch or launch_of("forward", chip, dtype_of(query, key), block_d, is_masked, is_aligned)
+    keys = ranges.keys.contiguous()
+    drop, phased = _drop(dropout, B)
+    with device_of(query):
+        kernel.forward[(-(-T // chosen.block_t) * heads * B,)](
+            query, key, value, keys, None if sinks is None else sinks.contiguous(), *drop.tensors,
+            output, lse,
+            T, S, heads, group,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], _batch(keys), *drop.place_strides,
+            *output.stride()[:2], *drop.strides,
+            scale, softcap, *drop.numbers,
+            PHASED=phased, PRECISION=precision(query), HEAD_DIM=head_dim, BLOCK_D=block_d,
+            BLOCK_T=chosen.block_t, BLOCK_S=chosen.block_s, num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+    return output, lse
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    ranges: Ranges,
+    sinks: Tensor | None = None,
+    dropout: Drop | None = None,
+    *,
+    head_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    grad_logsumexp: Tensor | None = None,
+    launches: tuple[Launch, Launch] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value and sinks, each contiguous and of its tensor's dtype.
+
+    grad: of the output. output, lse: what `forward` returned; others' output and logsumexp merged in count as well.
+    grad_logsumexp: float32 [B, heads, T], or None for 0.
+    launches: of the kernels `backward_queries` and `backward_keys`; None chooses by the device.
+    """
+    grad, query, key, value, output = (_rows(each) for each in (grad, query, key, value, output))
+    (B, T, width), S = query.shape, key.shape[1]
+    heads, group = width // head_dim, width // max(1, key.shape[-1])
+    dquery, dkey, dvalue = (
+        torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value)
+    )
+    lse = lse.contiguous()
+    delta = torch.empty_like(lse)
+    block_d, chip = padded(head_dim), chip_of(query.device)[0]
+    is_masked, is_aligned = softcap is not None or dropout is not None, _is_aligned(head_dim, grad, query, key, value)
+    of_queries, of_keys = launches or (
+        launch_of("backward_queries", chip, dtype_of(query, key), block_d, is_masked, is_aligned),
+        launch_of("backward_keys", chip, dtype_of(query, key), block_d, is_masked, is_aligned),
+    )
+    keys, queries = ranges.keys.contiguous(), ranges.queries.contiguous()
+    drop, phased = _drop(dropout, B)
+    constexprs: dict[str, Any] = {"PHASED": phased, "PRECISION": precision(query)}
+    constexprs |= {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
+    with device_of(query):
+        if delta.numel():
+            kernel.backward_queries[(-(-T // of_queries.block_t) * heads * B,)](
+                grad, query, key, value, output, lse,
+                None if grad_logsumexp is None else grad_logsumexp.contiguous(), keys, *drop.tensors,
+                dquery, delta,
+                T, S, heads, group,
+                *grad.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *output.stride()[:2],
+                _batch(keys), *drop.place_strides, *dquery.stride()[:2], *drop.strides,
+                scale, softcap, *drop.numbers,
+                **constexprs, BLOCK_T=of_queries.block_t, BLOCK_S=of_queries.block_s,
+                num_warps=of_queries.warps, num_stages=of_queries.stages,
+            )  # fmt: skip
+        if dkey.numel():
+            col_blocks = -(-(S + 7 * phased) // of_keys.block_s)
+            kernel.backward_keys[(col_blocks * (heads // group) * B,)](
+                grad, query, key, value, lse, delta, queries, *drop.tensors,
+                dkey, dvalue,
+                T, S, heads, group,
+                *grad.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+                _batch(queries), *drop.place_strides, *dkey.stride()[:2], *drop.strides,
+                scale, softcap, *drop.numbers,
+                **constexprs, BLOCK_T=of_keys.block_t, BLOCK_S=of_keys.block_s,
+                num_warps=of_keys.warps, num_stages=of_keys.stages,
+            )  # fmt: skip
+    return dquery, dkey, dvalue, None if sinks is None else _sinks_gradient(sinks, lse, delta)
+
+
+def padded(head_dim: int) -> int:
+    """The numbers of a head in registers: a power of two that tensor cores multiply."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum(exp(sink - lse) * delta) over the rows: a sink takes weight from all keys, and has no value."""
+    share = torch.exp(sinks.to(torch.float32)[:, None] - lse)  # [B, heads, T]
+    share = torch.where(lse == -torch.inf, 0.0, share)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """A `Drop` as the kernels' arguments; without dropout None, and numbers that are not read."""
+
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
+    place_strides: tuple[int, int]  # of a batch, of the places of queries and keys
+    strides: tuple[int, int]  # of a head and a row of the global weights
+    numbers: tuple[int, int, int, int, float]
+
+
+def _drop(drop: Drop | None, B: int) -> tuple[_Drop, bool]:
+    """The arguments, and whether key blocks begin at a multiple of 8 elements; see `kernel`."""
+    if drop is None:
+        return _Drop((None, None, None), (0, 0), (0, 0), (0, 0, 0, 0, 1.0)), False
+    places = [None if each is None else each.contiguous() for each in (drop.query_places, drop.key_places)]
+    arguments = _Drop(
+        (drop.offsets.expand(B).contiguous(), places[0], places[1]),
+        (_batch(places[0]), _batch(places[1])),
+        (drop.head_stride, drop.row_stride),
+        (drop.first_query, drop.first_key, signed(drop.key), drop.threshold, drop.scale),
+    )
+    return arguments, drop.key_places is None and drop.head_stride % 8 == 0 and drop.row_stride % 8 == 0
+
+
+def _batch(x: Tensor | None) -> int:
+    """The stride of a batch; 0 for a batch of 1, which stands for all."""
+    return 0 if x is None or len(x) == 1 else x.stride(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _is_aligned(head_dim: int, *tensors: Tensor) -> bool:
+    """Whether heads begin at multiples of 16 bytes, and Triton knows: it looks whether 16 divides a stride."""
+    rows = all(each.stride(1) % 16 == each.stride(0) % 16 == each.data_ptr() % 16 == 0 for each in tensors)
+    return rows and head_dim * tensors[0].itemsize % 16 == 0

@@ -1,0 +1,291 @@
+"""Attention on a CPU: torch's fused attention on one stretch of queries after another.
+
+A stretch is a run of neighbouring queries which see keys in one way. All see the same keys, or each one more than the
+query before (causal), or each a window of as many keys. A packed row has a stretch for each document, so the work
+grows with the sum of the squares of the documents' lengths. Nothing of T x S is in memory.
+
+torch's fused attention also returns each row's logsumexp. Its backward computes the attention weights again from the
+logsumexp it is given, exp(score - logsumexp), so a row's keys can be split over several calls: their outputs are
+merged by logsumexp, and backward gets the merged output and logsumexp in every call (Dao 2023, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# How a stretch's keys move from one query to the next: (step of the first key, step of the stop) as 3 * first + stop.
+SAME_KEYS, ONE_MORE_KEY, NEXT_WINDOW = 0, 1, 4
+# Queries of a window of w keys that are computed at a time: w / 8, within these. A block of n queries computes
+# n + w - 1 scores a query, of which w are seen, and small blocks make small products. Fastest of 32 to 512 for windows
+# of 64, 256, 1,024 and 4,096 keys, 8 heads of 64 in float32, on one thread of an AMD EPYC.
+LEAST_BLOCK, MOST_BLOCK = 64, 192
+SMALL = 2**13  # scores of a row that one call with a mask computes at once; two calls would take as long
+
+
+class Stretch(NamedTuple):
+    """Neighbouring queries that see keys in one way."""
+
+    first: int  # query
+    stop: int
+    kind: int  # SAME_KEYS, ONE_MORE_KEY or NEXT_WINDOW; of one query, any
+    start: int  # the first key that the first query sees
+    end: int  # the stop of the first query's keys
+    last_end: int  # the stop of the last query's keys
+
+
+class Piece(NamedTuple):
+    """One call of fused attention: neighbouring queries and neighbouring keys."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False  # query i of the piece sees the keys 0 to i of the piece; otherwise all
+    mask: Tensor | None = None  # added to the scores: -inf where a query does not see a key of the piece
+    merges: bool = False  # the piece before has the same queries and earlier keys
+
+
+Rows = list[tuple[slice, list[Piece]]]  # rows of the batch, and the pieces of each of these rows
+Batch = Piece | Rows  # one piece has all queries and all keys of all rows
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    sinks: Tensor | None,
+    *,
+    head_dim: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """query [B, T, heads * D], key and value [B, S, kv_heads * D] -> output [B, T, heads * D], logsumexp [B, heads, T].
+
+    batch: from `batch_of`. sinks: [heads], a further logit of every row, without a value. The logsumexp includes the
+    sink.
+    """
+    q, k, v = heads_of(query, head_dim), heads_of(key, head_dim), heads_of(value, head_dim)
+    if isinstance(batch, Piece):
+        output, lse = fused(q, k, v, 0.0, batch.causal, attn_mask=batch.mask, scale=scale)
+    else:
+        output, lse = _attend_in_pieces(q, k, v, batch, scale)
+    if sinks is not None:
+        output, lse = with_sinks(output, lse, sinks)
+    return output.transpose(1, 2).reshape(query.shape), lse
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    batch: Batch,
+    *,
+    head_dim: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, from `forward`'s operands and results. grad: of the output."""
+    g, q, k = heads_of(grad, head_dim), heads_of(query, head_dim), heads_of(key, head_dim)
+    v, out = heads_of(value, head_dim), heads_of(output, head_dim)
+    if isinstance(batch, Piece):
+        dq, dk, dv = fused_backward(g, q, k, v, out, lse, 0.0, batch.causal, attn_mask=batch.mask, scale=scale)
+        dkey, dvalue = dk.transpose(1, 2).reshape(key.shape), dv.transpose(1, 2).reshape(value.shape)
+        return dq.transpose(1, 2).reshape(query.shape), dkey, dvalue
+    sums = any(_share_tokens(pieces) for _, pieces in batch)
+    dtype = torch.promote_types(q.dtype, torch.float32) if sums else q.dtype
+    totals = [torch.zeros(x.shape, dtype=dtype) for x in (query, key, value)]
+    dq, dk, dv = (heads_of(total, head_dim) for total in totals)
+    for rows, pieces in batch:
+        for piece in pieces:
+            parts = _attend_backward(g, q, k, v, out, lse, rows, piece, scale)
+            for total, part, tokens in zip((dq, dk, dv), parts, (piece.queries, piece.keys, piece.keys), strict=True):
+                here = total[rows, :, tokens]
+                here.add_(part) if sums else here.copy_(part)
+    return tuple(total.to(q.dtype) for total in totals)  # type: ignore[return-value]
+
+
+def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    B, heads, T, D = q.shape
+    output = q.new_zeros(B, T, heads, D).transpose(1, 2)  # 0 for a query that sees nothing
+    lse = torch.full((B, heads, T), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows, pieces in batch:
+        for piece in pieces:
+            of_output, of_lse = output[rows, :, piece.queries], lse[rows, :, piece.queries]
+            part, part_lse = _attend(q, k, v, rows, piece, scale)
+            if piece.merges:
+                part, part_lse = merged(of_output, of_lse, part, part_lse)
+            of_output.copy_(part)
+            of_lse.copy_(part_lse)
+    return output, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = q[rows, :, piece.queries], k[rows, :, piece.keys], v[rows, :, piece.keys]
+    return fused(q, k, v, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
+
+
+def _attend_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice, piece: Piece, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    g, q, out, lse = (x[rows, :, piece.queries] for x in (g, q, out, lse))
+    k, v = k[rows, :, piece.keys], v[rows, :, piece.keys]
+    return fused_backward(g, q, k, v, out, lse, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
+
+
+def merged(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the outputs of the same queries over two sets of keys. Each output [B, heads, T, D], lse [B, heads, T]."""
+    total = torch.logaddexp(lse, further_lse)
+    shares = ((each - total).exp_().unsqueeze(-1) for each in (lse, further_lse))
+    return output * next(shares) + further * next(shares), total
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add each head's sink to the denominator of its rows' softmax. sinks: [heads]."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return (output * (lse - total).exp_().unsqueeze(-1)).to(output.dtype), total
+
+
+def sinks_gradient(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks, each the logit of a weight exp(sink - lse) without a value, summed over all rows."""
+    delta = (grad.to(lse.dtype) * output).view(*grad.shape[:-1], len(sinks), -1).sum(-1)  # [B, T, heads]
+    weights = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp_()  # [B, heads, T]
+    return -(weights.mT * delta).sum((0, 1)).to(sinks.dtype)
+
+
+def batch_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: torch.dtype) -> Batch:
+    """The calls of fused attention for a batch. Rows with the same bounds are computed together.
+
+    seen: int32 [B or 1, T, 2], the first key and the stop of each query. None: the keys up to the query's own where
+    causal and T is S, otherwise all keys. dtype: of the masks.
+    """
+    everything = slice(0, T), slice(0, S)
+    if seen is None:
+        return Piece(*everything, causal=causal and T == S)
+    rows = rows_alike(seen)
+    if T * S <= SMALL and bool((seen[..., 0] < seen[..., 1]).all()):
+        return Piece(*everything, mask=_mask(seen, S, dtype))
+    return [(each, list(pieces_of(seen[each][0], dtype))) for each in rows]
+
+
+def rows_alike(seen: Tensor) -> list[slice]:
+    """All rows of the batch in one slice where their bounds are equal, otherwise a slice for each."""
+    if len(seen) == 1 or seen.equal(seen[:1].expand_as(seen)):
+        return [slice(None)]
+    return [slice(row, row + 1) for row in range(len(seen))]
+
+
+def _mask(seen: Tensor, S: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: -inf where a query does not see a key. seen: [B, T, 2]. Returns [B, 1, T, S]."""
+    key = torch.arange(S)
+    unseen = (key < seen[..., :1]) | (key >= seen[..., 1:])  # [B, T, S]
+    return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf).unsqueeze(1)
+
+
+def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
+    """The calls of fused attention for one row. keys: [T, 2], the first key and the stop of each query.
+
+    In the order of the queries. Queries that see nothing are in no piece. dtype: of the masks.
+    """
+    for group in _that_fit(stretches_of(keys)):
+        first, stop, kind, start, end, _ = group[0]
+        if len(group) > 1:
+            stop, end = group[-1].stop, group[-1].last_end
+            yield Piece(
+                slice(first, stop), slice(start, end), mask=_mask(keys[None, first:stop] - start, end - start, dtype)
+            )
+        elif kind == SAME_KEYS or stop - first == 1:
+            if start < end:
+                yield Piece(slice(first, stop), slice(start, end))
+        elif kind == ONE_MORE_KEY:
+            yield from _triangle(first, stop, start, end)
+        elif start < end:
+            yield from _band(first, stop, start, end, dtype)
+
+
+def stretches_of(keys: Tensor) -> list[Stretch]:
+    """The stretches of one row. keys: [T, 2], the first key and the stop of each query."""
+    steps = keys.diff(dim=0).clamp_(-1, 2)
+    kinds, counts = torch.unique_consecutive(3 * steps[:, 0] + steps[:, 1], return_counts=True)
+    runs = [*zip(kinds.tolist(), counts.tolist(), strict=True), (None, 0)]
+    found: list[tuple[int, int, int]] = []  # first, stop and kind of each stretch
+    first = query = 0  # the first query without a stretch, and the query before the run's first step
+    for (kind, count), (following, _) in pairwise(runs):
+        query += count
+        if kind in (SAME_KEYS, ONE_MORE_KEY, NEXT_WINDOW):
+            # The query between two runs could be in both: a document of one token looks like the last of a window.
+            stop = query if following == ONE_MORE_KEY else query + 1
+            if first < stop:
+                found.append((first, stop, kind))
+                first = stop
+        else:
+            found += [(single, single + 1, SAME_KEYS) for single in range(first, query)]
+            first = query
+    if first < len(keys):
+        found.append((first, len(keys), SAME_KEYS))
+    bounds = keys[[first for first, _, _ in found]].tolist()
+    last_ends = keys[[stop - 1 for _, stop, _ in found], 1].tolist()
+    return [
+        Stretch(first, stop, kind, start, end, last_end)
+        for (first, stop, kind), (start, end), last_end in zip(found, bounds, last_ends, strict=True)
+    ]
+
+
+def _that_fit(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
+    """The stretches, with short neighbours together that one call with a mask computes."""
+    group: list[Stretch] = []
+    for each in stretches:
+        if group:
+            queries, keys = each.stop - group[0].first, each.last_end - group[0].start
+            # A call with a mask computes no query that sees nothing.
+            see = group[0].start < group[0].end and each.start < each.end
+            if not see or queries > LEAST_BLOCK or queries * keys > SMALL:
+                yield group
+                group = []
+        group.append(each)
+    yield group
+
+
+def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[Piece]:
+    """Queries first to stop see the keys from `start`: the first query up to `end`, each next query one more."""
+    if start == end:  # the first query sees nothing
+        first, end = first + 1, end + 1
+    queries, own = slice(first, stop), slice(end - 1, end - 1 + stop - first)
+    if start < end - 1:
+        yield Piece(queries, slice(start, end - 1))
+    yield Piece(queries, own, causal=True, merges=start < end - 1)
+
+
+def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> Iterator[Piece]:
+    """Query `first` sees the keys start to end, and each next query a window one key later."""
+    window = end - start
+    block = min(stop - first, max(LEAST_BLOCK, min(window // 8, MOST_BLOCK)))
+    full = torch.full((block, block + window - 1), -torch.inf, dtype=dtype)
+    mask = full.tril(-1) + full.triu(window)  # one mask for all blocks: query i sees the keys i to i + window - 1
+    for query in range(first, stop, block):
+        n, key = min(block, stop - query), start + query - first
+        width = n + window - 1
+        yield Piece(slice(query, query + n), slice(key, key + width), mask=mask[:n, :width])
+
+
+def _share_tokens(pieces: list[Piece]) -> bool:
+    """Whether two pieces have a query or a key in common, so that their gradients are added up."""
+    stop = 0
+    for piece in pieces:
+        if piece.merges or piece.keys.start < stop:
+            return True
+        stop = piece.keys.stop
+    return False
+
+
+def heads_of(x: Tensor, head_dim: int) -> Tensor:
+    """[B, T, heads * D] -> [B, heads, T, D], with contiguous D."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)

@@ -1,0 +1,147 @@
+"""Parts of the attention kernels: which blocks a program visits, tiles of a head, scores, and dropout's mask."""
+
+import triton
+import triton.language as tl
+
+from ..random.kernel import blocks, halves
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+SMALL = tl.constexpr(0.2)  # below SMALL, tanh is a Taylor series: the difference in (1 - e) / (1 + e) would lose digits
+
+
+@triton.jit
+def visits(ranges_ptr, first, last, phase, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The blocks of COLS columns to visit, for the rows first to last, at most ROWS, whose ranges never decrease.
+
+    Block b is the columns origin + b * COLS to origin + (b + 1) * COLS.
+    Returns origin, begin, skipped, whole, masked. All rows see every column of the blocks begin to begin + whole. The
+    other blocks to visit are 0 to masked, where the numbers from `begin` on are raised by `skipped`.
+    phase: blocks begin where (column + phase) % 8 == 0; None for any column.
+    """
+    origin, stop = tl.load(ranges_ptr + 2 * first), tl.load(ranges_ptr + 2 * last + 1)
+    whole_start, whole_stop = tl.load(ranges_ptr + 2 * last), tl.load(ranges_ptr + 2 * first + 1)
+    count = tl.cdiv(stop - origin, COLS)
+    if phase is not None:
+        origin -= (origin + phase) & 7
+        count = tl.where(count > 0, tl.cdiv(stop - origin, COLS), 0)
+    begin, whole = 0, 0
+    if WHOLE:
+        begin = tl.cdiv(whole_start - origin, COLS)
+        whole = max((whole_stop - origin) // COLS - begin, 0)
+    skipped = whole
+    if whole == 0:  # then there may be columns between those of two rows, as between two runs of queries in a window
+        row = first + tl.arange(0, ROWS)
+        ends = tl.load(ranges_ptr + 2 * row + 1, mask=row < last, other=0)
+        gap = tl.load(ranges_ptr + 2 * row + 2, mask=row < last, other=0) - ends
+        widest = tl.max(gap, 0)
+        gap_start = tl.min(tl.where(gap == widest, ends, stop), 0)
+        begin = tl.cdiv(max(gap_start - origin, 0), COLS)
+        skipped = max((gap_start + widest - origin) // COLS - begin, 0)
+    return origin, begin, skipped, whole, count - skipped
+
+
+@triton.jit
+def bounds_of(ranges_ptr, rows, N):
+    """The first and last column, plus 1, that each row sees. Rows beyond N see nothing."""
+    start = tl.load(ranges_ptr + 2 * rows, mask=rows < N, other=0)
+    return start, tl.load(ranges_ptr + 2 * rows + 1, mask=rows < N, other=0)
+
+
+@triton.jit
+def load(ptr, offsets, in_range, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile [rows, BLOCK_D] of a head. in_range: which rows exist; all of them, unless MASKED."""
+    if MASKED:
+        mask = in_range[:, None]
+        if HEAD_DIM < BLOCK_D:
+            mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+        return tl.load(ptr + offsets, mask=mask, other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(ptr + offsets, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(ptr + offsets)
+
+
+@triton.jit
+def store(ptr, offsets, tile, in_range, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores the rows that exist of a tile [rows, BLOCK_D], rounded to the dtype in memory."""
+    mask = in_range[:, None]
+    if HEAD_DIM < BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets within a tile of consecutive rows, int64 [ROWS, BLOCK_D]: ROWS * stride may pass 2**31."""
+    return tl.arange(0, ROWS).to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def capped(product, scale, softcap):
+    """The score in units of log2, and with a softcap the derivative of the score by scale * product, else None."""
+    if softcap is None:
+        return product * (scale * LOG2E), None
+    else:
+        u = product * (scale / softcap)
+        e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
+        v = u * u
+        series = u * (1.0 - v * (1.0 / 3.0 - v * (2.0 / 15.0 - v * (17.0 / 315.0 - v * (62.0 / 2835.0)))))
+        tanh = tl.where(tl.abs(u) < SMALL, series, tl.where(u < 0.0, e - 1.0, 1.0 - e) / (1.0 + e))
+        return tanh * (softcap * LOG2E), 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - tanh**2, without its cancellation
+
+
+@triton.jit
+def kept(drop, head, first_row, first_col, T, S, PHASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which weights dropout keeps, of the queries from first_row and keys from first_col: bool [ROWS, COLS].
+
+    drop: from `drop_of`.
+    """
+    offset, query_places_ptr, key_places_ptr, head_stride, row_stride, first_query, first_key, drop_key, threshold = (
+        drop
+    )
+    rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
+    if query_places_ptr is not None:
+        place = tl.load(query_places_ptr + rows, mask=rows < T, other=0).to(tl.int64)
+    else:
+        place = first_query + rows.to(tl.int64)
+    start = offset + head.to(tl.int64) * head_stride + place * row_stride
+    if PHASED:
+        b0, b1, b2, b3 = blocks(start, tl.cast(first_col, tl.int64) + first_key, drop_key, COLS // 8, 8)
+        bits = halves(b0, b1, b2, b3, ROWS, COLS // 8)
+    else:
+        if key_places_ptr is not None:
+            key_place = tl.load(key_places_ptr + cols, mask=(cols >= 0) & (cols < S), other=0).to(tl.int64)
+        else:
+            key_place = first_key + cols.to(tl.int64)
+        index = start[:, None] + key_place[None, :]
+        b0, b1, b2, b3 = tl.randint4x(drop_key, index >> 3)
+        lane = index & 7
+        word = tl.where(lane < 4, tl.where(lane < 2, b0, b1), tl.where(lane < 6, b2, b3)).to(tl.uint32, bitcast=True)
+        bits = tl.where((lane & 1) == 0, word & 0xFFFF, word >> 16)
+    return bits >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def drop_of(
+    offsets_ptr, query_places_ptr, key_places_ptr, batch, stride_qpb, stride_kpb, head_stride, row_stride,
+    first_query, first_key, drop_key, threshold,
+    PHASED: tl.constexpr,
+):  # fmt: skip
+    """What `kept` needs to know of a batch, and the phase of `visits`; both None without dropout."""
+    if offsets_ptr is None:
+        return None, None
+    else:
+        offset = tl.load(offsets_ptr + batch)
+        if query_places_ptr is not None:
+            query_places_ptr += batch * stride_qpb
+        if key_places_ptr is not None:
+            key_places_ptr += batch * stride_kpb
+        drop = (
+            offset, query_places_ptr, key_places_ptr, head_stride, row_stride, first_query, first_key,
+            drop_key, threshold,
+        )  # fmt: skip
+        if PHASED:  # both strides are multiples of 8
+            return drop, (((offset & 7) + first_key) & 7).to(tl.int32)
+        else:
+            return drop, None
