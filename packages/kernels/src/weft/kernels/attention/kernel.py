@@ -16,7 +16,7 @@ PHASED: key blocks begin at a multiple of 8 elements, so one Philox block gives 
 import triton
 import triton.language as tl
 
-from .tiles import LN2, LOG2E, bounds_of, capped, drop_of, kept, load, store, tile_offsets, visits
+from .tiles import LN2, LOG2E, bounds_of, capped, drop_of, keep_mask, load, store, tile_offsets, visits
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def forward_block(
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(weight, 1)
     if drop is not None:
-        weight = tl.where(kept(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S), weight, 0.0)
+        weight = tl.where(keep_mask(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S), weight, 0.0)
     v = load(value_ptr + to_block * stride_vs, value_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
     total = tl.dot(weight.to(v.dtype), v, total * rescale[:, None], input_precision=PRECISION)
     return total, new_max, row_sum
@@ -142,7 +142,7 @@ def backward_queries_block(
     v = load(value_ptr + to_block * stride_vs, value_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
     dweight = tl.dot(grad, v.T, input_precision=PRECISION)
     if drop is not None:
-        keep = kept(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S)
+        keep = keep_mask(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S)
         dweight = tl.where(keep, dweight * drop_scale, 0.0)
     dscore = weight * (dweight - delta[:, None])
     if slope is not None:
@@ -242,12 +242,12 @@ def backward_keys_block(
     g_ptr = grad_ptr + to_block * stride_gt + head * HEAD_DIM
     grad = load(g_ptr, grad_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
     dweight = tl.dot(v, grad.T, input_precision=PRECISION)
-    kept_weight = weight
+    dropped_weight = weight
     if drop is not None:
-        keep = kept(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S).T
-        kept_weight = tl.where(keep, weight, 0.0)
+        keep = keep_mask(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S).T
+        dropped_weight = tl.where(keep, weight, 0.0)
         dweight = tl.where(keep, dweight * drop_scale, 0.0)
-    dv = tl.dot(kept_weight.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dv = tl.dot(dropped_weight.to(grad.dtype), grad, dv, input_precision=PRECISION)
     dscore = weight * (dweight - delta[None, :])
     if slope is not None:
         dscore *= slope

@@ -129,10 +129,10 @@ def _check_documents(documents: Tensor) -> None:
     ids = documents.reshape(-1, documents.shape[-1])
     stretches = (ids[:, 1:] != ids[:, :-1]).sum(-1)
     in_order = ids.sort(-1).values
-    again = stretches != (in_order[:, 1:] != in_order[:, :-1]).sum(-1)
-    if not again.any():
+    repeated = stretches != (in_order[:, 1:] != in_order[:, :-1]).sum(-1)
+    if not repeated.any():
         return
-    row = int(again.nonzero()[0])
+    row = int(repeated.nonzero()[0])
     ended: dict[int, int] = {}
     previous = None
     for token, document in enumerate(ids[row].tolist()):

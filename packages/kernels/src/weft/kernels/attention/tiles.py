@@ -92,7 +92,7 @@ def capped(product, scale, softcap):
 
 
 @triton.jit
-def kept(drop, head, first_row, first_col, T, S, PHASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def keep_mask(drop, head, first_row, first_col, T, S, PHASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Which weights dropout keeps, of the queries from first_row and keys from first_col: bool [ROWS, COLS].
 
     drop: from `drop_of`.
@@ -128,7 +128,7 @@ def drop_of(
     first_query, first_key, drop_key, threshold,
     PHASED: tl.constexpr,
 ):  # fmt: skip
-    """What `kept` needs to know of a batch, and the phase of `visits`; both None without dropout."""
+    """What `keep_mask` needs to know of a batch, and the phase of `visits`; both None without dropout."""
     if offsets_ptr is None:
         return None, None
     else:
