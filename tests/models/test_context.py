@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
+from weft.kernels.attention import options, stretches
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard, derive_key
 from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, lay_out_batch, parallelize
 from weft.models.parallel.batch import balanced_order
@@ -174,7 +175,7 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_process(
 
 
 def scores(cp: int, length: int, natural: bool) -> int:
-    """Attention scores that this rank computes in a forward, for one head and row: its queries times their keys."""
+    """The attention scores that this rank's queries see in a forward, for one head and row."""
     grid = ProcessMesh.grid(cp=cp)
     model = make(replace(CONFIG, num_layers=1))
     plan = replace(model.parallel_plan(), context="all_gather")
@@ -182,27 +183,30 @@ def scores(cp: int, length: int, natural: bool) -> int:
     tokens = torch.zeros(1, length, dtype=torch.long)
     laid = lay_out_batch(grid, plan, tokens)
     count = 0
-    attend = torch.nn.functional.scaled_dot_product_attention
+    batch_of = stretches.batch_of
 
-    def counting(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def counting(seen: Tensor, *rest: Any) -> Any:
         nonlocal count
-        count += q.shape[-2] * k.shape[-2]
-        return attend(q, k, *rest, **options)
+        count += int((seen[..., 1] - seen[..., 0]).sum())
+        return batch_of(seen, *rest)
 
-    torch.nn.functional.scaled_dot_product_attention = counting
+    stretches.batch_of = counting
+    options._cached_batch.cache_clear()
     try:
         model(distribute(tokens, Layout(grid, {"cp": Shard(1)}))) if natural else model(
             laid.tokens, positions=laid.positions
         )
     finally:
-        torch.nn.functional.scaled_dot_product_attention = attend
+        stretches.batch_of = batch_of
     return count
 
 
 def test_causal_work_is_even_over_the_ranks(pool: Any) -> None:
-    length, cp, run = 32, 4, 4  # a rank has two runs of 4 queries, which see (i + 1) * 4 and (8 - i) * 4 keys
-    assert pool.run(scores, cp, length, False, ranks=cp) == [run * run * (2 * cp + 1)] * cp
-    assert pool.run(scores, cp, length, True, ranks=cp) == [2 * run * 2 * run * (i + 1) for i in range(cp)]
+    length, cp, run = 32, 4, 4  # a rank has two runs of 4 queries, after i * 4 and (7 - i) * 4 keys
+    triangles = run * (run + 1)  # of both runs
+    assert pool.run(scores, cp, length, False, ranks=cp) == [run * run * (2 * cp - 1) + triangles] * cp
+    natural = [2 * run * 2 * run * i + run * (2 * run + 1) for i in range(cp)]
+    assert pool.run(scores, cp, length, True, ranks=cp) == natural
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
