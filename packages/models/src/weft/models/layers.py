@@ -131,8 +131,7 @@ class Dropout(nn.Module):
         """[...] -> [...]: the input with dropout, plus `residual` if given. No dropout if p is 0, and in eval mode.
 
         key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
-        order: the order in which the tokens (dim -2) are stored, if not in reading order; see `Batch.order`. Each token
-            has the mask that it has in reading order.
+        order: in which the tokens (dim -2) are stored, None for reading order; see `Batch.order`. Masks do not change.
         residual: of the input's shape.
         Raises RuntimeError where elements would be dropped and the key is None.
         """

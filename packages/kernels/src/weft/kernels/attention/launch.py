@@ -37,12 +37,12 @@ REGISTERS_FROM_SHARED, REGISTERS, MASKED_REGISTERS, AMD_REGISTERS = 120, 104, 80
 # KiB of shared memory that a program may have (CUDA C++ Programming Guide; AMD CDNA3 ISA), less 16 in which tiles of
 # scores change their layout.
 SHARED_KIB = {"sm_80": 163 - 16, "sm_90": 227 - 16, "sm_100": 227 - 16, "sm_103": 227 - 16}
-SHARED_KIB_OF_OTHERS, AMD_SHARED_KIB = 99 - 16, 64 - 16
+FURTHER_CHIPS_SHARED_KIB, AMD_SHARED_KIB = 99 - 16, 64 - 16
 # Multiply-adds of a thread for a float32 product, of forward's two and of backward's three or four. Without tensor
 # cores each is an instruction, as loops are unrolled, and many are in flight; loading ahead would cost more registers.
 UNROLLED, UNROLLED_BACKWARD = 512, 256
 THREADS = 256  # of a program
-# Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the others.
+# Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the columns.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
 BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
 
@@ -57,7 +57,7 @@ def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bo
     if chip == "interpreted":
         return INTERPRETED
     if chip.startswith("sm_"):
-        warps, shared = 8, SHARED_KIB.get(chip, SHARED_KIB_OF_OTHERS) * 1024
+        warps, shared = 8, SHARED_KIB.get(chip, FURTHER_CHIPS_SHARED_KIB) * 1024
         most_stages = 1 if dtype == "float32" else 3 if kernel == "forward" else 2
         registers = REGISTERS_FROM_SHARED if chip in FROM_SHARED else MASKED_REGISTERS if is_masked else REGISTERS
         own_tiles = 1 if kernel == "forward" else 2  # in shared memory, beside the stages'
@@ -154,7 +154,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks, each contiguous and of its tensor's dtype.
 
-    grad: of the output. output, lse: what `forward` returned; others' output and logsumexp merged in count as well.
+    grad: of the output. output, lse: what `forward` returned, or its results merged with those of further keys.
     grad_logsumexp: float32 [B, heads, T], or None for 0.
     launches: of the kernels `backward_queries` and `backward_keys`; None chooses by the device.
     """

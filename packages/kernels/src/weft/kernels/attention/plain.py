@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def is_plain(query: Tensor, key: Tensor, causal: bool, window: int | None, *others: object) -> bool:
+def is_plain(query: Tensor, key: Tensor, causal: bool, window: int | None, *further_options: object) -> bool:
     """Whether causality alone says which keys are seen, as torch's fused attention understands it.
 
-    others: options, of which any that is not None asks for more.
+    further_options: options, of which any that is not None asks for more.
     """
-    for each in others:
+    for each in further_options:
         if each is not None:
             return False
     T, S = query.shape[-2], key.shape[-2]

@@ -66,7 +66,7 @@ def explicit_ranges(
     """`ranges_of`, also where causality says it all. Ranges without documents are cached by these numbers."""
     here = torch.empty(0, device=device)
     if bounds is not None or is_compiling() or not has_data(here) or is_recorded(here):
-        return _made(T, S, first, causal, window, bounds, device)
+        return _make_ranges(T, S, first, causal, window, bounds, device)
     return _cached(T, S, first, causal, window, device)
 
 
@@ -111,7 +111,7 @@ def _is_plain(T: int, S: int, first: int, causal: bool, window: int | None) -> b
     return first == 0 if T == S else first >= S - 1
 
 
-def _made(
+def _make_ranges(
     T: int, S: int, first: int, causal: bool, window: int | None, bounds: Tensor | None, device: torch.device
 ) -> Ranges:
     places = torch.arange(first, first + T, dtype=torch.int32, device=device)
@@ -121,7 +121,7 @@ def _made(
 @lru_cache(maxsize=32)
 def _cached(T: int, S: int, first: int, causal: bool, window: int | None, device: torch.device) -> Ranges:
     with torch.inference_mode(False):  # an inference tensor could not be saved for a later call's backward
-        return _made(T, S, first, causal, window, None, device)
+        return _make_ranges(T, S, first, causal, window, None, device)
 
 
 def _check_documents(documents: Tensor) -> None:

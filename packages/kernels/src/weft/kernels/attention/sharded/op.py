@@ -97,8 +97,8 @@ def attention(
         output = apply(WITH_CACHE, *tensors, length=cache.length, **options)
         cache.length += key.shape[-2]
         return output
-    others = (documents, order, sinks, softcap, dropout or None)
-    if plain.is_plain(query, key, causal, window, *others):
+    further_options = (documents, order, sinks, softcap, dropout or None)
+    if plain.is_plain(query, key, causal, window, *further_options):
         if runs_natively(query, key, value):  # a small call spends most of its time on the host
             return plain.forward(query, key, value, head_dim=head_dim, causal=causal, scale=scale)
         if _torch_is_faster(query):
