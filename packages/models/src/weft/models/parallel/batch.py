@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Runs, as_laid, as_read
 from weft.mesh import Layout, ProcessMesh, Shard
-from weft.mesh.extension import chunk
 from weft.reshard.extension import as_process_mesh, this_rank, wrap
 
+from .packed.order import balanced_order
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS
 
@@ -140,22 +140,3 @@ def _layouts(mesh: ProcessMesh, cut: bool) -> tuple[Layout, Layout]:
     """The layout of a batch by rows only; and the layout of the tokens, which if `cut` are also sharded over "cp"."""
     by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
     return by_rows, by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows
-
-
-@lru_cache(maxsize=1024)
-def balanced_order(tokens: int, parts: int) -> Runs:
-    """The order of a sequence's tokens in which each of `parts` contiguous shards is equal causal work.
-
-    A shard, cut as `torch.chunk` cuts, is a run from the head of the sequence and a run from the tail, equally long
-    or shorter by a token: early tokens, which attend to few keys, with late tokens. The order depends on the two
-    numbers alone.
-    """
-    runs: list[tuple[int, int]] = []
-    head, tail = 0, tokens
-    for part in range(parts):
-        start, stop = chunk(tokens, parts, part)
-        early = (stop - start + 1) // 2
-        late = stop - start - early
-        runs += [(head, head + early), (tail - late, tail)]
-        head, tail = head + early, tail - late
-    return tuple([run for run in runs if run[0] < run[1]])
