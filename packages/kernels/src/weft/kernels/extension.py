@@ -1,9 +1,12 @@
 """Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.kernels`.
 
 Making an op (`Op`, `Sharding`, `apply`, `independent`), counting an op's traffic, delaying weight gradients, tokens in
-another order, and the choice of overlapped products. A release may rename them; the changelog says how.
+another order, attention to received keys, and the choice of overlapped products. A release may rename them; the
+changelog says how.
 """
 
+from .attention.exchanged import Places, ReceivedKeys, Seen
+from .attention.sharded.exchanged import attention_to_received
 from .cross_entropy.merged import of_target
 from .dispatch.autocast import is_autocasting
 from .dispatch.backend import has_data
@@ -23,11 +26,15 @@ __all__ = [
     "Form",
     "Later",
     "Op",
+    "Places",
+    "ReceivedKeys",
     "Runs",
+    "Seen",
     "Sharding",
     "apply",
     "as_laid",
     "as_read",
+    "attention_to_received",
     "cast_for",
     "counted_traffic",
     "faster_in_steps",

@@ -17,7 +17,8 @@ from .moving.dtensor import (
     wrap,
     wrap_with_spec,
 )
-from .moving.executor import record_received, replay_received, start_plan
+from .moving.executor import record_received, replay_received, run_or_replay, start_plan
+from .moving.order_check import LazyText, announce
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
 from .planning.layouts import cotangent, sharded_over
 from .training.full_parameters import contiguous_shard_slices
@@ -39,6 +40,7 @@ from .world.groups import (
     axis_group,
     device_mesh,
     format_ranks,
+    group_along,
     group_for,
     group_named,
     group_over,
@@ -55,12 +57,14 @@ __all__ = [
     "COMMUNICATING",
     "Collective",
     "GradPlaceholder",
+    "LazyText",
     "Pending",
     "Place",
     "Recorded",
     "Running",
     "StartedReshard",
     "WaitTimer",
+    "announce",
     "as_process_mesh",
     "axes_of_group",
     "axis_group",
@@ -75,6 +79,7 @@ __all__ = [
     "format_ranks",
     "gather_when_called",
     "gathering_units",
+    "group_along",
     "group_for",
     "group_named",
     "group_of_call",
@@ -96,6 +101,7 @@ __all__ = [
     "recording",
     "reduce_scatter",
     "replay_received",
+    "run_or_replay",
     "shape_of",
     "sharded_over",
     "start_all_gather",
