@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
-from weft.kernels.extension import Runs
+from weft.kernels.extension import ReceivedKeys, Runs, attention_to_received
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 ROWWISE: set[type[nn.Module]] = set()
@@ -125,19 +125,24 @@ class Dropout(nn.Module):
         self.p, self.name = p, name
 
     def forward(
-        self, input: Tensor, key: int | Tensor | None, order: Runs | None = None, residual: Tensor | None = None
+        self,
+        input: Tensor,
+        key: int | Tensor | None,
+        order: Runs | None = None,
+        residual: Tensor | None = None,
+        orders: tuple[Runs, ...] | None = None,
     ) -> Tensor:
         """[...] -> [...]: the input with dropout, plus `residual` if given. No dropout if p is 0, and in eval mode.
 
         key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
-        order, residual: as for `kernels.dropout`.
+        order, residual, orders: as for `kernels.dropout`.
         Raises RuntimeError where elements would be dropped and the key is None.
         """
         options = self.options(key)
         if not options:
             return input if residual is None else kernels.add(input, residual)
         p, key = options["dropout"], options["dropout_key"]
-        return kernels.dropout(input, p, key, self.name, order=order, residual=residual)
+        return kernels.dropout(input, p, key, self.name, order=order, orders=orders, residual=residual)
 
     def options(self, key: int | Tensor | None) -> dict[str, Any]:
         """The dropout arguments of `kernels.attention`, which drops attention weights itself. Empty without dropout.
@@ -209,9 +214,17 @@ class DotProductAttention(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
         order: Runs | None = None,
+        received: ReceivedKeys | None = None,
     ) -> Tensor:
-        """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`."""
-        options: dict[str, Any] = {"window": self.window, "scale": self.scale, **self.dropout.options(dropout_key)}
+        """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D]; see `kernels.attention`.
+
+        received: under context parallelism by documents, the keys and values on their way from other ranks. The window
+        and the documents are then in them.
+        """
+        options: dict[str, Any] = {"scale": self.scale, **self.dropout.options(dropout_key)}
+        if received is not None:
+            return attention_to_received(query, key, value, received, head_dim=self.head_dim, **options)
+        options["window"] = self.window
         options |= {"documents": documents, "cache": cache, "order": order}
         return kernels.attention(query, key, value, head_dim=self.head_dim, **options)
 

@@ -14,8 +14,10 @@ from weft.reshard import GradientSync, layout_of
 from weft.reshard.extension import wrap
 
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
+from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import laid_out_by, pipeline_of
 from ..parallel.pipeline.run import Microbatch
+from ..parallel.recompute import is_compiled
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import mark_parts
 from .criterion import ProbedCriterion, weight_criterion
@@ -99,7 +101,7 @@ def divide(
         elif laid_out is not None:
             mesh, plan = laid_out
             extras = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
-            batch = lay_out_batch(mesh, plan, part_tokens, target, **extras)
+            batch = lay_out_batch(mesh, plan, part_tokens, target, compiled=is_compiled(model), **extras)
             part_tokens, target = batch.tokens, batch.targets
             kwargs |= {name: value for name in extras if (value := getattr(batch, name)) is not None}
         parts.append(Microbatch(args=(part_tokens,), kwargs=kwargs, targets=target))
@@ -129,14 +131,24 @@ def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
 def _part(value: Any, number: int, count: int, shape: torch.Size) -> Any:
     """The rows of microbatch `number` of a tensor as large as the tokens; of a DTensor, of each rank's local rows."""
     if isinstance(value, OrderedPositions):
-        return replace(value, values=_part(value.values, number, count, shape))
+        return replace(
+            value, values=_part(value.values, number, count, shape), order=_rows_of(value.order, number, count)
+        )
     if count == 1 or not isinstance(value, Tensor) or value.shape[:1] != shape[:1] or value.ndim < 2:
         return value
     if not isinstance(value, DTensor):
         return value.chunk(count)[number]
     local = value.to_local()
     part = wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
-    return in_order(part, order_of(value))
+    return in_order(part, _rows_of(order_of(value), number, count))
+
+
+def _rows_of(order: Any, number: int, count: int) -> Any:
+    """The order of the rows of microbatch `number`."""
+    if not isinstance(order, RowOrders):
+        return order
+    rows = len(order.orders) // count
+    return order.rows(number * rows, (number + 1) * rows)
 
 
 def _on_stage(value: Any, laid_out: tuple[ProcessMesh, Any] | None) -> Any:

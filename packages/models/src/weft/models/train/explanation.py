@@ -159,16 +159,18 @@ class Outline:
         names = inputs_of(self.config.model_class)
         return {name: value for name, value in inputs.items() if name in names}
 
-    def first_step(self, rank: int, device_type: str) -> Step:
+    def first_step(self, rank: int, device_type: str, documents: Tensor | None = None) -> Step:
         """Record step 1 of `rank`, by running the model on shapes.
 
+        documents: of the step's rows, on the CPU; None for rows without.
         Communication: none, and no process group is needed.
         """
+        extra = {} if documents is None else {"documents": documents}
         shape = StepShape(
             batch=self.batch,
             criterion=self.criterion,
             rank=rank,
-            inputs=self.accepted({"dropout_key": self.dropout_key(0)}),
+            inputs=self.accepted({"dropout_key": self.dropout_key(0)} | extra),
             microbatches=self.microbatches,
             reduce_dtype=self.reduce_dtype,
         )

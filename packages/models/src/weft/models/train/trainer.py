@@ -26,6 +26,7 @@ from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
 from ..losses import local_value
 from ..parallel import lay_out_batch, parallelize
+from ..parallel.batch import prepare_rows
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..step.communication import Communication, Phase
@@ -68,13 +69,19 @@ class Trainer:
         self.rank = dist.get_rank()
         self.report = Report(enabled=self.rank == 0)
         self._outline = outline = Outline.of(run.config, run.axes)
-        self.mesh, self.plan, self._shape, self._criterion = (
-            outline.mesh,
-            outline.plan,
-            outline.batch,
-            outline.criterion,
+        self.mesh, self.plan = outline.mesh, outline.plan
+        self._shape, self._criterion = outline.batch, outline.criterion
+        data = run.config.data
+        self._batches = Batches(
+            run.corpus,
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size,
+            seed=run.config.seed,
+            packed=data.pack and run.corpus.is_prepared,
         )
-        self.predicted = outline.first_step(self.rank, device.type).communication if self.rank == 0 else None
+        # packed documents say which ranks will exchange keys
+        documents = None if run.config.compile or self.rank else self._batches.batch(0, slice(None)).documents
+        self.predicted = outline.first_step(0, device.type, documents).communication if self.rank == 0 else None
         model = parallelize(outline.make_model(), self.mesh, self.plan)
         if run.origin is None:
             self.model = filled(model, device, run.config.seed)
@@ -90,14 +97,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.doing = "before the first step"  # shown by `RollCall` if a rank does not answer
         self._prompt, self._begin, self._tokenizer = run.corpus.prompt, run.corpus.begin, run.corpus.tokenizer
-        data = run.config.data
-        self._batches = Batches(
-            run.corpus,
-            sequence_length=data.sequence_length,
-            batch_size=data.batch_size,
-            seed=run.config.seed,
-            packed=data.pack and run.corpus.is_prepared,
-        )
         self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self._rows = Prefetch(self._read_rows)
@@ -303,19 +302,25 @@ class Trainer:
         return parts
 
     def _read_rows(self, step: int) -> list[Rows]:
-        """Read only this rank's rows of each microbatch."""
+        """Read only this rank's rows of each microbatch, and prepare packed ones."""
         (rows, T), count = self._shape, self._outline.microbatches
         own = self._layout.local_slices((rows // count, T), self.rank)[0]
         firsts = range(0, rows, rows // count)
-        return [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+        read = [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+        options: Any = {"compiled": self._config.compile, "dtype": getattr(torch, self._config.dtype)}
+        for each in read:
+            prepare_rows(self.model, self._stage_mesh, self.plan, each.documents, self._device, **options)
+        return read
 
     def _microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
         """The arguments of the model for this rank's rows.
 
         shape: (rows, T) of the whole microbatch over all ranks. inputs: further inputs of the model, as dropout_key.
         """
-        tensors = {name: each.to(self._device) for name, each in rows.named().items()}
-        laid = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0])
+        # documents stay on the host, where lay_out_batch reads them
+        tensors = {name: each if name == "documents" else each.to(self._device) for name, each in rows.named().items()}
+        compiled = self._config.compile
+        laid = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0], compiled=compiled)
         assert laid.targets is not None, "rows.named() includes targets"
         inputs |= {"positions": laid.positions, "documents": laid.documents}
         return Microbatch(args=(laid.tokens,), kwargs=self._outline.accepted(inputs), targets=laid.targets)

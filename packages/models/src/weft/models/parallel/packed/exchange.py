@@ -9,13 +9,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from weft.kernels.extension import Runs
+from weft.kernels.extension import Places, Runs, Seen
 from weft.mesh.extension import chunk
+
+# Numbers of the host, which is not to wait for a device: numpy computes with them.
+Ints = NDArray[np.int64]
 
 
 def shards_of(order: Runs, parts: int) -> list[Runs]:
@@ -54,65 +60,94 @@ def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None
     return {pair: _joined(runs) for pair, runs in sorted(found.items())}
 
 
-class Exchange(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
     """The keys that a rank sends and receives, and those that its queries see. Made by `exchange_of`.
 
     The rank's rows count as one row after another: of tokens, of queries and of received keys.
     """
 
+    is_needed: bool  # whether any rank needs a key of another
     sent: Tensor  # int64: the rank's tokens whose keys it sends, receiver after receiver
     sent_counts: tuple[int, ...]  # by receiver
     received_counts: tuple[int, ...]  # by sender
     arrangement: Tensor  # int64: where each received key, in reading order, is among those that arrive
-    own: Tensor  # int32 [1, queries, 2]: first and stop of the rank's own keys that a query sees
-    received: Tensor  # int32 [1, queries, 2]: first and stop of the received keys, in reading order, that a query sees
+    places: Places  # of queries and received keys in their rows
+    own: Seen  # which of the rank's own keys each query sees
+    queries: slice  # from the first to the last query that sees a received key
+    received: Seen  # which of the received keys, in reading order, each of these queries sees
 
     def to(self, device: torch.device) -> Exchange:
         """The same exchange with its tensors on `device`."""
-        sent, arrangement, own, received = (
-            each.to(device) for each in (self.sent, self.arrangement, self.own, self.received)
+        return replace(
+            self,
+            sent=self.sent.to(device),
+            arrangement=self.arrangement.to(device),
+            places=Places(*(each.to(device) for each in self.places)),
+            own=self.own.to(device),
+            received=self.received.to(device),
         )
-        return Exchange(sent, self.sent_counts, self.received_counts, arrangement, own, received)
 
 
 def exchange_of(
-    orders: Sequence[Runs], lengths: Sequence[Sequence[int]], parts: int, part: int, window: int | None = None
+    orders: Sequence[Runs],
+    lengths: Sequence[Sequence[int]],
+    members: Sequence[int],
+    part: int,
+    window: int | None = None,
 ) -> Exchange:
-    """The exchange of the rank with shard `part` of `parts`, for some rows.
+    """The exchange of the rank with shard `part`, for some rows.
 
-    orders, lengths: of each row; see `messages`.
+    orders, lengths: of each row; see `messages`. members: the shard of each rank of the group, which is the order of
+    senders and receivers.
     """
-    sent: list[list[Tensor]] = [[] for _ in range(parts)]  # places among this rank's tokens, by receiver
-    arriving: list[list[Tensor]] = [[] for _ in range(parts)]  # places among the received keys, by sender
-    own: list[Tensor] = []
-    received: list[Tensor] = []
+    parts = len(members)
+    sent: list[list[Ints]] = [[] for _ in members]  # places among this rank's tokens, by receiver
+    arriving: list[list[Ints]] = [[] for _ in members]  # places among the received keys, by sender
+    places: list[tuple[Ints, Ints, Ints]] = []
+    own: list[Ints] = []
+    received: list[Ints] = []
     tokens = keys = 0  # of this rank's rows before
-    for order, documents in zip(orders, lengths, strict=True):
+    is_needed = False
+    for row, (order, documents) in enumerate(zip(orders, lengths, strict=True)):
         pairs = messages(order, documents, parts, window)
-        held = _tokens(shards_of(order, parts)[part])
-        of_senders = [_tokens(pairs.get((other, part), ())) for other in range(parts)]
-        arrived = torch.cat(of_senders).sort().values
-        for other in range(parts):
-            sent[other].append(tokens + torch.searchsorted(held, _tokens(pairs.get((part, other), ()))))
-            arriving[other].append(keys + torch.searchsorted(arrived, of_senders[other]))
-        begins = torch.tensor([0, *accumulate(documents)])
-        first = begins[torch.searchsorted(begins, held, right=True) - 1]  # key that the query sees
+        is_needed = is_needed or bool(pairs)
+        held = tokens_of(shards_of(order, parts)[part])
+        of_senders = [tokens_of(pairs.get((member, part), ())) for member in members]
+        arrived = np.sort(np.concatenate(of_senders))
+        for i, member in enumerate(members):
+            sent[i].append(tokens + np.searchsorted(held, tokens_of(pairs.get((part, member), ()))))
+            arriving[i].append(keys + np.searchsorted(arrived, of_senders[i]))
+        begins = np.array([0, *accumulate(documents)])
+        first = begins[np.searchsorted(begins, held, side="right") - 1]  # key that the query sees
         if window is not None:
-            first = torch.maximum(first, held - window + 1)
+            first = np.maximum(first, held - window + 1)
         own.append(tokens + _between(held, first, held + 1))
         received.append(keys + _between(arrived, first, held))
+        places.append((held, np.full_like(held, row), arrived))
         tokens, keys = tokens + len(held), keys + len(arrived)
-    places = torch.cat([each for rows in arriving for each in rows])
-    arrangement = torch.empty_like(places)
-    arrangement[places] = torch.arange(len(places))
+    arrival = np.concatenate([each for rows in arriving for each in rows])
+    of_received = np.concatenate(received)
+    seeing = np.flatnonzero(of_received[:, 0] < of_received[:, 1])
+    queries = slice(int(seeing[0]), int(seeing[-1]) + 1) if len(seeing) else slice(0, 0)
     return Exchange(
-        torch.cat([each for rows in sent for each in rows]),
-        tuple(sum(map(len, rows)) for rows in sent),
-        tuple(sum(map(len, rows)) for rows in arriving),
-        arrangement,
-        torch.cat(own).int().unsqueeze(0),
-        torch.cat(received).int().unsqueeze(0),
+        is_needed=is_needed,
+        sent=torch.from_numpy(np.concatenate([each for rows in sent for each in rows])),
+        sent_counts=tuple([sum(map(len, rows)) for rows in sent]),
+        received_counts=tuple([sum(map(len, rows)) for rows in arriving]),
+        arrangement=inverse(torch.from_numpy(arrival)),
+        places=Places(*(torch.from_numpy(np.concatenate(each)) for each in zip(*places, strict=True))),
+        own=_seen(np.concatenate(own), tokens),
+        queries=queries,
+        received=_seen(of_received[queries], keys),
     )
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    result = torch.empty_like(permutation)
+    result[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return result
 
 
 class _Piece(NamedTuple):
@@ -146,16 +181,21 @@ def _joined(runs: list[tuple[int, int]]) -> Runs:
     return tuple(result)
 
 
-def _tokens(runs: Runs) -> Tensor:
-    """int64: the tokens of the runs, run after run."""
+def tokens_of(runs: Runs) -> Ints:
+    """The tokens of the runs, run after run."""
     if not runs:
-        return torch.empty(0, dtype=torch.int64)
-    starts, stops = torch.tensor(runs).unbind(1)
+        return np.empty(0, dtype=np.int64)
+    starts, stops = np.array(runs, dtype=np.int64).T
     sizes = stops - starts
-    ends = sizes.cumsum(0)
-    return torch.arange(int(ends[-1])) + torch.repeat_interleave(starts - (ends - sizes), sizes)
+    tokens: Ints = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
+    return tokens
 
 
-def _between(places: Tensor, first: Tensor, stop: Tensor) -> Tensor:
+def _between(places: Ints, first: Ints, stop: Ints) -> Ints:
     """[queries, 2]: which of the ascending places are in [first, stop), as first and stop."""
-    return torch.stack([torch.searchsorted(places, first), torch.searchsorted(places, stop)], 1)
+    return np.stack([np.searchsorted(places, first), np.searchsorted(places, stop)], 1)
+
+
+def _seen(keys: Ints, count: int) -> Seen:
+    """keys: [queries, 2]; see `Seen.of`."""
+    return Seen.of(torch.from_numpy(keys.astype(np.int32)), count)

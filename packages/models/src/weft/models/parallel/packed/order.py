@@ -191,8 +191,8 @@ class _Cut:
     def _give(self, rank: int, piece: _Piece, head: int, tail: int) -> None:
         """Gives the rank the first `head` tokens and the last `tail` tokens of the piece."""
         self._last = rank
-        kept = piece.start + head, piece.stop - tail
-        for start, stop in ((piece.start, kept[0]), (kept[1], piece.stop)):
+        remainder = piece.start + head, piece.stop - tail
+        for start, stop in ((piece.start, remainder[0]), (remainder[1], piece.stop)):
             if start < stop:
                 work = self._work(start, stop)
                 self._free[rank] -= stop - start
@@ -200,8 +200,8 @@ class _Cut:
                 self._pool_tokens -= stop - start
                 self._pool_work -= work
                 self._dealt[rank].append((piece.begin + start, piece.begin + stop))
-        if kept[0] < kept[1]:
-            heapq.heappush(self._pool, self._piece(piece.begin, *kept))
+        if remainder[0] < remainder[1]:
+            heapq.heappush(self._pool, self._piece(piece.begin, *remainder))
 
     def _piece(self, begin: int, start: int, stop: int) -> _Piece:
         return _Piece(-self._work(start, stop) / (stop - start), begin, start, stop)
