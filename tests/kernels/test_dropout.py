@@ -366,3 +366,21 @@ def rules_kept() -> int:
 
 def test_a_new_key_is_no_new_layout(pool: Any) -> None:
     assert pool.run(rules_kept) == [0] * 4
+
+
+def test_each_row_may_have_an_order(device: str) -> None:
+    x, dropout = normal((2, 7, 5), device=device), kernels.dropout
+    orders = (((4, 7), (0, 4)), ((2, 3), (0, 2), (3, 7)))
+    places = [[token for run in order for token in range(*run)] for order in orders]
+
+    def stored(y: Tensor) -> Tensor:
+        return torch.stack([row[at] for row, at in zip(y, places, strict=True)])
+
+    operand = stored(x).requires_grad_()
+    found = dropout(operand, 0.4, 11, "name", orders=orders)
+    assert torch.equal(found, stored(dropout(x, 0.4, 11, "name")))
+    found.backward(torch.ones_like(found))
+    assert operand.grad is not None
+    assert torch.equal(operand.grad, stored(dropout(torch.ones_like(x), 0.4, 11, "name")))
+    with pytest.raises(ValueError, match=r"orders needs x of shape \[B, T, H\] and no order; got \(7, 5\)"):
+        dropout(x[0], 0.4, 11, orders=orders)

@@ -15,7 +15,7 @@ from weft.kernels import cross_entropy
 from weft.kernels.attention import options, stretches
 from weft.mesh import Layout, LayoutError, ProcessMesh, Shard, derive_key
 from weft.models import Llama, LlamaConfig, ParallelPlan, initialize, lay_out_batch, parallelize
-from weft.models.parallel.batch import balanced_order
+from weft.models.parallel.packed.order import balanced_order
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, distribute, reshard, to_global
 

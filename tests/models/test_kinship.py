@@ -27,8 +27,9 @@ from weft.models import (
     save_lora,
     save_pretrained,
 )
+from weft.models.blocks import GatedMLP
 from weft.models.families import FAMILIES, family_of
-from weft.models.layers import GatedMLP, Linear
+from weft.models.layers import Linear
 
 from tests.models.cases import SMALL, make, some_tokens
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from weft import kernels
 from weft.mesh import Layout, ProcessMesh
 from weft.models import ColwiseParallel, GPTConfig, ParallelPlan, RowwiseParallel, lora, parallelize
+from weft.models.blocks import GatedMLP
 from weft.models.gpt.model import GPTMLP
-from weft.models.layers import GatedMLP
 from weft.reshard import distribute, to_global
 
 from tests.support.pool import Pool

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import kernels
 from weft.mesh import derive_key
 from weft.models import GPTConfig, LlamaConfig, QwenConfig, initialize
+from weft.models.blocks import GatedMLP
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
-from weft.models.layers import GatedMLP
 
 KERNELS = str(Path(kernels.__file__).parent)
 SIZES: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 32}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from weft import kernels
 from weft.mesh import Layout, ProcessMesh
 from weft.models import ColwiseParallel, GPTConfig, ParallelPlan, RowwiseParallel, lora, parallelize
+from weft.models.blocks import Attention
 from weft.models.gpt.model import GPTAttention
-from weft.models.layers import Attention
 from weft.reshard import distribute, to_global
 
 from tests.support.pool import Pool

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from torch import nn
-from weft.models import layers
+from weft.models import blocks, layers
 from weft.models.families import FAMILIES, make_model
 from weft.models.train.recipes import TINY
 
 from tests.architecture.rules import ROOT, imported, module_name
 
 MODELS = ROOT / "packages/models/src/weft/models"
-FILES = [*(MODELS / name for name in ("layers.py", "decoder.py")), *sorted(MODELS.glob("*/model.py"))]
+FILES = [*(MODELS / name for name in ("layers.py", "blocks.py", "decoder.py")), *sorted(MODELS.glob("*/model.py"))]
 PARALLEL = ("mesh", "rank", "group", "stage", "world", "placement", "tp", "dp", "cp", "pp", "parallel")
 
 
@@ -27,7 +27,8 @@ def test_paddlenlp_9412_a_models_files_know_no_processes(path: Path) -> None:
 def test_paddlenlp_9412_no_layer_has_a_parallel_argument() -> None:
     assert len(FILES) >= 2 + len({family.folder for family in FAMILIES.values()})
     classes = {type(module) for recipe in TINY.values() for module in make_model(recipe.model).modules()}
-    classes |= {each for each in vars(layers).values() if isinstance(each, type) and issubclass(each, nn.Module)}
+    names_of = {**vars(layers), **vars(blocks)}
+    classes |= {each for each in names_of.values() if isinstance(each, type) and issubclass(each, nn.Module)}
     for each in classes:
         if each.__module__.startswith("weft"):
             names = {*inspect.signature(each).parameters, *inspect.signature(each.forward).parameters}

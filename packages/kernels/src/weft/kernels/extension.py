@@ -1,9 +1,12 @@
 """Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.kernels`.
 
 Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), counting an op's traffic, delaying weight gradients,
-tokens in another order, and the choice of overlapped products. A release may rename them; the changelog says how.
+tokens in another order, attention to received keys, and the choice of overlapped products. A release may rename them;
+the changelog says how.
 """
 
+from .attention.exchanged import Places, ReceivedKeys, Seen
+from .attention.sharded.exchanged import attention_to_received
 from .cross_entropy.merged import weigh_targets
 from .dispatch.autocast import is_autocasting
 from .dispatch.backend import has_data, is_compiling
@@ -27,13 +30,17 @@ __all__ = [
     "DelayedGradients",
     "Form",
     "Op",
+    "Places",
+    "ReceivedKeys",
     "Runs",
+    "Seen",
     "Sharding",
     "allow_delayed_weight_gradients",
     "apply",
     "apply_function",
     "as_laid",
     "as_read",
+    "attention_to_received",
     "cast_for",
     "counted_traffic",
     "delay_weight_gradients",

@@ -11,9 +11,10 @@ from weft import kernels
 from weft.kernels import KeyValueCache
 from weft.kernels.extension import has_data, is_compiling
 
+from .blocks import Attention, Block, GatedMLP
 from .config import ModelConfig, RotaryConfig
 from .initialization import Constant, Initial, Normal
-from .layers import Attention, Block, Dropout, Embedding, GatedMLP, Linear, RMSNorm
+from .layers import Dropout, Embedding, Linear, RMSNorm
 from .parallel.styles import ColwiseParallel, RowwiseParallel, Style, VocabParallel
 from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
 

@@ -17,7 +17,8 @@ from .moving.dtensor import (
     wrap,
     wrap_with_spec,
 )
-from .moving.executor import record_received, replay_received, start_plan
+from .moving.executor import record_received, replay_received, run_or_replay, start_plan
+from .moving.order_check import LazyText, announce
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
 from .planning.layouts import cotangent, shard_replicated_axes
 from .training.full_parameters import contiguous_shard_slices
@@ -40,6 +41,7 @@ from .world.groups import (
     device_mesh,
     format_ranks,
     graph_name_of,
+    group_along,
     group_for,
     group_named,
     group_over,
@@ -55,12 +57,14 @@ __all__ = [
     "COMMUNICATING",
     "Collective",
     "GradPlaceholder",
+    "LazyText",
     "ParameterSlot",
     "Pending",
     "Recorded",
     "Running",
     "StartedReshard",
     "WaitTimer",
+    "announce",
     "as_process_mesh",
     "axes_of_group",
     "axis_group",
@@ -76,6 +80,7 @@ __all__ = [
     "gather_when_called",
     "gathering_units",
     "graph_name_of",
+    "group_along",
     "group_for",
     "group_named",
     "group_of_call",
@@ -96,6 +101,7 @@ __all__ = [
     "recording",
     "reduce_scatter",
     "replay_received",
+    "run_or_replay",
     "shape_of",
     "shard_replicated_axes",
     "start_all_gather",

@@ -16,7 +16,7 @@ from weft.mesh import derive_key
 
 from ..dispatch import backend
 from ..dispatch.op import Tensors
-from ..dispatch.token_order import Runs
+from ..dispatch.token_order import Runs, runs_within
 from ..random import philox
 from ..random.part import Part
 
@@ -44,6 +44,9 @@ def forward(
     part: Part | None = None,
     order: Runs | None = None,
     parts: tuple[Part, ...] | None = None,
+    orders: tuple[Runs, ...] | None = None,
+    by_row: bool = False,
+    box: tuple[tuple[int, ...], tuple[slice, ...]] | None = None,
     saved_mask: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Dropout of x, plus the residual. The graph saves only the key.
@@ -55,11 +58,19 @@ def forward(
     part: which box of the global tensor x is; None means all of it.
     order: the stored order of the tokens (dim -2), where it is not the sequence's.
     parts: with an order, for each of x's runs of tokens, which box of the global tensor it is, in the sequence's order.
+    orders: the stored order of the tokens of each row of x [B, T, H], where the rows differ. by_row: whether given.
+    box: with orders, the shape of the global tensor and this rank's slices of it; None means x is the global tensor.
     saved_mask: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
         float64 on a CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of
         the graph: under activation recomputation, reading one would recompute the layer up to here, with its
         communication, for a mask that exists already.
     """
+    if orders is not None:
+        parts, rows = parts_of_rows(x.shape, box, orders), (1, -1, x.shape[-1])
+        residual = None if residual is None else residual.reshape(rows)
+        options: Any = {"p": p, "number": number, "name": name, "parts": parts, "order": (), "saved_mask": saved_mask}
+        output, saved = forward(x.reshape(rows), key, residual, **options)
+        return output.view(x.shape), saved
     parts = _parts(x, part, order, parts)
     threshold, scale = quantized(p)
     redraws = key is not None or backend.use_triton(x) or backend.is_short_of_memory(x)
@@ -82,11 +93,19 @@ def backward(
     part: Part | None = None,
     order: Runs | None = None,
     parts: tuple[Part, ...] | None = None,
+    orders: tuple[Runs, ...] | None = None,
+    by_row: bool = False,
+    box: tuple[tuple[int, ...], tuple[slice, ...]] | None = None,
     saved_mask: list[Tensor] | None = None,
 ) -> Tensors:
     """Gradients of x, key and residual: dropout of the upstream gradient, None, and the upstream gradient."""
     of_x: Tensor | None = None
-    if needed[0] and saved_mask:
+    if orders is not None:
+        rows: Any = grad.reshape(1, -1, grad.shape[-1]), (needed[0],)
+        parts = parts_of_rows(grad.shape, box, orders)
+        (of_x,) = backward(saved, *rows, p=p, number=number, name=name, order=(), parts=parts, saved_mask=saved_mask)
+        of_x = None if of_x is None else of_x.view(grad.shape)
+    elif needed[0] and saved_mask:
         of_x = plain_masked(grad, saved_mask.pop(), None, scale=quantized(p)[1])
     elif needed[0]:
         of_x = _dropout_of_parts(
@@ -109,6 +128,22 @@ def parts_of(shape: Sequence[int], box: Sequence[slice], runs: Runs) -> tuple[Pa
     """
     *lead, _, width = box
     return tuple([Part.of(shape, (*lead, slice(*run), width)) for run in runs])
+
+
+def parts_of_rows(
+    shape: Sequence[int], box: tuple[tuple[int, ...], tuple[slice, ...]] | None, orders: tuple[Runs, ...]
+) -> tuple[Part, ...]:
+    """`parts_of` for each row of x in turn, with the row's own order. shape: of x, [B, T, H]. box: see `forward`."""
+    whole, (rows, tokens, width) = (shape, [slice(0, size) for size in shape]) if box is None else box
+    return tuple(
+        [
+            part
+            for row, order in zip(range(rows.start, rows.stop), orders, strict=True)
+            for part in parts_of(
+                whole, (slice(row, row + 1), tokens, width), runs_within(order, tokens.start, tokens.stop)
+            )
+        ]
+    )
 
 
 def _dropout_of_parts(

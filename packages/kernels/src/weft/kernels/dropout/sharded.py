@@ -28,6 +28,7 @@ def dropout(
     name: str | None = None,
     *,
     order: Sequence[tuple[int, int]] | None = None,
+    orders: Sequence[Sequence[tuple[int, int]]] | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
     """x with each element set to zero with probability p, and divided by 1 - p otherwise (Srivastava et al. 2014).
@@ -41,6 +42,7 @@ def dropout(
     name: with a name, the key is derive_key(key, name).
     order: for x [..., T, H] with tokens stored in another order than the sequence's, as in `attention`. The mask then
     follows the sequence.
+    orders: for x [B, T, H], an order for each of this rank's rows, where the rows differ.
     residual: a tensor of the shape of x, added to the output; in the same pass where its dtype is x's.
 
     Element i of the global tensor, row-major, is dropped where half i % 8 of block i // 8 of Philox 4x32-10 (Salmon
@@ -66,7 +68,7 @@ def dropout(
         if residual.dtype not in DTYPES:
             raise ValueError(f"dropout: the residual is {residual.dtype}; give one of {', '.join(map(str, DTYPES))}")
     if residual is not None and (p == 0 or residual.dtype != x.dtype):
-        return add(dropout(x, p, key, name, order=order), residual)
+        return add(dropout(x, p, key, name, order=order, orders=orders), residual)
     if p == 0:
         return x
     options: dict[str, Any] = {"p": p, "number": number, "name": name}
@@ -78,6 +80,11 @@ def dropout(
                 f"dropout: order needs x of shape [..., T, H], with tokens in dim -2; got {tuple(x.shape)}"
             )
         options["order"] = checked_order("dropout", order, x.shape[-2])
+    if orders is not None:
+        if x.ndim != 3 or order is not None:
+            raise ValueError(f"dropout: orders needs x of shape [B, T, H] and no order; got {tuple(x.shape)}")
+        options["orders"] = tuple([checked_order("dropout", each, x.shape[-2]) for each in orders])
+        options["by_row"] = True
     return apply(DROPOUT, x, operand, *(() if residual is None else (residual,)), **options)
 
 
@@ -115,6 +122,8 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     order = options.get("order")
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        if options.get("by_row"):
+            return {"box": (shape, layout.local_slices(shape, rank))}
         if order is None:
             return {"part": part_of(layout, shape, rank)}
         box = layout.local_slices(shape, rank)
@@ -123,4 +132,4 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, infer_gradient_layouts(output, (layout, None, *residual)), local)
 
 
-DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number", "saved_mask"))
+DROPOUT = Op("dropout", function.forward, function.backward, _rule, varying=("number", "saved_mask", "orders"))

@@ -10,20 +10,9 @@ from torch import Tensor, nn
 from weft import kernels
 from weft.kernels import KeyValueCache
 
+from ..blocks import PROJECTIONS, add_and_norm, can_fuse_qkv, project_qkv
 from ..decoder import CausalModel
-from ..layers import (
-    PROJECTIONS,
-    DotProductAttention,
-    Dropout,
-    Embedding,
-    LayerNorm,
-    Linear,
-    add_and_norm,
-    can_fuse_qkv,
-    is_bare,
-    project_qkv,
-    row_independent,
-)
+from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, is_bare, row_independent
 from ..parallel.plan import ParallelPlan
 from ..parallel.styles import ColwiseParallel, PositionParallel, RowwiseParallel, VocabParallel
 from .config import Activation, GPTConfig

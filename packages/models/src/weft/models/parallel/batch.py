@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import Runs, as_laid, as_read
 from weft.mesh import Layout, ProcessMesh, Shard
-from weft.mesh.extension import chunk
 from weft.reshard.extension import as_process_mesh, this_rank, wrap
 
+from .packed.order import balanced_order
+from .packed.rows import RowOrders
+from .packed.transfer import prepare_exchanges
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS
+
+
+class Ordered(NamedTuple):
+    """An argument handed on unread from the model to its layers, with the order in which the tokens are laid out.
+
+    As part of an argument, the order is also right when a layer is recomputed after later batches.
+    """
+
+    order: Runs | RowOrders
+    value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,19 +36,20 @@ class OrderedPositions:
     """Positions of tokens laid out in another order than the reading order."""
 
     values: DTensor  # [B, T] of ints, laid out as the tokens
-    order: Runs  # the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout
+    # the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout; or those of each row
+    order: Runs | RowOrders
 
 
 _ORDER = "_order_of_tokens"  # an attribute of tokens laid out in another order than the reading order
 
 
-def order_of(tokens: Tensor) -> Runs | None:
+def order_of(tokens: Tensor) -> Runs | RowOrders | None:
     """The order of tokens from `lay_out_batch`; None for tokens in reading order."""
-    order: Runs | None = getattr(tokens, _ORDER, None)
+    order: Runs | RowOrders | None = getattr(tokens, _ORDER, None)
     return order
 
 
-def in_order(tokens: DTensor, order: Runs | None) -> DTensor:
+def in_order(tokens: DTensor, order: Runs | RowOrders | None) -> DTensor:
     """Attach the order of layout to `tokens`, and return `tokens`."""
     if order is not None:
         setattr(tokens, _ORDER, order)
@@ -50,18 +64,23 @@ class Batch:
     `positions=` finds the positions itself. A copy of the tokens loses the order.
     tokens, targets: [B, T]; plain tensors on a mesh of one process.
     positions, documents: None where the model needs none.
-    order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout; None for reading
-        order.
+    order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout; the same for each
+        row given, where rows are cut by their documents; None for reading order.
     """
 
     tokens: Tensor
     targets: Tensor | None
     positions: Tensor | OrderedPositions | None
     documents: Tensor | None
-    order: Runs | None
+    order: Runs | RowOrders | None
 
     def as_read(self, whole: Tensor) -> Tensor:
-        """A plain tensor [B, T, ...] of all tokens, such as `to_global(logits)`, with the tokens in reading order."""
+        """A plain tensor [B, T, ...] of all tokens, such as `to_global(logits)`, with the tokens in reading order.
+
+        Raises ValueError where rows are cut by their documents and only some rows were given.
+        """
+        if isinstance(self.order, RowOrders):
+            return self.order.as_read(whole)
         return whole if self.order is None else as_read(whole, self.order, 1)
 
 
@@ -74,6 +93,7 @@ def lay_out_batch(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     rows: int | None = None,
+    compiled: bool = False,
 ) -> Batch:
     """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
     has context.
@@ -81,12 +101,17 @@ def lay_out_batch(
     tokens, targets, positions, documents: plain tensors [B, T] of ints, the same on every rank.
     rows: B, where the tensors hold only this rank's own rows, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if
         "dp" is the data axis).
-    With context="all_gather", tokens are laid out in `balanced_order`, in which causal attention is equal work for
-    all ranks. The order reaches the model with the batch's positions, or with the tokens if the model is called
-    without positions. The loss needs no order: the logits and batch.targets are in the same order.
+    compiled: whether blocks are compiled by torch.compile. All rows then have one order, whatever their documents: a
+        graph holds for one order only.
+    With context="all_gather", tokens are laid out in an order in which causal attention is equal work for all ranks:
+    `balanced_order`, or for each row with documents on the CPU `order_by_documents`. In the second case attention
+    sends keys and values only to the ranks whose queries see them, and the model needs `documents=batch.documents`.
+    The order reaches the model with the batch's positions, or with the tokens if the model is called without
+    positions. The loss needs no order: the logits and batch.targets are in the same order.
     T need not be divisible: shards are cut as `torch.chunk` cuts; the last ranks have fewer tokens, or none.
     Communication: none, apart from making the mesh's process groups.
-    Raises ValueError for tensors of different shapes, and for a number of rows other than this rank's.
+    Raises ValueError for tensors of different shapes, for a number of rows other than this rank's, and for a document
+    that comes back after it ended.
     """
     mesh = as_process_mesh(mesh)
     companions = {"targets": targets, "positions": positions, "documents": documents}
@@ -98,41 +123,83 @@ def lay_out_batch(
     if tokens.ndim != 2:
         raise ValueError(f"lay_out_batch takes tokens [B, T], got {tuple(tokens.shape)}")
     if mesh.size == 1:
+        documents = None if documents is None else documents.to(tokens.device)
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, order=None)
     B, T = (tokens.shape[0] if rows is None else rows), tokens.shape[1]
     cut = plan.context is not None and CONTEXT_AXIS in mesh.axis_names
     by_rows, by_tokens = _layouts(mesh, cut)
     ways = mesh.axis_size(CONTEXT_AXIS) if cut else 1
-    order = balanced_order(T, ways) if plan.context == "all_gather" and ways > 1 else None
-    if order is not None and positions is None:
-        positions = torch.arange(T, device=tokens.device).expand(tokens.shape)
-
     own = by_rows.local_slices((B, T), this_rank())[0]
     if rows is not None and len(tokens) != own.stop - own.start:
         raise ValueError(
             f"lay_out_batch: of {rows} rows rank {this_rank()} has {own.start} to {own.stop}, as ({by_rows}) cuts "
             f"them, but was given {len(tokens)} rows; give rows {own.start} to {own.stop}, or all rows without rows="
         )
+    order: Runs | RowOrders | None = cut_rows(mesh, plan, documents, compiled=compiled)
+    if order is None and plan.context == "all_gather" and ways > 1:
+        order = balanced_order(T, ways)
+    if order is not None and positions is None:
+        positions = torch.arange(T, device=tokens.device).expand(tokens.shape)
+    mine = order.rows(own.start, own.stop) if isinstance(order, RowOrders) and rows is None else order
+    if isinstance(mine, RowOrders) and not mine.orders:
+        mine = balanced_order(T, ways)  # this rank has no rows
 
     def laid(tensor: Tensor | None, layout: Layout) -> DTensor | None:
         if tensor is None:
             return None
+        tensor = tensor.to(tokens.device)
         if this_rank() not in mesh:
             return wrap(tensor.new_empty(0), layout, (B, T))
         here = layout.local_slices((B, T), this_rank())
-        tensor = tensor if order is None else as_laid(tensor, order, 1)
         tensor = tensor[here[0]] if rows is None else tensor
+        if isinstance(mine, RowOrders):
+            return wrap(tensor.gather(1, mine.places(tensor.device)[:, here[1]]), layout, (B, T))
+        tensor = tensor if mine is None else as_laid(tensor, mine, 1)
         return wrap(tensor[:, here[1]].contiguous(), layout, (B, T))
 
     placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
     assert own_tokens is not None, "tokens are not None"
     return Batch(
-        tokens=in_order(own_tokens, order),
+        tokens=in_order(own_tokens, mine),
         targets=laid(targets, by_tokens),
-        positions=OrderedPositions(values=placed, order=order) if placed is not None and order is not None else placed,
+        positions=OrderedPositions(values=placed, order=mine) if placed is not None and mine is not None else placed,
         documents=laid(documents, by_rows),
         order=order,
     )
+
+
+def cut_rows(
+    mesh: ProcessMesh, plan: ParallelPlan, documents: Tensor | None, *, compiled: bool = False
+) -> RowOrders | None:
+    """The order of each row by its documents, as `lay_out_batch` uses it; None where it uses another.
+
+    Raises ValueError for a document that comes back after it ended.
+    """
+    ways = mesh.axis_size(CONTEXT_AXIS) if CONTEXT_AXIS in mesh.axis_names else 1
+    if plan.context != "all_gather" or ways == 1 or compiled:
+        return None
+    if documents is None or documents.device.type != "cpu" or not len(documents):
+        return None
+    return RowOrders.of(documents, ways)
+
+
+def prepare_rows(
+    model: nn.Module,
+    mesh: ProcessMesh,
+    plan: ParallelPlan,
+    documents: Tensor | None,
+    device: torch.device,
+    *,
+    compiled: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Cuts rows by their documents and plans all exchanges of keys, ahead of `lay_out_batch` with the same documents.
+
+    Called in a thread that reads data, it takes this time from the step. dtype: of the queries.
+    """
+    order = cut_rows(mesh, plan, documents, compiled=compiled)
+    if order is not None:
+        prepare_exchanges(model, mesh, order, device, dtype)
 
 
 @lru_cache(maxsize=1024)  # few meshes, looked up with every microbatch
@@ -140,22 +207,3 @@ def _layouts(mesh: ProcessMesh, cut: bool) -> tuple[Layout, Layout]:
     """The layout of a batch by rows only; and the layout of the tokens, which if `cut` are also sharded over "cp"."""
     by_rows = Layout(mesh, {axis: Shard(0) for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, TENSOR_AXIS)})
     return by_rows, by_rows.replace(**{CONTEXT_AXIS: Shard(1)}) if cut else by_rows
-
-
-@lru_cache(maxsize=1024)
-def balanced_order(tokens: int, parts: int) -> Runs:
-    """The order of a sequence's tokens in which each of `parts` contiguous shards is equal causal work.
-
-    A shard, cut as `torch.chunk` cuts, is a run from the head of the sequence and a run from the tail, equally long
-    or shorter by a token: early tokens, which attend to few keys, with late tokens. The order depends on the two
-    numbers alone.
-    """
-    runs: list[tuple[int, int]] = []
-    head, tail = 0, tokens
-    for part in range(parts):
-        start, stop = chunk(tokens, parts, part)
-        early = (stop - start + 1) // 2
-        late = stop - start - early
-        runs += [(head, head + early), (tail - late, tail)]
-        head, tail = head + early, tail - late
-    return tuple([run for run in runs if run[0] < run[1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -24,23 +24,15 @@ from weft.reshard.extension import (
 )
 
 from ..checks import check_head_degrees
-from ..layers import DotProductAttention, Dropout, KeysAndValues
-from .batch import OrderedPositions, order_of
+from ..layers import DotProductAttention, Dropout
+from .batch import Ordered, OrderedPositions, order_of
+from .packed.hooks import LatestOrder, start_exchange, take_received
+from .packed.rows import RowOrders
 from .plan import ParallelPlan
 from .styles import CONTEXT_AXIS, TENSOR_AXIS, TOKENS_DIM
 
 HEADS_DIM = 2
 ATTENTION_ARGUMENTS = ("query", "key", "value", "dropout_key", "documents", "cache")
-
-
-class Ordered(NamedTuple):
-    """An argument handed on unread from the model to its layers, with the order in which the tokens are laid out.
-
-    As part of an argument, the order is also right when a layer is recomputed after later batches.
-    """
-
-    order: Runs
-    value: Any
 
 
 def has_context_axis(mesh: ProcessMesh) -> bool:
@@ -84,20 +76,22 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
     own = list(model.modules())
     if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
-    model.register_forward_pre_hook(_Tokens(model, plan).enter, with_kwargs=True)
+    latest = LatestOrder()
+    model.register_forward_pre_hook(_Tokens(model, plan, latest).enter, with_kwargs=True)
     if plan.context is None:
         return
     for module in own:
         if isinstance(module, Dropout):
             module.register_forward_pre_hook(_drop_in_order, with_kwargs=True)
-        elif isinstance(module, KeysAndValues) and plan.context == "all_gather":
-            module.register_forward_hook(_start_gather)
         elif isinstance(module, DotProductAttention):
             if plan.context == "all_gather":
+                module.keys_and_values.register_forward_hook(partial(_start_gather, latest, module))
                 module.register_forward_pre_hook(_gather_keys, with_kwargs=True)
             else:
                 module.register_forward_pre_hook(_enter_heads, with_kwargs=True)
                 module.register_forward_hook(_leave_heads)
+    if plan.context == "all_gather":
+        latest.watch(model)
 
 
 class _Tokens:
@@ -105,7 +99,7 @@ class _Tokens:
     out.
     """
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan) -> None:
+    def __init__(self, model: nn.Module, plan: ParallelPlan, latest: LatestOrder) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         takes = {each.name for each in parameters}
@@ -113,11 +107,12 @@ class _Tokens:
         self._takes_positions, self._takes_documents = (
             any_name or name in takes for name in ("positions", "documents")
         )
-        self._context = plan.context
+        self._context, self._latest = plan.context, latest
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = args[0] if args else next(iter(kwargs.values()), None)
+        self._latest.set(None)
         if not _sharded_on_tokens(tokens):
             return None
         if self._context is None:
@@ -135,7 +130,8 @@ class _Tokens:
                     f"the tokens are in the order {order} of lay_out_batch, but the positions carry no order; give the "
                     f"positions to lay_out_batch, and call the model with positions=batch.positions"
                 )
-            positions = OrderedPositions(values=_own_positions(tokens, order), order=order)
+            own = _positions_by_row(tokens, order) if isinstance(order, RowOrders) else _own_positions(tokens, order)
+            positions = OrderedPositions(values=own, order=order)
         if isinstance(positions, OrderedPositions):
             if not self._takes_documents:
                 raise ValueError(
@@ -143,6 +139,7 @@ class _Tokens:
                     f"{type(module).__name__}.forward does not take; add documents=None to forward and hand it on to "
                     f"the layers, or lay the tokens out in reading order, by distribute()"
                 )
+            self._latest.set(positions.order, arguments.get("documents"))
             if self._takes_positions:
                 arguments["positions"] = positions.values
             arguments["documents"] = Ordered(positions.order, arguments.get("documents"))
@@ -177,11 +174,21 @@ def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
     return wrap(places.expand(local.shape).contiguous() if local.ndim > 1 else local.clone(), layout, shape)
 
 
+def _positions_by_row(tokens: DTensor, order: RowOrders) -> DTensor:
+    """`_own_positions` of rows that have an order each."""
+    layout, shape = layout_of(tokens), shape_of(tokens)
+    here = layout.local_slices(shape, this_rank())[TOKENS_DIM]
+    return wrap(order.places(tokens.to_local().device)[:, here].contiguous(), layout, shape)
+
+
 def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pre-hook of a Dropout: hands an `Ordered` key on as the key and the order."""
     arguments = dict(zip(("input", "key"), args, strict=False)) | kwargs
     key = arguments["key"]
-    return ((), {**arguments, "key": key.value, "order": key.order}) if isinstance(key, Ordered) else None
+    if not isinstance(key, Ordered):
+        return None
+    name, order = ("orders", key.order.orders) if isinstance(key.order, RowOrders) else ("order", key.order)
+    return (), {**arguments, "key": key.value, name: order}
 
 
 def _attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -212,10 +219,13 @@ class _GatheringInGraph(NamedTuple):
     unfilled: Tensor
 
 
-def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
-    """Hook of KeysAndValues: starts to gather the keys and values of all tokens.
+def _start_gather(
+    latest: LatestOrder, attend: DotProductAttention, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]
+) -> Any:
+    """Hook of KeysAndValues: starts to gather the keys and values of all tokens, or those that this rank's queries see.
 
-    Communication: one all-gather, started and not waited for; in backward one reduce-scatter, waited for.
+    Communication: one all-gather, started and not waited for; in backward one reduce-scatter, waited for. With an
+    order by documents that of `KeysOnTheirWay`.
     """
     if not _sharded_on_tokens(output[0]):
         return None
@@ -223,14 +233,20 @@ def _start_gather(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -
     assert isinstance(key, DTensor) and isinstance(value, DTensor), "values lie as keys"
     if is_compiling():
         return _GatheringInGraph(*_begin_gather(key, value)), None
+    if latest.order is not None:
+        return start_exchange(key, value, latest.order, attend.window)
     layout = layout_of(key)
     packed, widths = _packed((key, value), layout.parts(HEADS_DIM))
     return _Gathering(start_reshard(packed, placements=_replaced(layout, "R")), widths), None
 
 
-def _gather_keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of attention under "all_gather": gives attention the keys and values of all tokens."""
+def _gather_keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of attention under "all_gather": gives attention the keys and values of all tokens, or with an order by
+    documents those under way.
+    """
     arguments = _attention_arguments(args, kwargs)
+    if take_received(arguments, module.window):
+        return (), arguments
     if isinstance(arguments["key"], _Gathering):
         arguments["key"], arguments["value"] = arguments["key"].wait()
     elif isinstance(arguments["key"], _GatheringInGraph):

@@ -23,6 +23,8 @@ from weft.reshard.extension import COMMUNICATING, is_compiling, record_received,
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest
 
+_COMPILED = "_is_compiled"  # attribute of a recomputed block whose forward is compiled
+
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)  # batched products give attention's weights, which are recomputed
 # Ops that save no operand for backward. A value read by nothing else is not needed in the repetition.
@@ -71,9 +73,18 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
         block.compile = partial(compile_block, block, forward)  # type: ignore[method-assign]
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a module within it, runs as compiled by torch.compile."""
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or _COMPILED in vars(module)
+        for module in model.modules()
+    )
+
+
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """`block.compile` under "full": compiles the forward, and checkpoints the compiled function."""
     block.forward = partial(_run_checkpointed, "full", torch.compile(forward, *args, **kwargs))
+    object.__setattr__(block, _COMPILED, True)
 
 
 def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -86,6 +97,7 @@ def _compile_marked(block: nn.Module, forward: Callable[..., Any], *args: Any, *
     compiled = torch.compile(partial(_run_checkpointed, "selective", forward), *args, **kwargs)
     allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     block.forward = allowed(compiled)
+    object.__setattr__(block, _COMPILED, True)
 
 
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:

@@ -14,8 +14,10 @@ from weft.reshard import GradientSync, layout_of
 from weft.reshard.extension import wrap
 
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
+from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import mesh_and_plan_of, pipeline_of
 from ..parallel.pipeline.run import Microbatch
+from ..parallel.recompute import is_compiled
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import link_positions_of_batch
 from .criterion import ProbedCriterion, weight_criterion
@@ -107,7 +109,8 @@ def divide_batch(
         elif mesh_and_plan is not None:
             mesh, plan = mesh_and_plan
             extras = {name: kwargs.pop(name, None) for name in ("positions", "documents")}
-            batch = lay_out_batch(mesh, plan, own_tokens, own_targets, **extras)
+            compiled = is_compiled(model)
+            batch = lay_out_batch(mesh, plan, own_tokens, own_targets, compiled=compiled, **extras)
             own_tokens, own_targets = batch.tokens, batch.targets
             kwargs |= {name: value for name in extras if (value := getattr(batch, name)) is not None}
         microbatches.append(Microbatch(args=(own_tokens,), kwargs=kwargs, targets=own_targets))
@@ -143,14 +146,23 @@ def _rows_of_microbatch(value: Any, number: int, count: int, shape: torch.Size) 
     A DTensor's local rows are divided on each rank. shape: of the tokens.
     """
     if isinstance(value, OrderedPositions):
-        return replace(value, values=_rows_of_microbatch(value.values, number, count, shape))
+        values, order = _rows_of_microbatch(value.values, number, count, shape), _rows_of(value.order, number, count)
+        return replace(value, values=values, order=order)
     if count == 1 or not isinstance(value, Tensor) or value.shape[:1] != shape[:1] or value.ndim < 2:
         return value
     if not isinstance(value, DTensor):
         return value.chunk(count)[number]
     local = value.to_local()
     rows = wrap(local.chunk(count)[number].contiguous(), layout_of(value), (shape[0] // count, *value.shape[1:]))
-    return in_order(rows, order_of(value))
+    return in_order(rows, _rows_of(order_of(value), number, count))
+
+
+def _rows_of(order: Any, number: int, count: int) -> Any:
+    """The order of the rows of microbatch `number`."""
+    if not isinstance(order, RowOrders):
+        return order
+    rows = len(order.orders) // count
+    return order.rows(number * rows, (number + 1) * rows)
 
 
 def _to_stage_mesh(value: Any, mesh_and_plan: tuple[ProcessMesh, Any] | None) -> Any:

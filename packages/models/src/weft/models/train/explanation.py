@@ -164,16 +164,18 @@ class Outline:
         names = inputs_of(self.config.model_class)
         return {name: value for name, value in inputs.items() if name in names}
 
-    def record_step(self, rank: int, device_type: str) -> Step:
+    def record_step(self, rank: int, device_type: str, documents: Tensor | None = None) -> Step:
         """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
 
+        documents: of the step's rows, on the CPU; None for rows without.
         Nothing is trained. Communication: none, and no process group is needed.
         """
+        extra = {} if documents is None else {"documents": documents}
         shape = StepShape(
             batch=self.batch_shape,
             criterion=self.criterion,
             rank=rank,
-            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)}),
+            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)} | extra),
             microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
         )

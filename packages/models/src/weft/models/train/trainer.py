@@ -28,6 +28,7 @@ from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
 from ..losses import local_value
 from ..parallel import lay_out_batch, parallelize
+from ..parallel.batch import prepare_rows
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..step.communication import Communication, Phase
@@ -77,13 +78,19 @@ class Trainer:
         self.rank = dist.get_rank()
         self.report = Report(enabled=self.rank == 0)
         self._outline = outline = Outline.of(run.config, run.axes)
-        self.mesh, self.plan, self._batch_shape, self._criterion = (
-            outline.mesh,
-            outline.plan,
-            outline.batch_shape,
-            outline.criterion,
+        self.mesh, self.plan = outline.mesh, outline.plan
+        self._batch_shape, self._criterion = outline.batch_shape, outline.criterion
+        data = run.config.data
+        self._batches = Batches(
+            run.corpus,
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size,
+            seed=run.config.seed,
+            packed=data.pack and run.corpus.is_prepared,
         )
-        self.prediction = outline.record_step(self.rank, device.type).communication if self.rank == 0 else None
+        # packed documents say which ranks will exchange keys
+        documents = None if run.config.compile or self.rank else self._batches.batch(0, slice(None)).documents
+        self.prediction = outline.record_step(0, device.type, documents).communication if self.rank == 0 else None
         model = parallelize(outline.make_model(), self.mesh, self.plan)
         if run.origin is None:
             self.model = draw_weights(model, device, run.config.seed)
@@ -100,14 +107,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.activity = "before the first step"  # shown by `RollCall` if a rank does not answer
         self._prompt, self._document_start, self._tokenizer = run.corpus.prompt, run.corpus.begin, run.corpus.tokenizer
-        data = run.config.data
-        self._batches = Batches(
-            run.corpus,
-            sequence_length=data.sequence_length,
-            batch_size=data.batch_size,
-            seed=run.config.seed,
-            packed=data.pack and run.corpus.is_prepared,
-        )
         self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
         self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
         self._prefetch = Prefetch(self._read_own_rows)
@@ -324,11 +323,15 @@ class Trainer:
         return microbatches
 
     def _read_own_rows(self, step: int) -> list[Rows]:
-        """Read this rank's rows of each microbatch of a step. Called by `Prefetch` in a thread."""
+        """Read this rank's rows of each microbatch of a step, and prepare packed ones. `Prefetch` calls it in a thread."""
         (rows, T), count = self._batch_shape, self._outline.num_microbatches
         own = self._layout.local_slices((rows // count, T), self.rank)[0]
         firsts = range(0, rows, rows // count)
-        return [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+        read = [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
+        options: Any = {"compiled": self._config.compile, "dtype": getattr(torch, self._config.dtype)}
+        for each in read:
+            prepare_rows(self.model, self._stage_mesh, self.plan, each.documents, self._device, **options)
+        return read
 
     def _lay_out_microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
         """The arguments of the model for this rank's rows.
@@ -336,8 +339,9 @@ class Trainer:
         shape: (rows, T) of the whole microbatch over all ranks.
         inputs: further arguments of the model, for example dropout_key.
         """
-        tensors = {name: each.to(self._device) for name, each in rows.named().items()}
-        batch = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0])
+        # documents stay on the host, where lay_out_batch reads them
+        tensors = {name: each if name == "documents" else each.to(self._device) for name, each in rows.named().items()}
+        batch = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0], compiled=self._config.compile)
         assert batch.targets is not None, "rows.named() includes targets"
         inputs |= {"positions": batch.positions, "documents": batch.documents}
         return Microbatch(args=(batch.tokens,), kwargs=self._outline.select_inputs(inputs), targets=batch.targets)

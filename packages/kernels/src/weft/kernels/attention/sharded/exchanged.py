@@ -1,0 +1,73 @@
+"""Attention to a rank's own keys and to received ones, on DTensors."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh.extension import terms
+
+from ...dispatch.op import Op
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, infer_gradient_layouts
+from ...dispatch.sharded.rules import check_heads
+from ...dropout.sharded import check_dropout
+from .. import exchanged
+from .layout_rule import Layouts, keys_sharded_as_query
+
+OPERANDS = ("the query", "the key", "the value")
+
+
+@autocasts("attention")
+def attention_to_received(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    received: exchanged.ReceivedKeys,
+    *,
+    head_dim: int,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: int | Tensor | None = None,
+    dropout_name: str | None = None,
+) -> Tensor:
+    """Causal attention of a rank's tokens to its own keys and to those on their way from other ranks.
+
+    query [B, T, heads * D], key and value [B, T, kv_heads * D]: DTensors, sharded on the tokens and otherwise as for
+    `attention`. received: which keys each query sees, of the own and of the received ones, and the exchange itself.
+    scale, dropout, dropout_key, dropout_name: as for `attention`.
+    Communication: in backward, the gradients of the received keys and values, sent back.
+    Raises LayoutError as `attention`.
+    """
+    options: dict[str, Any] = {"head_dim": head_dim, "scale": head_dim**-0.5 if scale is None else scale}
+    operand, number = check_dropout("attention", "dropout", dropout, dropout_key) if dropout else (None, 0)
+    options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
+    return apply(TO_RECEIVED, query, key, value, operand, received=received, **options)
+
+
+def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule: all three operands are sharded alike, by rows, tokens and complete heads."""
+    query, shape, key_shape, head_dim = layouts[0], shapes[0], shapes[1], options["head_dim"]
+    assert query is not None and shape is not None and key_shape is not None, "there is a query and a key"
+    for layout, its in zip(layouts[:2], shapes[:2], strict=True):
+        assert layout is not None and its is not None, "there is a query and a key"
+        check_heads("attention", layout, its, head_dim)
+    inputs: Any = [query, *keys_sharded_as_query(query, layouts[1:3], shape, key_shape, head_dim)]
+    indices = (ascii_lowercase[: len(shape) - 2] + "th",) * 3
+    operation = terms.Operation("attention", indices, indices[0], terms.never, operands=OPERANDS)
+    output = terms.infer(operation, inputs)
+
+    def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        rows, _, width = query.local_slices(shape, rank)
+        return {
+            "first_row": rows.start,
+            "first_head": width.start // head_dim,
+            "heads": shape[-1] // head_dim,
+            "tokens": shape[-2],
+        }
+
+    return Sharding(output, shape, infer_gradient_layouts(output, layouts), local)
+
+
+TO_RECEIVED = Op("attention_to_received", exchanged.forward, exchanged.backward, rule, varying=("number", "received"))

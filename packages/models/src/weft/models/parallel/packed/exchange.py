@@ -1,0 +1,201 @@
+"""The exchange of keys under context parallelism of packed rows: which rank sends which keys to which.
+
+A rank receives exactly the keys which its queries see and which it does not hold, each once. All messages follow from
+the documents' lengths, so every rank computes the same messages without communication.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from weft.kernels.extension import Places, Runs, Seen
+from weft.mesh.extension import chunk
+
+# Numbers of the host, which is not to wait for a device: numpy computes with them.
+Ints = NDArray[np.int64]
+
+
+def shards_of(order: Runs, parts: int) -> list[Runs]:
+    """The runs of each shard of a row laid out in `order`, cut as `torch.chunk` cuts."""
+    tokens, place = sum(stop - start for start, stop in order), 0
+    bounds = [chunk(tokens, parts, part) for part in range(parts)]
+    shards: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+    for start, stop in order:
+        for part, (first, last) in enumerate(bounds):
+            low, high = start + max(0, first - place), start + min(stop - start, last - place)
+            if low < high:
+                shards[part].append((low, high))
+        place += stop - start
+    return [tuple(runs) for runs in shards]
+
+
+def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None = None) -> dict[tuple[int, int], Runs]:
+    """By (source, destination): the runs of keys that the destination's queries see and the source holds.
+
+    Runs are [start, stop) of the row, ascending. order: of the row's tokens, in contiguous shards. lengths: of the
+    documents, in reading order. window: as for attention.
+    """
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for document, pieces in groupby(_pieces(order, lengths, parts), key=lambda piece: piece.document):
+        held = list(pieces)
+        for rank in {piece.rank for piece in held}:
+            stop = 0  # the keys before are in `found` already
+            for query in held:
+                if query.rank != rank:
+                    continue
+                start = document if window is None else max(document, query.start - window + 1)
+                start, stop = max(start, stop), query.stop
+                for key in held:
+                    if key.rank != rank and max(key.start, start) < min(key.stop, stop):
+                        found[key.rank, rank].append((max(key.start, start), min(key.stop, stop)))
+    return {pair: _joined(runs) for pair, runs in sorted(found.items())}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """The keys that a rank sends and receives, and those that its queries see. Made by `exchange_of`.
+
+    The rank's rows count as one row after another: of tokens, of queries and of received keys.
+    """
+
+    is_needed: bool  # whether any rank needs a key of another
+    sent: Tensor  # int64: the rank's tokens whose keys it sends, receiver after receiver
+    sent_counts: tuple[int, ...]  # by receiver
+    received_counts: tuple[int, ...]  # by sender
+    arrangement: Tensor  # int64: where each received key, in reading order, is among those that arrive
+    places: Places  # of queries and received keys in their rows
+    own: Seen  # which of the rank's own keys each query sees
+    queries: slice  # from the first to the last query that sees a received key
+    received: Seen  # which of the received keys, in reading order, each of these queries sees
+
+    def to(self, device: torch.device) -> Exchange:
+        """The same exchange with its tensors on `device`."""
+        return replace(
+            self,
+            sent=self.sent.to(device),
+            arrangement=self.arrangement.to(device),
+            places=Places(*(each.to(device) for each in self.places)),
+            own=self.own.to(device),
+            received=self.received.to(device),
+        )
+
+
+def exchange_of(
+    orders: Sequence[Runs],
+    lengths: Sequence[Sequence[int]],
+    members: Sequence[int],
+    part: int,
+    window: int | None = None,
+) -> Exchange:
+    """The exchange of the rank with shard `part`, for some rows.
+
+    orders, lengths: of each row; see `messages`. members: the shard of each rank of the group, which is the order of
+    senders and receivers.
+    """
+    parts = len(members)
+    sent: list[list[Ints]] = [[] for _ in members]  # places among this rank's tokens, by receiver
+    arriving: list[list[Ints]] = [[] for _ in members]  # places among the received keys, by sender
+    places: list[tuple[Ints, Ints, Ints]] = []
+    own: list[Ints] = []
+    received: list[Ints] = []
+    tokens = keys = 0  # of this rank's rows before
+    is_needed = False
+    for row, (order, documents) in enumerate(zip(orders, lengths, strict=True)):
+        pairs = messages(order, documents, parts, window)
+        is_needed = is_needed or bool(pairs)
+        held = tokens_of(shards_of(order, parts)[part])
+        of_senders = [tokens_of(pairs.get((member, part), ())) for member in members]
+        arrived = np.sort(np.concatenate(of_senders))
+        for i, member in enumerate(members):
+            sent[i].append(tokens + np.searchsorted(held, tokens_of(pairs.get((part, member), ()))))
+            arriving[i].append(keys + np.searchsorted(arrived, of_senders[i]))
+        begins = np.array([0, *accumulate(documents)])
+        first = begins[np.searchsorted(begins, held, side="right") - 1]  # key that the query sees
+        if window is not None:
+            first = np.maximum(first, held - window + 1)
+        own.append(tokens + _between(held, first, held + 1))
+        received.append(keys + _between(arrived, first, held))
+        places.append((held, np.full_like(held, row), arrived))
+        tokens, keys = tokens + len(held), keys + len(arrived)
+    arrival = np.concatenate([each for rows in arriving for each in rows])
+    of_received = np.concatenate(received)
+    seeing = np.flatnonzero(of_received[:, 0] < of_received[:, 1])
+    queries = slice(int(seeing[0]), int(seeing[-1]) + 1) if len(seeing) else slice(0, 0)
+    return Exchange(
+        is_needed=is_needed,
+        sent=torch.from_numpy(np.concatenate([each for rows in sent for each in rows])),
+        sent_counts=tuple([sum(map(len, rows)) for rows in sent]),
+        received_counts=tuple([sum(map(len, rows)) for rows in arriving]),
+        arrangement=inverse(torch.from_numpy(arrival)),
+        places=Places(*(torch.from_numpy(np.concatenate(each)) for each in zip(*places, strict=True))),
+        own=_seen(np.concatenate(own), tokens),
+        queries=queries,
+        received=_seen(of_received[queries], keys),
+    )
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    result = torch.empty_like(permutation)
+    result[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return result
+
+
+class _Piece(NamedTuple):
+    """Contiguous tokens of a document on one rank."""
+
+    document: int  # the document's first token
+    start: int
+    stop: int
+    rank: int
+
+
+def _pieces(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[_Piece]:
+    """The pieces in reading order."""
+    begins = [0, *accumulate(lengths)]
+    for start, stop, rank in sorted((*run, rank) for rank, runs in enumerate(shards_of(order, parts)) for run in runs):
+        first = bisect_right(begins, start) - 1
+        for begin, end in pairwise(begins[first:]):
+            if begin >= stop:
+                break
+            yield _Piece(begin, max(begin, start), min(end, stop), rank)
+
+
+def _joined(runs: list[tuple[int, int]]) -> Runs:
+    """The runs, ascending, with neighbours joined."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if result and result[-1][1] == start:
+            result[-1] = result[-1][0], stop
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def tokens_of(runs: Runs) -> Ints:
+    """The tokens of the runs, run after run."""
+    if not runs:
+        return np.empty(0, dtype=np.int64)
+    starts, stops = np.array(runs, dtype=np.int64).T
+    sizes = stops - starts
+    tokens: Ints = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
+    return tokens
+
+
+def _between(places: Ints, first: Ints, stop: Ints) -> Ints:
+    """[queries, 2]: which of the ascending places are in [first, stop), as first and stop."""
+    return np.stack([np.searchsorted(places, first), np.searchsorted(places, stop)], 1)
+
+
+def _seen(keys: Ints, count: int) -> Seen:
+    """keys: [queries, 2]; see `Seen.of`."""
+    return Seen.of(torch.from_numpy(keys.astype(np.int32)), count)

@@ -1,0 +1,103 @@
+"""`RowOrders`: how the rows of a packed batch are laid out over the context ranks, each by its own documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from weft.kernels.extension import Runs
+
+from .exchange import Exchange, exchange_of, tokens_of
+from .order import order_by_documents
+
+_LATEST = "_row_orders"  # attribute of documents: parts and version, and the `RowOrders` of these
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowOrders:
+    """The order of the tokens of each row, by the row's documents. Made by `lay_out_batch` on every rank.
+
+    Handed to the layers as part of an argument, like the one order of rows without documents.
+    """
+
+    orders: tuple[Runs, ...]  # of each row: runs [start, stop) of the row, in the order of layout
+    lengths: tuple[tuple[int, ...], ...]  # of each row's documents
+    parts: int  # context ranks
+    _exchanges: dict[object, Exchange] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, documents: Tensor, parts: int) -> RowOrders:
+        """The orders of rows with these documents: ids [B, T] on the CPU. Made once for a tensor and parts.
+
+        Raises ValueError for a document that comes back after it ended.
+        """
+        key: tuple[int, int] = parts, documents._version
+        latest: tuple[tuple[int, int], RowOrders] | None = getattr(documents, _LATEST, None)
+        if latest is None or latest[0] != key:
+            lengths = tuple([document_lengths(ids, row) for row, ids in enumerate(documents)])
+            orders = cls(tuple([order_by_documents(each, parts) for each in lengths]), lengths, parts)
+            latest = key, orders
+            setattr(documents, _LATEST, latest)
+        return latest[1]
+
+    def rows(self, start: int, stop: int) -> RowOrders:
+        """Those of some rows."""
+        return RowOrders(self.orders[start:stop], self.lengths[start:stop], self.parts)
+
+    def places(self, device: torch.device) -> Tensor:
+        """[B, T] int64: the place in its row of each token, as laid out."""
+        return torch.from_numpy(np.stack([tokens_of(order) for order in self.orders])).to(device)
+
+    def as_read(self, whole: Tensor) -> Tensor:
+        """A plain tensor [B, T, ...] of all tokens as laid out, with the tokens in reading order.
+
+        Raises ValueError for another number of rows.
+        """
+        if len(whole) != len(self.orders):
+            raise ValueError(
+                f"the tensor has {len(whole)} rows, and lay_out_batch was given the documents of {len(self.orders)}; "
+                f"give lay_out_batch all rows, without rows="
+            )
+        back = self.places(whole.device).argsort(1)
+        return whole[torch.arange(len(whole), device=whole.device).unsqueeze(1), back]
+
+    def exchange(self, members: Sequence[int], part: int, window: int | None, device: torch.device) -> Exchange:
+        """The exchange of keys of the rank with shard `part`, made once. window: of the attention.
+
+        members: the shard of each rank of the group.
+        """
+        longest = max((max(each, default=0) for each in self.lengths), default=0)
+        window = None if window is None or window >= longest else window
+        on_host = tuple(members), part, window
+        if on_host not in self._exchanges:
+            self._exchanges[on_host] = exchange_of(self.orders, self.lengths, members, part, window)
+        if (*on_host, device) not in self._exchanges:
+            self._exchanges[*on_host, device] = self._exchanges[on_host].to(device)
+        return self._exchanges[*on_host, device]
+
+
+def document_lengths(ids: Tensor, row: int = 0) -> tuple[int, ...]:
+    """The lengths of a row's documents, which are its stretches of equal ids. ids: [T] on the CPU.
+
+    Raises ValueError for a document that comes back after it ended. row: for the error.
+    """
+    found, counts = torch.unique_consecutive(ids, return_counts=True)
+    if len(found.unique()) < len(found):
+        _refuse(found.tolist(), counts.tolist(), row)
+    return tuple(counts.tolist())
+
+
+def _refuse(found: Sequence[int], counts: Sequence[int], row: int) -> None:
+    ended: dict[int, int] = {}
+    token = 0
+    for document, count in zip(found, counts, strict=True):
+        if document in ended:
+            raise ValueError(
+                f"documents: document {document} of row {row} ended before token {ended[document]} and comes back at "
+                f"token {token}; give each stretch of tokens its own number"
+            )
+        token += count
+        ended[document] = token

@@ -1,0 +1,378 @@
+"""Context parallelism by documents: packed rows equal their documents one at a time, at the lower bound of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh, derive_key
+from weft.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    Qwen,
+    QwenConfig,
+    forward_backward,
+    initialize,
+    lay_out_batch,
+    parallelize,
+    record,
+)
+from weft.models.parallel.packed.rows import RowOrders
+from weft.models.train.measure import CollectiveCount
+from weft.reshard import GradientSync, reshard, to_global
+
+from tests.models.cases import whole
+from tests.support.collectives import Collectives
+
+SIZES: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
+CONFIG = LlamaConfig(**SIZES, num_heads=8, num_kv_heads=4, max_seq_len=256)
+KEY = derive_key(3, "dropout", 0)
+DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
+
+
+def make(family: str = "llama", change: dict[str, Any] | None = None) -> Any:
+    change = change or {}
+    model: Any
+    if family == "llama":
+        model = Llama(replace(CONFIG, **change))
+    elif family == "gpt":
+        model = GPT(GPTConfig(vocab_size=31, hidden_size=32, num_layers=2, num_heads=4, max_seq_len=256, **change))
+    else:  # one layer with a window and one without
+        window = {"sliding_window": 5, "sliding_layers": (0,)}
+        model = Qwen(QwenConfig(version=2, **SIZES, num_heads=8, num_kv_heads=4, **window, **change))
+    initialize(model, seed=3)
+    return model
+
+
+def packed(length: int, rows: int, seed: int = 0) -> tuple[dict[str, Tensor], list[list[slice]]]:
+    """Rows of documents, long and short in each, and the places of the documents of each row."""
+    draw, generator = Random(seed + length), torch.Generator().manual_seed(length + seed)
+    tokens, targets = (torch.randint(0, 31, (rows, length), generator=generator) for _ in range(2))
+    targets[torch.rand(rows, length, generator=generator) < 0.3] = -100
+    documents, positions, places = torch.zeros(rows, length, dtype=torch.int64), torch.zeros_like(tokens), []
+    for row in range(rows):
+        start, found = 0, []
+        while start < length:
+            stop = min(length, start + draw.choice([1, 3, draw.randint(1, 8), draw.randint(1, length)]))
+            documents[row, start:stop], positions[row, start:stop] = len(found), torch.arange(stop - start)
+            found.append(slice(start, stop))
+            start = stop
+        places.append(found)
+    given = {"tokens": tokens, "targets": targets, "positions": positions, "documents": documents}
+    return given, places
+
+
+def stepped(model: Any, tokens: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
+    loss = cross_entropy(model(tokens, KEY, **inputs), targets, reduction="sum")
+    loss = reshard(loss) if isinstance(loss, DTensor) else loss
+    loss.backward()
+    return loss.detach()
+
+
+def one_at_a_time(family: str, length: int, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the documents, each alone."""
+    model, (given, places) = make(family), packed(length, rows)
+    loss = torch.zeros(())
+    for row, found in enumerate(places):
+        for place in found:
+            loss += stepped(model, given["tokens"][row : row + 1, place], given["targets"][row : row + 1, place])
+    return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def on_mesh(
+    mesh: dict[str, int], family: str, change: dict[str, Any], plan: dict[str, Any], length: int, rows: int
+) -> Any:
+    """Loss, gradients and logits in reading order on a mesh, and whether rows were cut by documents."""
+    grid = ProcessMesh.grid(**mesh)
+    model = make(family, change)
+    chosen = replace(model.parallel_plan(), context="all_gather", **plan)
+    parallelize(model, grid, chosen)
+    sync = GradientSync(model)
+    laid = lay_out_batch(grid, chosen, **packed(length, rows)[0])
+    inputs = {"positions": laid.positions, "documents": laid.documents}
+    loss = stepped(model, laid.tokens, laid.targets, **inputs)
+    sync.wait()
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    model.eval()
+    with torch.no_grad():
+        logits = laid.as_read(to_global(model(laid.tokens, **inputs)))
+    return whole(loss), gradients, logits, isinstance(laid.order, RowOrders)
+
+
+MESHES = {
+    "cp2": {"cp": 2},
+    "cp4": {"cp": 4},
+    "dp2-cp2": {"dp": 2, "cp": 2},
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "cp8": {"cp": 8},
+    "dp2-cp4": {"dp": 2, "cp": 4},
+    "cp4-tp2": {"cp": 4, "tp": 2},
+    "dp2-cp2-tp2": {"dp": 2, "cp": 2, "tp": 2},
+    "tp2-cp2-dp2": {"tp": 2, "cp": 2, "dp": 2},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize("length", [64, 61])
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [
+        pytest.param("cp2", {}, id="cp2"),
+        pytest.param("cp4", {}, id="cp4"),
+        pytest.param("dp2-cp2", {}, id="dp2-cp2"),
+        pytest.param("cp2-tp2", {"sequence": True}, id="cp2-tp2-sequence"),
+        pytest.param("dp2-cp2", {"zero": 3}, id="dp2-cp2-zero3"),
+        pytest.param("cp2", {"recompute": "full"}, id="recompute-full"),
+        pytest.param("cp2-tp2", {"recompute": "selective"}, id="recompute-selective"),
+        pytest.param("cp8", {}, id="cp8"),
+        pytest.param("dp2-cp4", {"zero": 2, "recompute": "selective"}, id="dp2-cp4-zero2-recompute"),
+        pytest.param("cp4-tp2", {"sequence": True, "loss_parallel": True}, id="cp4-tp2-loss-parallel"),
+        pytest.param("dp2-cp2-tp2", {"zero": 3, "sequence": True}, id="dp2-cp2-tp2-zero3"),
+        pytest.param("tp2-cp2-dp2", {"recompute": "full"}, id="tp2-cp2-dp2-recompute"),
+    ],
+)
+def test_packed_rows_equal_their_documents_one_at_a_time(
+    mesh: str, plan: dict[str, Any], length: int, family: str, pool: Any
+) -> None:
+    axes, rows = MESHES[mesh], 2
+    expected, gradients = one_at_a_time(family, length, rows)
+    model, (given, _) = make(family).eval(), packed(length, rows)
+    with torch.no_grad():
+        alone = model(given["tokens"], positions=given["positions"], documents=given["documents"])
+    ranks = ProcessMesh.grid(**axes).size
+    for loss, found, logits, is_cut in pool.run(on_mesh, axes, family, {}, plan, length, rows, ranks=ranks):
+        assert is_cut
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(logits, alone, rtol=0, atol=2e-6)
+        for name, gradient in gradients.items():
+            check(name, found[name], gradient)
+
+
+def check(name: str, found: Tensor, gradient: Tensor) -> None:
+    """Compares within a few units of float32 of the largest element, or of 1 for the zero gradients of key biases."""
+    allowed = 3e-6 * max(1.0, gradient.abs().max().item())
+    torch.testing.assert_close(found, gradient, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family", "plan"),
+    [
+        pytest.param("cp2-tp2", "llama", {"sequence": True}, id="llama-cp2-tp2-sequence"),
+        pytest.param("dp2-cp2", "llama", {"recompute": "full"}, id="llama-dp2-cp2-recompute"),
+        pytest.param("cp4", "gpt", {}, id="gpt-cp4"),
+    ],
+)
+def test_dropout_draws_the_masks_of_one_process(mesh: str, family: str, plan: dict[str, Any], pool: Any) -> None:
+    axes, (given, _) = MESHES[mesh], packed(61, 4)
+    model = make(family, DROPS if family == "llama" else {"dropout": 0.2})
+    change = DROPS if family == "llama" else {"dropout": 0.2}
+    expected = stepped(model, **given)
+    for loss, found, _, is_cut in pool.run(on_mesh, axes, family, change, plan, 61, 4, ranks=4):
+        assert is_cut
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            check(name, found[name], parameter.grad)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 9])
+def test_ranks_with_few_tokens_or_none(length: int, pool: Any) -> None:
+    expected, gradients = one_at_a_time("llama", length, 2)
+    for loss, found, _, _ in pool.run(on_mesh, {"cp": 4}, "llama", {}, {}, length, 2, ranks=4):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, gradient in gradients.items():
+            check(name, found[name], gradient)
+
+
+def test_a_data_rank_without_rows(pool: Any) -> None:
+    expected, gradients = one_at_a_time("llama", 31, 1)
+    for loss, found, _, _ in pool.run(on_mesh, {"dp": 2, "cp": 2}, "llama", {}, {}, 31, 1, ranks=4):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, gradient in gradients.items():
+            check(name, found[name], gradient)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_each_key_head_may_lie_on_several_ranks(heads: int, pool: Any) -> None:
+    model, (given, _) = make("llama", {"num_kv_heads": heads}), packed(64, 2)
+    expected = stepped(model, **given)
+    mesh = {"cp": 2, "tp": 4 if heads == 2 else 2}
+    ranks = ProcessMesh.grid(**mesh).size
+    for loss, found, _, _ in pool.run(on_mesh, mesh, "llama", {"num_kv_heads": heads}, {}, 64, 2, ranks=ranks):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            check(name, found[name], parameter.grad)
+
+
+def traffic(cp: int, family: str, length: int, rows: int, seed: int) -> Any:
+    """The kinds and received bytes of a step's collectives, forward and backward, and this rank's bound of each."""
+    grid, model = ProcessMesh.grid(cp=cp), make(family)
+    plan = replace(model.parallel_plan(), context="all_gather")
+    parallelize(model, grid, plan)
+    given, _ = packed(length, rows, seed)
+    laid = lay_out_batch(grid, plan, **given)
+    with Collectives() as seen:
+        logits = model(laid.tokens, KEY, positions=laid.positions, documents=laid.documents)
+        forward = list(zip(seen.kinds, seen.nbytes, strict=True))
+        logits.to_local().sum().backward()
+    return forward, list(zip(seen.kinds, seen.nbytes, strict=True))[len(forward) :], held(laid.order, cp)
+
+
+def held(order: Any, cp: int) -> list[Tensor]:
+    """For each row, the rank of each token."""
+    size = -(-sum(stop - start for start, stop in order.orders[0]) // cp)
+    return [torch.cat([torch.arange(*run) for run in runs]).argsort() // size for runs in order.orders]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_layer_receives_the_keys_that_its_queries_see_and_it_does_not_hold(cp: int, family: str, pool: Any) -> None:
+    length, rows, width = 64, 2, 2 * 4 * (32 // 8) * 4  # keys and values, heads, their size, bytes
+    (given, _), token = packed(length, rows, 1), torch.arange(length)
+    documents = given["documents"]
+    for rank, (forward, backward, owners) in enumerate(pool.run(traffic, cp, family, length, rows, 1, ranks=cp)):
+        for layer in range(2):
+            window = 5 if family == "qwen" and layer == 0 else length
+            received = returned = 0
+            for row, owner in enumerate(owners):
+                sees = (documents[row][:, None] == documents[row]) & (token <= token[:, None])
+                sees &= token > token[:, None] - window
+                received += int((sees[owner == rank].any(0) & (owner != rank)).sum())
+                for other in set(range(cp)) - {rank}:
+                    returned += int((sees[owner == other].any(0) & (owner == rank)).sum())
+            assert forward[layer] == ("all-to-all", received * width)
+            assert backward[1 - layer] == ("all-to-all", returned * width)
+        assert len(forward) == len(backward) == 2
+
+
+def nothing_to_exchange() -> list[str]:
+    grid, model = ProcessMesh.grid(cp=2), make()
+    plan = replace(model.parallel_plan(), context="all_gather")
+    parallelize(model, grid, plan)
+    tokens, documents = torch.zeros(1, 16, dtype=torch.int64), torch.arange(4).repeat_interleave(4).unsqueeze(0)
+    laid = lay_out_batch(grid, plan, tokens, documents=documents)
+    with Collectives() as seen:
+        model(laid.tokens, positions=laid.positions, documents=laid.documents).to_local().sum().backward()
+    return seen.kinds
+
+
+def test_documents_that_are_whole_on_their_ranks_need_no_exchange(pool: Any) -> None:
+    assert pool.run(nothing_to_exchange, ranks=2) == [[], []]
+
+
+def predicted_and_issued() -> tuple[str, str]:
+    grid, model = ProcessMesh.grid(dp=2, cp=2), make()
+    plan = replace(model.parallel_plan(), context="all_gather")
+    given, _ = packed(64, 4)
+    rank = torch.distributed.get_rank()
+    inputs = {"documents": given["documents"]}
+    predicted = record(model, grid, plan, batch=(4, 64), rank=rank, inputs=inputs, microbatches=2)
+    parallelize(model, grid, plan)
+    sync = GradientSync(model)
+    with CollectiveCount() as count:
+        forward_backward(model, partial(cross_entropy, denominator=256.0), **given, microbatches=2, sync=sync)
+    exchanges = [each for each in count.take_each() if each.kind == "all-to-all"]
+    issued = sum(each.nbytes for each in exchanges), len(exchanges), {each.axes for each in exchanges}
+    of_keys = predicted.select(kind="all-to-all")
+    return str((of_keys.nbytes, of_keys.count, {each.axes for each in of_keys.entries})), str(issued)
+
+
+def test_the_exchange_is_predicted_as_it_is_issued(pool: Any) -> None:
+    for predicted, issued in pool.run(predicted_and_issued, ranks=4):
+        assert predicted == issued
+        assert "('cp',)" in issued
+
+
+def losses_of_microbatches() -> list[float]:
+    found = []
+    given, _ = packed(32, 4)
+    for lays_out in (False, True):
+        grid, model = ProcessMesh.grid(cp=2), make()
+        plan = replace(model.parallel_plan(), context="all_gather")
+        parallelize(model, grid, plan)
+        inputs = dict(given)
+        if lays_out:
+            laid = lay_out_batch(grid, plan, **given)
+            inputs = {name: getattr(laid, name) for name in given}
+        found.append(forward_backward(model, cross_entropy, **inputs, microbatches=2).item())
+    return found
+
+
+def test_the_rows_of_a_microbatch_have_their_orders(pool: Any) -> None:
+    given, _ = packed(32, 4)
+    targets = given.pop("targets")
+    expected = cross_entropy(make()(**given), targets).item()
+    for found in pool.run(losses_of_microbatches, ranks=2):
+        assert found == pytest.approx([expected, expected], rel=1e-6)
+
+
+def refused() -> list[str]:
+    grid, model, messages = ProcessMesh.grid(dp=2, cp=2), make(), []
+    plan = replace(model.parallel_plan(), context="all_gather")
+    parallelize(model, grid, plan)
+    given, _ = packed(32, 2)
+    laid = lay_out_batch(grid, plan, **given)
+    rank = torch.distributed.get_rank() // 2
+    mine = {name: each[rank : rank + 1] for name, each in given.items()}
+    again = torch.tensor([[0, 0, 1, 1, 0, 2]])
+    for run in (
+        lambda: model(laid.tokens, positions=laid.positions),
+        lambda: lay_out_batch(grid, plan, **mine, rows=2).as_read(given["tokens"]),
+        lambda: lay_out_batch(grid, plan, again, documents=again),
+    ):
+        with pytest.raises(ValueError) as caught:
+            run()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_does_not_fit_is_named(pool: Any) -> None:
+    for messages in pool.run(refused, ranks=4):
+        assert messages[0].endswith(
+            "call the model with documents=batch.documents, or lay the batch out without documents"
+        )
+        assert messages[1] == (
+            "the tensor has 2 rows, and lay_out_batch was given the documents of 1; give lay_out_batch all rows, "
+            "without rows="
+        )
+        assert messages[2] == (
+            "documents: document 0 of row 0 ended before token 2 and comes back at token 4; give each stretch of "
+            "tokens its own number"
+        )
+
+
+def compiled_step(compiled: bool) -> Any:
+    """The loss of a packed batch on compiled blocks, and whether its rows were cut by documents; or the error."""
+    torch._dynamo.reset()
+    grid, model = ProcessMesh.grid(cp=2), make()
+    plan = replace(model.parallel_plan(), context="all_gather")
+    parallelize(model, grid, plan)
+    for block in model.layers:
+        block.compile(fullgraph=True, backend="aot_eager")
+    laid = lay_out_batch(grid, plan, **packed(32, 2)[0], compiled=compiled)
+    inputs = {"positions": laid.positions, "documents": laid.documents}
+    try:
+        loss = cross_entropy(model(laid.tokens, **inputs), laid.targets, reduction="sum")
+    except Exception as error:
+        return str(error)
+    return whole(reshard(loss)).item(), isinstance(laid.order, RowOrders)
+
+
+@pytest.mark.exhaustive  # a model is compiled
+def test_compiled_blocks_take_packed_rows_in_one_order(pool: Any) -> None:
+    given, _ = packed(32, 2)
+    targets = given.pop("targets")
+    expected = cross_entropy(make()(**given), targets, reduction="sum").item()
+    for loss, is_cut in pool.run(compiled_step, True, ranks=2):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert not is_cut
+    for message in pool.run(compiled_step, False, ranks=2):
+        assert "give lay_out_batch compiled=True" in message
