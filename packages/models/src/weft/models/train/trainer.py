@@ -323,7 +323,7 @@ class Trainer:
         return microbatches
 
     def _read_own_rows(self, step: int) -> list[Rows]:
-        """Read this rank's rows of each microbatch of a step, and prepare packed ones. `Prefetch` calls it in a thread."""
+        """Read this rank's rows of each microbatch, and prepare packed rows. Called by `Prefetch` in a thread."""
         (rows, T), count = self._batch_shape, self._outline.num_microbatches
         own = self._layout.local_slices((rows // count, T), self.rank)[0]
         firsts = range(0, rows, rows // count)
