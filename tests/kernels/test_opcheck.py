@@ -11,6 +11,8 @@ from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from weft import kernels
+from weft.kernels.attention import custom_ops as of_attention
+from weft.kernels.attention.options import Options as AttentionOptions
 from weft.kernels.cross_entropy.options import Options
 from weft.kernels.cross_entropy.sharded import custom_ops as of_logits
 from weft.kernels.linear_cross_entropy.sharded import custom_ops as of_products
@@ -68,6 +70,18 @@ CALLS: dict[str, Callable[[], Any]] = {
         f(3, 8), f(5, 8), TARGET, None, None, None, None, [True, True, False], 2, None, *ASKED
     ),
 }
+
+
+def attend() -> tuple[Tensor, ...]:
+    """Attention's two ops, of which autograd knows nothing: `Op` calls them in forward and in backward."""
+    query, key, value = (normal(1, 3, 16, seed=seed).float() for seed in range(3))
+    operands = query, key, value, torch.tensor([[1, 0, 0]]), KEY, torch.zeros(4)
+    given = AttentionOptions(head_dim=4, window=2, softcap=3.0, dropout=0.5, order=((2, 3), (0, 2)))
+    output, lse = of_attention.forward(operands, given)
+    return of_attention.backward(output, operands, output, lse, given)[:3]
+
+
+CALLS["attention attention_backward"] = attend
 # Ops that need several processes.
 MESHES = (
     "all_gather_matmul",

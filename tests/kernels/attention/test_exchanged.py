@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels.attention.exchanged import Places, Seen, backward, forward
+from weft.kernels.attention.exchanged import Places, VisibleKeys, backward, forward
 
 from tests.kernels.attention.dense import Dropped, dense, seen_by
 from tests.kernels.matmul.cases import assert_as_good_as_eager
@@ -32,10 +32,10 @@ class Received:
             torch.cat([x[row, tokens] for row, tokens in enumerate(others)]).unsqueeze(0) for x in (key, value)
         )
         own, received = (self._ranges(seen, keys) for keys in (HELD, others))
-        self.own, count = Seen.of(own, len(own)).to(torch.device(device)), sum(map(len, others))
+        self.own, count = VisibleKeys.of(own, len(own)).to(torch.device(device)), sum(map(len, others))
         seeing = (received[:, 0] < received[:, 1]).nonzero().flatten()
         self.queries = slice(int(seeing[0]), int(seeing[-1]) + 1)
-        self.received = Seen.of(received[self.queries], count).to(torch.device(device))
+        self.received = VisibleKeys.of(received[self.queries], count).to(torch.device(device))
         tokens = [token for held in HELD for token in held]
         rows = [row for row, held in enumerate(HELD) for _ in held]
         places = [token for row in others for token in row]

@@ -5,7 +5,7 @@ tokens in another order, attention to received keys, and the choice of overlappe
 the changelog says how.
 """
 
-from .attention.exchanged import Places, ReceivedKeys, Seen
+from .attention.exchanged import Places, ReceivedKeys, VisibleKeys
 from .attention.sharded.exchanged import attention_to_received
 from .cross_entropy.merged import weigh_targets
 from .dispatch.autocast import is_autocasting
@@ -33,8 +33,8 @@ __all__ = [
     "Places",
     "ReceivedKeys",
     "Runs",
-    "Seen",
     "Sharding",
+    "VisibleKeys",
     "allow_delayed_weight_gradients",
     "apply",
     "apply_function",

@@ -88,6 +88,8 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
         last: compute only the last position's logits, [B, 1, V]. Not for a model on a mesh.
         On a mesh, tokens, positions and documents have the same layout.
         """
+        if isinstance(documents, Tensor) and not cache:
+            documents = kernels.document_bounds(documents)  # once, for the attention of all blocks
         x, block_inputs = self.embed(tokens, positions, cache[0].length if cache else 0, dropout_key)
         for i, block in enumerate(self.blocks):
             x = block(x, *block_inputs, dropout_key, documents, cache[i] if cache else None)

@@ -1,6 +1,5 @@
 """Attention: the op, its key-value cache, and the bounds of documents."""
 
-from .ranges import document_bounds
-from .sharded import KeyValueCache, attention
+from .sharded import KeyValueCache, attention, document_bounds
 
 __all__ = ["KeyValueCache", "attention", "document_bounds"]

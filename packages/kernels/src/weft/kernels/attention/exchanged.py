@@ -30,7 +30,7 @@ class Places(NamedTuple):
     received: Tensor  # [R]: of each received key in its row
 
 
-class Seen:
+class VisibleKeys:
     """Which of some keys each query sees, made once for all layers of a model."""
 
     def __init__(self, ranges: Ranges) -> None:
@@ -38,13 +38,13 @@ class Seen:
         self._batches: dict[torch.dtype, stretches.Batch] = {}
 
     @classmethod
-    def of(cls, keys: Tensor, count: int) -> Seen:
+    def of(cls, keys: Tensor, count: int) -> VisibleKeys:
         """Of `count` keys. keys: int32 [queries, 2], the first key that each query sees, and the key after the last."""
         return cls(ranges_from_keys(keys.unsqueeze(0), count))
 
-    def to(self, device: torch.device) -> Seen:
+    def to(self, device: torch.device) -> VisibleKeys:
         """The same on a device."""
-        return Seen(Ranges(*(each.to(device) for each in self.ranges)))
+        return VisibleKeys(Ranges(*(each.to(device) for each in self.ranges)))
 
     def batch(self, dtype: torch.dtype) -> stretches.Batch:
         """The calls of torch's fused attention on a CPU. dtype: of the queries. The first call reads on the host."""
@@ -58,11 +58,11 @@ class ReceivedKeys(Protocol):
     """Keys and values on their way to this rank, and the way back for their gradients."""
 
     @property
-    def own(self) -> Seen:
+    def own(self) -> VisibleKeys:
         """Which of the rank's own keys each query sees."""
 
     @property
-    def received(self) -> Seen:
+    def received(self) -> VisibleKeys:
         """Which of the received keys each of `queries` sees."""
 
     @property
@@ -160,15 +160,17 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, received: 
     return tuple([each if need else None for each, need in zip(every, needed, strict=False)])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen, drop: Drop | None, options: Options) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop | None, options: Options
+) -> tuple[Tensor, Tensor]:
     """q [1, N, heads * D], k and v [1, S, kv_heads * D] -> the output like q, the logsumexp [1, heads, N]."""
     head_dim, scale = options.head_dim, options.scale
     if not q.numel() or q.is_meta:
         lse = q.new_empty((1, q.shape[-1] // head_dim, q.shape[1]), dtype=torch.promote_types(q.dtype, torch.float32))
         return torch.empty_like(q), lse
     if _is_fused(q, drop):
-        return stretches.forward(q, k, v, seen.batch(q.dtype), None, head_dim=head_dim, scale=scale)
-    operands = (q, k, v, seen.ranges, None, drop)
+        return stretches.forward(q, k, v, visible.batch(q.dtype), None, head_dim=head_dim, scale=scale)
+    operands = (q, k, v, visible.ranges, None, drop)
     output, lse = _way(q).forward(*operands, head_dim=head_dim, scale=scale, softcap=None)
     return output, lse
 
@@ -180,7 +182,7 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    seen: Seen,
+    visible: VisibleKeys,
     drop: Drop | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,8 +191,8 @@ def attend_backward(
     if not q.numel() or q.is_meta:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if _is_fused(q, drop):
-        return stretches.backward(g, q, k, v, out, lse, seen.batch(q.dtype), head_dim=head_dim, scale=scale)
-    operands = (g, q, k, v, out, lse, seen.ranges, None, drop)
+        return stretches.backward(g, q, k, v, out, lse, visible.batch(q.dtype), head_dim=head_dim, scale=scale)
+    operands = (g, q, k, v, out, lse, visible.ranges, None, drop)
     dq, dk, dv, _ = _way(q).backward(*operands, head_dim=head_dim, scale=scale, softcap=None)
     return dq, dk, dv
 

@@ -27,11 +27,7 @@ class Ranges(NamedTuple):
 
 
 def document_bounds(documents: Tensor) -> Tensor:
-    """The start and stop of each token's document: ids [..., S] -> int32 [..., S, 2].
-
-    Each contiguous stretch of equal ids is one document.
-    Raises ValueError for an id that comes back after its document ended, where the host can read the ids.
-    """
+    """The start and stop of each token's document: ids [..., S] -> int32 [..., S, 2]. See `sharded.document_bounds`."""
     S = documents.shape[-1]
     if documents.numel() and can_read(documents):
         _check_documents(documents)

@@ -140,9 +140,9 @@ def lay_out_batch(
         order = balanced_order(T, ways)
     if order is not None and positions is None:
         positions = torch.arange(T, device=tokens.device).expand(tokens.shape)
-    mine = order.rows(own.start, own.stop) if isinstance(order, RowOrders) and rows is None else order
-    if isinstance(mine, RowOrders) and not mine.orders:
-        mine = balanced_order(T, ways)  # this rank has no rows
+    own_order = order.rows(own.start, own.stop) if isinstance(order, RowOrders) and rows is None else order
+    if isinstance(own_order, RowOrders) and not own_order.orders:
+        own_order = balanced_order(T, ways)  # this rank has no rows
 
     def laid(tensor: Tensor | None, layout: Layout) -> DTensor | None:
         if tensor is None:
@@ -152,17 +152,18 @@ def lay_out_batch(
             return wrap(tensor.new_empty(0), layout, (B, T))
         here = layout.local_slices((B, T), this_rank())
         tensor = tensor[here[0]] if rows is None else tensor
-        if isinstance(mine, RowOrders):
-            return wrap(tensor.gather(1, mine.places(tensor.device)[:, here[1]]), layout, (B, T))
-        tensor = tensor if mine is None else as_laid(tensor, mine, 1)
+        if isinstance(own_order, RowOrders):
+            return wrap(tensor.gather(1, own_order.places(tensor.device)[:, here[1]]), layout, (B, T))
+        tensor = tensor if own_order is None else as_laid(tensor, own_order, 1)
         return wrap(tensor[:, here[1]].contiguous(), layout, (B, T))
 
     placed, own_tokens = laid(positions, by_tokens), laid(tokens, by_tokens)
     assert own_tokens is not None, "tokens are not None"
+    ordered = None if placed is None or own_order is None else OrderedPositions(values=placed, order=own_order)
     return Batch(
-        tokens=in_order(own_tokens, mine),
+        tokens=in_order(own_tokens, own_order),
         targets=laid(targets, by_tokens),
-        positions=OrderedPositions(values=placed, order=mine) if placed is not None and mine is not None else placed,
+        positions=placed if ordered is None else ordered,
         documents=laid(documents, by_rows),
         order=order,
     )

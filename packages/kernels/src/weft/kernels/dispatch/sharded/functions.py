@@ -306,7 +306,8 @@ def _restore_saved(ctx: Any) -> Tensors:
 
 def _empty_outputs(op: Op, locals_: list[Tensor | None], sharding: Sharding, options: dict[str, Any]) -> Any:
     """The empty outputs of an op on a rank outside the mesh."""
-    like = next(local for local in locals_ if local is not None and local.is_floating_point())
+    operands = [local for local in locals_ if local is not None]
+    like = next((local for local in operands if local.is_floating_point()), operands[0])
     empty = [like.new_empty(0, dtype=op.dtype(like.dtype, options)) for _ in sharding.outputs]
     return tuple(empty) if sharding.is_tuple else empty[0]
 

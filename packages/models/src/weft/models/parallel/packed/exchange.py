@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from weft.kernels.extension import Places, Runs, Seen
+from weft.kernels.extension import Places, Runs, VisibleKeys
 from weft.mesh.extension import chunk
 
 # Numbers of the host, which is not to wait for a device: numpy computes with them.
@@ -73,9 +73,9 @@ class Exchange:
     received_counts: tuple[int, ...]  # by sender
     arrangement: Tensor  # int64: where each received key, in reading order, is among those that arrive
     places: Places  # of queries and received keys in their rows
-    own: Seen  # which of the rank's own keys each query sees
+    own: VisibleKeys  # which of the rank's own keys each query sees
     queries: slice  # from the first to the last query that sees a received key
-    received: Seen  # which of the received keys, in reading order, each of these queries sees
+    received: VisibleKeys  # which of the received keys, in reading order, each of these queries sees
 
     def to(self, device: torch.device) -> Exchange:
         """The same exchange with its tensors on `device`."""
@@ -137,9 +137,9 @@ def exchange_of(
         received_counts=tuple([sum(map(len, rows)) for rows in arriving]),
         arrangement=inverse(torch.from_numpy(arrival)),
         places=Places(*(torch.from_numpy(np.concatenate(each)) for each in zip(*places, strict=True))),
-        own=_seen(np.concatenate(own), tokens),
+        own=_visible_keys(np.concatenate(own), tokens),
         queries=queries,
-        received=_seen(of_received[queries], keys),
+        received=_visible_keys(of_received[queries], keys),
     )
 
 
@@ -196,6 +196,6 @@ def _between(places: Ints, first: Ints, stop: Ints) -> Ints:
     return np.stack([np.searchsorted(places, first), np.searchsorted(places, stop)], 1)
 
 
-def _seen(keys: Ints, count: int) -> Seen:
-    """keys: [queries, 2]; see `Seen.of`."""
-    return Seen.of(torch.from_numpy(keys.astype(np.int32)), count)
+def _visible_keys(keys: Ints, count: int) -> VisibleKeys:
+    """keys: [queries, 2]; see `VisibleKeys.of`."""
+    return VisibleKeys.of(torch.from_numpy(keys.astype(np.int32)), count)

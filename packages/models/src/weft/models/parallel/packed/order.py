@@ -118,8 +118,8 @@ class _Cut:
     def _deal(self, piece: _Piece) -> None:
         """Gives the piece to the neediest rank; or a part of the piece, and puts the remainder back."""
         work = self._work(piece.start, piece.stop)
-        rest = self._pool_tokens - piece.tokens
-        mean = (self._pool_work - work) / rest if rest else 0.0
+        remaining = self._pool_tokens - piece.tokens
+        mean = (self._pool_work - work) / remaining if remaining else 0.0
         needs = [lacking - mean * free for lacking, free in zip(self._lacking, self._free, strict=True)]
         fitting = [rank for rank, free in enumerate(self._free) if free >= piece.tokens]
         if fitting:
@@ -128,7 +128,7 @@ class _Cut:
                 return self._give(rank, piece, piece.tokens, 0)
         rank = self._neediest([rank for rank, free in enumerate(self._free) if free], needs)
         most = min(self._free[rank], piece.tokens)
-        if not rest:
+        if not remaining:
             head = self._head(piece, most, self._lacking[rank])
             return self._give(rank, piece, head, most - head)
 
@@ -173,14 +173,15 @@ class _Cut:
             work += (tokens - self._low_tokens[count]) * (self._low_work[count + 1] - self._low_work[count]) / length
         return work
 
-    def _head(self, piece: _Piece, tokens: int, wanted: float) -> int:
-        """How many of `tokens` are the piece's first ones, so that these and its last ones together are the wanted
-        work. None or all, where that comes near enough.
+    def _head(self, piece: _Piece, tokens: int, work: float) -> int:
+        """How many of `tokens` to take from the piece's head, the others from its tail, for together this much work.
+
+        None or all of them, where that comes near enough.
         """
 
-        def below(head: int) -> float:  # the wanted work minus the work with so many first tokens; ascending
+        def below(head: int) -> float:  # work minus the work with so many first tokens; ascending
             tail = tokens - head
-            return wanted - self._work(piece.start, piece.start + head) - self._work(piece.stop - tail, piece.stop)
+            return work - self._work(piece.start, piece.start + head) - self._work(piece.stop - tail, piece.stop)
 
         if below(0) >= -self._slack:
             return 0

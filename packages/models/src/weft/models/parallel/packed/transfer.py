@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from weft.kernels.extension import Places, Seen
+from weft.kernels.extension import Places, VisibleKeys
 from weft.mesh import ProcessMesh
 from weft.reshard.extension import (
     LazyText,
@@ -61,11 +61,11 @@ class KeysOnTheirWay:
         return tensors
 
     @property
-    def own(self) -> Seen:
+    def own(self) -> VisibleKeys:
         return self._exchange.own
 
     @property
-    def received(self) -> Seen:
+    def received(self) -> VisibleKeys:
         return self._exchange.received
 
     @property
@@ -145,8 +145,8 @@ def prepare_exchanges(
     attends = [each for each in model.modules() if isinstance(each, DotProductAttention)]
     for window in {each.window for each in attends}:
         exchange = exchange_on(device_mesh(mesh, device.type), order, window, device)
-        for seen in (exchange.own, exchange.received) if device.type == "cpu" else ():
-            seen.batch(dtype)
+        for visible in (exchange.own, exchange.received) if device.type == "cpu" else ():
+            visible.batch(dtype)
 
 
 def _selected(rows: Tensor, indices: Tensor) -> Tensor:
