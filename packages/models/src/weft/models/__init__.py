@@ -76,7 +76,7 @@ _HOMES = {
     "YarnRopeScaling": ".rope_scaling",
     "Memory": ".step.memory",
     "predict_memory": ".step.memory",
-    "clip_gradients": ".step.clip",
+    "clip_gradients": ".step.find_gradients",
 }  # public name -> module; `families.FAMILIES` adds the names of the model families
 __all__ = [
     "GPT",

@@ -21,6 +21,7 @@ _HOW = {
     "fused": None,
     "differentiable": False,
     "lr": 0.0,
+    "rows": None,  # of a block, under Muon; the tried parameter has a single row
 }
 
 
@@ -115,9 +116,9 @@ def _stored(
 
 
 def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str] | None:
-    """The names of the state that torch's optimizer keeps for a parameter; None where no step can be tried."""
+    """The state names of an optimizer of torch or Weft for a parameter; None where no step can be tried."""
     kind: Any = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _UNTRIED:
+    if not kind.__module__.startswith(("torch.optim.", "weft.")) or kind.__name__ in _UNTRIED:
         return None
     tried = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     tried.grad = torch.zeros_like(tried)
