@@ -85,11 +85,11 @@ def test_one_process_equals_torchs_muon_and_adamw(family: str) -> None:
     assert [*find_matrices(theirs)] == [*matrices.values()]
     decay = {"lr": MUON.lr, "weight_decay": MUON.weight_decay}
     adamw: dict[str, Any] = {"betas": (MUON.beta1, MUON.beta2), "fused": True}
-    others = [each for name, each in names.items() if name not in matrices]
+    remaining = [each for name, each in names.items() if name not in matrices]
     both = _Both(
         torch.optim.Muon(matrices.values(), adjust_lr_fn="match_rms_adamw", **decay),
-        torch.optim.AdamW([each for each in others if each.ndim == 2], **decay, **adamw),
-        torch.optim.AdamW([each for each in others if each.ndim < 2], **{**decay, "weight_decay": 0.0}, **adamw),
+        torch.optim.AdamW([each for each in remaining if each.ndim == 2], **decay, **adamw),
+        torch.optim.AdamW([each for each in remaining if each.ndim < 2], **{**decay, "weight_decay": 0.0}, **adamw),
     )
     train(theirs, both)  # type: ignore[arg-type]
     for name, parameter in ours.named_parameters():

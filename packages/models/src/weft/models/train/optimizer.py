@@ -85,13 +85,13 @@ def _make_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
     by_rows: dict[int | None, list[nn.Parameter]] = {None: []}
     for parameter, head_rows in matrices.items():
         by_rows.setdefault(head_rows if config.muon.split_heads else None, []).append(parameter)
-    others = [parameter for parameter in model.parameters() if parameter not in matrices]
+    by_adamw = [parameter for parameter in model.parameters() if parameter not in matrices]
     decaying = {"weight_decay": config.weight_decay}
     return Muon(
         [
             *({"params": each, "rows": rows, **decaying} for rows, each in by_rows.items()),
-            {"params": [p for p in others if p.ndim > 1], "adamw": True, **decaying},
-            {"params": [p for p in others if p.ndim <= 1], "adamw": True, "weight_decay": 0.0},
+            {"params": [p for p in by_adamw if p.ndim > 1], "adamw": True, **decaying},
+            {"params": [p for p in by_adamw if p.ndim <= 1], "adamw": True, "weight_decay": 0.0},
         ],
         lr=config.lr,
         momentum=config.muon.momentum,
