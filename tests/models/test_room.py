@@ -25,7 +25,7 @@ from weft.models.train.memory_check import (
     memory_need,
     state_tensors,
 )
-from weft.models.train.optimizer import states_per_element
+from weft.models.train.optimizer import count_states, states_per_element
 from weft.models.train.recipes import recipe
 from weft.models.train.run import Run
 
@@ -56,15 +56,17 @@ def run_of(name: str, axes: dict[str, int], *, zero: int = 0, optimizer: str = "
     )
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("optimizer", "zero"), [*(("adamw", zero) for zero in range(4)), ("muon", 1)])
 @pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 3, "tp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "llama-tiny-tied"])
-def test_no_run_holds_less(name: str, axes: dict[str, int], zero: int) -> None:
+def test_no_run_holds_less(name: str, axes: dict[str, int], optimizer: str, zero: int) -> None:
     """`predict_memory` lays out each parameter on each rank; the estimate is at most 10% below, and never above."""
-    run = run_of(name, axes, zero=zero)
+    run = run_of(name, axes, zero=zero, optimizer=optimizer)
     outline = Outline.of(run.config, run.axes)
-    mesh = ProcessMesh.grid(**run.axes)
-    of_ranks = [predict_memory(outline.make_model(), mesh, outline.plan, rank=rank) for rank in range(mesh.size)]
+    mesh, states = ProcessMesh.grid(**run.axes), count_states(outline.make_model(), run.config.optimizer)
+    of_ranks = [
+        predict_memory(outline.make_model(), mesh, outline.plan, rank=rank, states=states) for rank in range(mesh.size)
+    ]
     kept = 0 if zero == 3 else 1  # gathered parameters: zero=3 frees them after each call
     held = [each.parameters + kept * each.gathered + each.gradients + each.states for each in of_ranks]
     assert sum(held) >= memory_need(run, on_gpus=False).nbytes > 0.9 * sum(held)
@@ -75,7 +77,8 @@ def test_no_run_holds_less(name: str, axes: dict[str, int], zero: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_each_optimizer_is_known(name: str, beta1: float) -> None:
     config = OptimizerConfig(name=name, beta1=beta1)
-    assert state_tensors(config) == states_per_element(config)
+    for in_block in (False, True):
+        assert state_tensors(config, in_block=in_block) == states_per_element(config, in_block=in_block)
 
 
 def test_the_comparison_with_one_process_needs_a_whole_model() -> None:

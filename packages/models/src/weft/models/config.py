@@ -68,6 +68,11 @@ class ModelConfig:
         return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
 
     @property
+    def num_in_tables(self) -> int:
+        """Parameters in the tables of the embedding and the output; a tied table counts once."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+    @property
     def attention_width(self) -> int:
         """Features of all query heads together."""
         return self.hidden_size

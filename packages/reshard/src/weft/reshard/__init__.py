@@ -27,6 +27,7 @@ from .planning.steps import (
 from .training.clip import clip_grad_norm_
 from .training.gathered_modules import drop_gathered, fixed_parameters
 from .training.gradient_sync import GradientSync
+from .training.muon import Muon
 
 __all__ = [
     "AllGather",
@@ -36,6 +37,7 @@ __all__ = [
     "GradientSync",
     "Link",
     "MakePartial",
+    "Muon",
     "OrderError",
     "Permute",
     "Plan",

@@ -21,6 +21,7 @@ _TRIAL_OPTIONS = {
     "fused": None,
     "differentiable": False,
     "lr": 0.0,
+    "rows": None,  # of a block, under Muon; the tried parameter has a single row
 }
 
 
@@ -115,9 +116,9 @@ def _parameters_with_state(
 
 
 def _keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str] | None:
-    """The names of the state that torch's optimizer keeps for a parameter; None where no step can be tried."""
+    """The state names of an optimizer of torch or Weft for a parameter; None where no step can be tried."""
     kind: Any = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _NO_TRIAL_STEP:
+    if not kind.__module__.startswith(("torch.optim.", "weft.")) or kind.__name__ in _NO_TRIAL_STEP:
         return None
     trial_parameter = nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
     trial_parameter.grad = torch.zeros_like(trial_parameter)

@@ -17,7 +17,7 @@ from ..train.launch import adopt_launcher, check_world, launch
 from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
-from ..train.model_class import check_class
+from ..train.model_class import check_blocks, check_class
 from ..train.report import describe_run
 from ..train.run import Run, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
@@ -113,6 +113,8 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             documents=config.data.pack and corpus.is_prepared,
             compiled=config.compile,
         )
+        if config.optimizer.name == "muon":
+            check_blocks(config.model, config.model_class)
     if from_ is not None and origin is not None:
         check_tokens(f"--from {from_}", origin, config.model, corpus)
         config = replace(config, from_=from_.resolve())  # absolute, because a run may be resumed from another folder

@@ -66,6 +66,11 @@ class GPTConfig(ModelConfig):
         """Width of a head."""
         return self.hidden_size // self.num_heads
 
+    @property
+    def num_in_tables(self) -> int:
+        """Parameters in the tables of the embedding, the positions and the output; a tied table counts once."""
+        return (self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_seq_len) * self.hidden_size
+
     def attention_scale(self, index: int) -> float:
         """The factor on the attention scores of block `index`."""
         scale = self.head_dim**-0.5 if self.scale_attention else 1.0
@@ -76,8 +81,7 @@ class GPTConfig(ModelConfig):
         """Parameters of the model; a tied table counts once."""
         H, inner = self.hidden_size, self.intermediate_size
         block = 4 * H * (H + 1) + 2 * H * inner + inner + H + 4 * H
-        tables = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_seq_len) * H
-        return tables + self.num_layers * block + 2 * H
+        return self.num_in_tables + self.num_layers * block + 2 * H
 
     @property
     def num_looked_up(self) -> int:

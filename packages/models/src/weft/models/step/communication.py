@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # imports torch, which printing a Communication does not need
     from weft.reshard.extension import Collective
 
-Phase = Literal["forward", "backward", "gradients"]
-PHASES: tuple[Phase, ...] = ("forward", "backward", "gradients")
+Phase = Literal["forward", "backward", "gradients", "optimizer"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

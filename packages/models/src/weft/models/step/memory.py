@@ -54,7 +54,7 @@ def predict_memory(
     plan: ParallelPlan | None = None,
     *,
     rank: int = 0,
-    states: int = 2,
+    states: int | Mapping[str, int] = 2,
     batch: Sequence[int] | tuple[Tensor, Tensor] | None = None,
     criterion: Criterion | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -64,7 +64,8 @@ def predict_memory(
 
     model: not parallel yet, on any device. plan: None for the model's own. With pipeline stages, the rank's stages
         count.
-    states: tensors of optimizer state for each trained element: 2 for Adam, 1 for momentum.
+    states: tensors of optimizer state for each trained element: 2 for Adam, 1 for momentum. A mapping has the number
+        for each parameter, by name.
     batch, criterion, inputs, microbatches: as for `record`. Given a batch, a step is run on shapes to find
         activations.
     gathered: up to zero=2, full copies of all sharded parameters. A shard that is a contiguous range of its full copy
@@ -109,7 +110,7 @@ def predict_memory(
             counts["gathered"] += full_bytes - shard_bytes if shares_memory else full_bytes
         if parameter.requires_grad:
             counts["gradients"] += shard_bytes if zero > 1 else full_bytes
-            counts["states"] += states * shard_bytes
+            counts["states"] += (states if isinstance(states, int) else states[name]) * shard_bytes
     if batch is None:
         return Memory(**counts)
     saved = _SavedBytes()

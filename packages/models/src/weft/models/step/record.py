@@ -116,9 +116,11 @@ def run_on_shapes(
     shape: StepShape,
     *,
     clip_norm: float | None = None,
+    update: Callable[[nn.Module], None] | None = None,
 ) -> Step:
     """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
 
+    update: runs on the rank's model after the gradients, as an optimizer that communicates; None: no such optimizer.
     Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`.
     """
     issued: dict[Phase, list[Collective]] = {}
@@ -132,6 +134,9 @@ def run_on_shapes(
 
         recorded.take_each()
         ready.run(after_phase, clip_norm=clip_norm)
+        if update is not None:
+            update(ready.model)
+            after_phase("optimizer")
         return Step(
             Communication.of(issued),
             shapes_of(ready.model),

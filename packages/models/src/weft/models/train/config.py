@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,12 +23,15 @@ from ..schedules.schedule import Name as Schedule
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
-OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd")
+# optimizers of torch which update each element by itself, and muon, for which sharded matrices move
+OPTIMIZERS = (
+    *("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd"),
+    "muon",
+)
 # refused optimizers of torch, and why their update is not elementwise
 NOT_ELEMENTWISE = {
     "adafactor": "keeps the means of rows and columns, and scales by the norm of the whole parameter",
     "lbfgs": "multiplies vectors of all parameters, and computes the loss several times a step",
-    "muon": "orthogonalizes each matrix as a whole",
     "sparseadam": "takes sparse gradients alone, and there are none",
 }
 
@@ -127,11 +130,30 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig:
+    """Options of muon for the matrices of blocks. All other parameters are updated by AdamW, with beta1 and beta2."""
+
+    momentum: float = 0.95
+    """Decay rate of the gradient's running mean."""
+    nesterov: bool = True
+    """Nesterov momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations of an orthogonalization."""
+    split_heads: bool = False
+    """Orthogonalize the query and key matrices head by head."""
+
+    def __post_init__(self) -> None:
+        check_decay_rates("optimizer.muon", self, "momentum")
+        check_at_least("optimizer.muon", self, 1, "ns_steps")
+        check_at_most("optimizer.muon", self, 99, "ns_steps")  # the bound of torch.optim.Muon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """An elementwise optimizer, and the learning rate of each step."""
+    """The optimizer, and the learning rate of each step."""
 
     name: Annotated[str, shown("NAME", "adamw")] = "adamw"
-    """Optimizer of torch.optim: adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd or sgd."""
+    """adamw, adam, nadam, radam, adamax, adagrad, adadelta, rmsprop, rprop, asgd, sgd or muon, as in torch.optim."""
     lr: float = 4e-3
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -145,16 +167,24 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Weight decay of matrices. Norms, biases and everything under rprop have none."""
     beta1: float = 0.9
-    """Decay rate of the gradient's running mean; the momentum of sgd and rmsprop."""
+    """Decay rate of the gradient's running mean; the momentum of sgd and rmsprop, not of muon."""
     beta2: float = 0.95
     """Decay rate of the gradient's running mean square."""
     clip_norm: float = 1.0
     """Largest norm of the gradients, which are scaled down to it; 0: no clipping."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """For --optimizer.name muon."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             why = NOT_ELEMENTWISE.get(self.name.lower(), "is not known")
             raise ValueError(f"optimizer.name is {self.name}, which {why}; use one of {', '.join(OPTIMIZERS)}")
+        changed = [each.name for each in fields(MuonConfig) if getattr(self.muon, each.name) != each.default]
+        if changed and self.name != "muon":
+            raise ValueError(
+                f"optimizer.muon.{changed[0]} is {getattr(self.muon, changed[0])}, but optimizer.name is {self.name}; "
+                f"give --optimizer.name muon, or leave out the options of muon"
+            )
         check_at_most("optimizer", self, LARGEST, "warmup_steps", "decay_steps")
         check_above_zero("optimizer", self, "lr")
         check_at_least("optimizer", self, 0, "warmup_steps", "final_share", "weight_decay")

@@ -28,7 +28,7 @@ from ..step.record import Step, StepShape, run_on_shapes
 from .config import TrainConfig
 from .measure import flops_per_token
 from .model_class import inputs_of, make_model_of, parameters_of
-from .optimizer import states_per_element
+from .optimizer import communicate_update, count_states
 from .recipes import size_in_words
 from .report import ParameterLayout, Report, mesh_in_words
 
@@ -57,7 +57,7 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     if step.schedule is not None:
         report.print_schedule(step.schedule)
     report.print_prediction(step.communication, rank)
-    states = states_per_element(config.optimizer)
+    states = count_states(outline.make_model(), config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
     report.print_line(_memory_table(memory, rank))
 
@@ -180,8 +180,9 @@ class Outline:
             reduce_dtype=self.reduce_dtype,
         )
         clip_norm = self.config.optimizer.clip_norm
+        update = partial(communicate_update, config=self.config.optimizer)
         with self.autocast_context(device_type):
-            return run_on_shapes(self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm)
+            return run_on_shapes(self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm, update=update)
 
 
 def _make_on_meta(config: TrainConfig) -> nn.Module:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from .config import OptimizerConfig
-from .model_class import parameters_of
+from .model_class import count_block_matrices, parameters_of
 from .recipes import RECIPES
 from .run import Run
 
@@ -27,7 +27,7 @@ BYTES = 4  # of a float32: the dtype of parameters, gradients and optimizer stat
 USED = 0.8  # share of the memory above which activations may not fit
 # Number of state tensors of a parameter's size, by optimizer.
 _STATES = {
-    **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop"), 2),
+    **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop", "muon"), 2),
     **dict.fromkeys(("adagrad", "asgd", "sgd"), 1),
 }
 _WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers that keep one state less if beta1 is 0
@@ -42,7 +42,7 @@ class MemoryNeed:
     parts: int  # into which pp and tp split the model
     across: int  # processes with the same part: dp * cp
     zero: int  # the plan's ZeRO level
-    states: int  # state tensors per parameter, each of the parameter's size
+    states: float  # state tensors per parameter, each of the parameter's size; a mean over the parameters
     compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
 
     @property
@@ -85,19 +85,30 @@ def check_room(run: Run, *, gpus: int) -> list[str]:
 def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
     """The `MemoryNeed` of a run: per GPU, or for all CPU processes on this machine."""
     config = run.config
+    parameters = parameters_of(config.model, config.model_class)[0]
+    states: float = state_tensors(config.optimizer)
+    if config.optimizer.name == "muon":
+        in_blocks = state_tensors(config.optimizer, in_block=True)
+        share = count_block_matrices(config.model, config.model_class) / parameters
+        states = share * in_blocks + (1 - share) * states
     return MemoryNeed(
-        parameters=parameters_of(config.model, config.model_class)[0],
+        parameters=parameters,
         processes=1 if on_gpus else _local_processes(run),
         parts=run.pp * run.tp,
         across=run.dp * run.cp,
         zero=config.plan.zero,
-        states=state_tensors(config.optimizer),
+        states=states,
         compares=config.check and run.resume is None,
     )
 
 
-def state_tensors(config: OptimizerConfig) -> int:
-    """Number of state tensors per parameter, each of the parameter's size; 0 if unknown."""
+def state_tensors(config: OptimizerConfig, *, in_block: bool = False) -> int:
+    """Number of state tensors per parameter, each of the parameter's size; 0 if unknown.
+
+    in_block: of a matrix in a block. Muon keeps the momentum alone.
+    """
+    if config.name == "muon" and in_block:
+        return 1
     return _STATES.get(config.name, 0) - (config.name in _WITH_MOMENTUM and config.beta1 == 0)
 
 

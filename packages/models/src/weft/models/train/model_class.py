@@ -124,6 +124,28 @@ def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) ->
         raise ValueError(f"--model {name} has no blocks, which --compile compiles one by one; leave out --compile")
 
 
+def check_blocks(config: ModelConfig, name: str) -> None:
+    """Raise ValueError if the user's model has no matrices in blocks, which muon orthogonalizes."""
+    import torch
+
+    from .optimizer import check_matrices
+
+    with torch.device("meta"):
+        check_matrices(make_model_of(config, name))
+
+
+def count_block_matrices(config: ModelConfig, name: str | None) -> int:
+    """The elements of the matrices of blocks; for a model of Weft, with the blocks' norms and biases."""
+    if name is None:
+        return config.num_parameters - config.num_in_tables
+    import torch
+
+    from .optimizer import find_matrices
+
+    with torch.device("meta"):
+        return sum(each.numel() for each in find_matrices(make_model_of(config, name)))
+
+
 def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
     """Count (all parameters, parameters in matrix products).
 

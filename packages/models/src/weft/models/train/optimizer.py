@@ -1,4 +1,4 @@
-"""Optimizers of torch by name. Called by `Trainer` and `weft explain`."""
+"""Optimizers by name, and their state values counted. Called by `Trainer` and `weft explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from weft.reshard import Muon
 
+from ..blocks import PROJECTIONS
+from ..parallel.parallelize import pipeline_of
 from .config import OptimizerConfig
 
 
@@ -61,8 +64,11 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     """Make the optimizer named by `config` over all parameters of the model; fused where torch has a fused kernel.
 
     Parameters of one dimension or less (norms, biases) get no weight decay.
+    Raises ValueError under muon for a model without matrices in blocks.
     """
     parameters = list(model.parameters())
+    if config.name == "muon":
+        return _make_muon(model, config)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -71,15 +77,91 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return kind.make(groups, lr=config.lr, **kind.options(config), **({"fused": True} if kind.fused else {}))
 
 
-def states_per_element(config: OptimizerConfig) -> int:
-    """Count the optimizer's state values per element of a parameter.
+def _make_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
+    """Muon for the matrices of blocks, and AdamW for all other parameters."""
+    matrices = find_matrices(model)
+    if pipeline_of(model) is None:  # a stage may have none
+        check_matrices(model)
+    by_rows: dict[int | None, list[nn.Parameter]] = {None: []}
+    for parameter, head_rows in matrices.items():
+        by_rows.setdefault(head_rows if config.muon.split_heads else None, []).append(parameter)
+    by_adamw = [parameter for parameter in model.parameters() if parameter not in matrices]
+    decaying = {"weight_decay": config.weight_decay}
+    return Muon(
+        [
+            *({"params": each, "rows": rows, **decaying} for rows, each in by_rows.items()),
+            {"params": [p for p in by_adamw if p.ndim > 1], "adamw": True, **decaying},
+            {"params": [p for p in by_adamw if p.ndim <= 1], "adamw": True, "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        momentum=config.muon.momentum,
+        nesterov=config.muon.nesterov,
+        ns_steps=config.muon.ns_steps,
+        betas=(config.beta1, config.beta2),
+    )
 
-    Counted on a real optimizer, after a step on a model of two weights.
+
+def find_matrices(model: nn.Module) -> dict[nn.Parameter, int | None]:
+    """The matrices updated by Muon, and for queries and keys the rows of a head: else None.
+
+    These are the parameters of two or three dims in blocks, the modules in the outermost nn.ModuleList, without
+    embedding tables. A parameter of three dims is a stack of matrices.
+    """
+    tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    found: dict[nn.Parameter, int | None] = {}
+
+    def visit(name: str, module: nn.Module, in_block: bool) -> None:
+        head_rows = getattr(module, "unit", None) if name in PROJECTIONS[:2] else None
+        for parameter in module.parameters(recurse=False):
+            if in_block and parameter.ndim in (2, 3) and parameter not in tables:
+                found[parameter] = head_rows
+        for child_name, child in module.named_children():
+            visit(child_name, child, in_block or isinstance(module, nn.ModuleList))
+
+    visit("", model, False)
+    return found
+
+
+def check_matrices(model: nn.Module) -> None:
+    """Raises ValueError for a model without matrices in blocks, which Muon needs."""
+    if not find_matrices(model):
+        raise ValueError(
+            f"optimizer.name is muon, which orthogonalizes the matrices of blocks, and {type(model).__name__} has "
+            f"none: no module in an nn.ModuleList has a weight of two dims; put the blocks into an nn.ModuleList, or "
+            f"give --optimizer.name adamw"
+        )
+
+
+def communicate_update(model: nn.Module, config: OptimizerConfig) -> None:
+    """Run the part of an optimizer's step that communicates, on a model with gradients, without data.
+
+    Communication: as Muon's `update_matrices`, under muon; none for other optimizers.
+    """
+    if config.name == "muon":
+        _make_muon(model, config).update_matrices()
+
+
+def states_per_element(config: OptimizerConfig, *, in_block: bool = False) -> int:
+    """Count the optimizer's state values per element of a matrix, in a block or elsewhere.
+
+    Counted on a real optimizer, after a step on a model of four weights.
     """
     with torch.device("cpu"):
-        model = nn.Linear(2, 1, bias=False)
-    model.weight.grad = torch.ones_like(model.weight)
+        block, head = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": head})
+    for each in (block, head):
+        each.weight.grad = torch.ones_like(each.weight)
     optimizer = make_optimizer(model, config)
     optimizer.step()
-    states = optimizer.state[model.weight].values()
-    return sum(isinstance(each, Tensor) and each.shape == model.weight.shape for each in states)
+    weight = block.weight if in_block else head.weight
+    states = optimizer.state[weight].values()
+    return sum(isinstance(each, Tensor) and each.shape == weight.shape for each in states)
+
+
+def count_states(model: nn.Module, config: OptimizerConfig) -> dict[str, int]:
+    """Parameter name -> the optimizer's state values per element. Raises ValueError as `make_optimizer`."""
+    if config.name == "muon":
+        check_matrices(model)
+    matrices = find_matrices(model)
+    counts = {in_block: states_per_element(config, in_block=in_block) for in_block in (True, False)}
+    return {name: counts[parameter in matrices] for name, parameter in model.named_parameters()}

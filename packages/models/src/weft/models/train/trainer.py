@@ -130,7 +130,8 @@ class Trainer:
 
         counter: if given, the collectives recorded by this context are moved to `issued_collectives`, by phase.
         The host does not wait for the device; `read_metrics` fetches the loss and the norm.
-        Communication: as `find_gradients`; the optimizer updates each rank's shards without communication.
+        Communication: as `find_gradients`; then as Muon's `update_matrices`, under muon. Other optimizers update each
+        rank's shards without communication.
         """
 
         def after_phase(phase: Phase) -> None:
@@ -156,6 +157,7 @@ class Trainer:
         with traced("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
+        after_phase("optimizer")
         self._unread_steps.append(_UnreadStep(step + 1, result, lr))
 
     def prefetch_data(self, step: int) -> None:

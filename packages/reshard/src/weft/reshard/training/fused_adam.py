@@ -27,8 +27,9 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
     Raises LayoutError for a state in another layout than its parameter's.
     """
     parameters, gradients, *states, steps = args
-    pairs = zip(parameters, gradients, strict=True)
-    gradients = [gradient if _same_layout(gradient, p) else _reshard_to_layout_of(gradient, p) for p, gradient in pairs]
+    gradients = [
+        reshard_to_layout_of(parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
     for state in states:
         for parameter, tensor in zip(parameters, state, strict=False):  # an optional state may be an empty list
             if not _same_layout(tensor, parameter):
@@ -49,7 +50,13 @@ def _same_layout(tensor: Tensor, parameter: Tensor) -> bool:
     return isinstance(tensor, DTensor) == isinstance(parameter, DTensor)
 
 
-def _reshard_to_layout_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+def reshard_to_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient, in the parameter's layout. Communication: a reshard, where the layouts differ.
+
+    Raises LayoutError where one of the two is a DTensor, and the other a plain tensor.
+    """
+    if _same_layout(gradient, parameter):
+        return gradient
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return reshard(gradient, placements=layout_of(parameter))
     raise LayoutError(

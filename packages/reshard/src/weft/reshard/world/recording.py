@@ -59,6 +59,7 @@ class Recorded:
         self.cache: dict[Any, Any] = {}
         self.axes: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, _Group] = {}
+        self._parts: dict[str, ProcessMesh] = {}  # by group name, the ranks of each group from `group_of`
         self._issued: list[Collective] = []
 
     def add(self, kind: str, group: _Group, nbytes: int) -> None:
@@ -90,10 +91,13 @@ class Recorded:
                 position = position * part.axis_size(axis) + index
             self.groups[name] = _Group(position, part.size, name)
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
-            self.axes[name] = nontrivial_axes(part)
+            self.axes[name], self._parts[name] = nontrivial_axes(part), part
         return self.groups[name]
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> _Group:
+        for name, part in self._parts.items():  # real processes, too, have one group of the same ranks
+            if part.size == len(ranks) and part.ranks == ranks:
+                return self.groups[name]
         group = self.group_of(ProcessMesh(ranks, ["ranks"]))
         self.axes[group.group_name] = ()
         return group
