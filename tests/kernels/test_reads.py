@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,19 @@ OF_A_CPU_ALONE = {"grouped_matmul"}
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OF_A_CPU_ALONE])
 def test_no_op_waits_for_a_device(name: str) -> None:
+    run, ids, operands = CASES[name]
+    with no_reads():
+        found(run, ids, list(operands))
+
+
+ATTENTION = [name for name in CASES if name.startswith("attention")]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_what_attentions_kernels_read_is_made_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which keys each query sees, and which weights dropout drops, as they are made for a GPU."""
+    compute = importlib.import_module("weft.kernels.attention.compute")
+    monkeypatch.setattr(compute, "is_fused", lambda query, options: False)
     run, ids, operands = CASES[name]
     with no_reads():
         found(run, ids, list(operands))

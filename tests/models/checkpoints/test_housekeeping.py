@@ -124,7 +124,7 @@ def a_run_whose_old_checkpoint_stays(folder: Path, why: str) -> tuple[int, list[
         patch.object(Snapshot, "write", written),
         patch.object(shutil, "rmtree", removed),
         patch.object(Path, "rename", renamed),
-        patch.object(Report, "line", lambda self, text: said.append(text)),
+        patch.object(Report, "print_line", lambda self, text: said.append(text)),
     ):
         return train(run, torch.device("cpu")), said
 

@@ -16,7 +16,7 @@ from weft.mesh import derive_key
 
 from ..dispatch.backend import on_cpu, use_triton
 from ..dispatch.op import Tensors
-from ..dropout.function import quantized
+from ..dropout.function import number_of, quantized
 from . import blocks, stretches
 from .drop import Drop
 from .ranges import Ranges, ranges_from_keys
@@ -100,7 +100,7 @@ class Options(NamedTuple):
         """Dropout of the weights of some queries for the keys at these places."""
         if not self.dropout:
             return None
-        number = self.number if dropout_key is None else int(dropout_key.view(torch.int64)) % 2**64
+        number = self.number if dropout_key is None else number_of(dropout_key)
         number = number if self.name is None else derive_key(number, self.name)
         threshold, scale = quantized(self.dropout)
         # Index row * heads * T * T + head * T * T + query * T + key: a row counts as heads * T queries.

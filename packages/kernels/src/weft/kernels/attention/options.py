@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..dispatch.backend import has_data, is_recorded
 from ..dispatch.token_order import Runs, as_read
+from ..dropout.function import number_of
 from ..random.part import Part
 from . import stretches
 from .drop import Drop, drop_of
@@ -86,7 +87,7 @@ def drop_for(operands: Operands, options: Options) -> Drop | None:
         part = Part.of((*query.shape[:-2], query.shape[-1] // options.head_dim, rows, key.shape[-2]))
     if options.runs is not None:
         places = _places(options.runs, query.device).unsqueeze(0)
-    number = options.number if dropout_key is None else int(dropout_key.view(torch.int64)) % 2**64
+    number = options.number if dropout_key is None else number_of(dropout_key)
     return drop_of(options.dropout, number, options.name, part, places, query.device)
 
 

@@ -23,6 +23,11 @@ from ..random.part import Part
 DROPS_ALL = 2**16  # a threshold above every number of 16 bits
 
 
+def number_of(key: Tensor) -> int:
+    """The number in a random key, a tensor of one uint64 on the CPU: reading it waits for no device."""
+    return int(key.view(torch.int64)) % 2**64
+
+
 def quantized(p: float) -> tuple[int, float]:
     """(threshold, scale) for the drop probability p, rounded to a multiple of 2**-16.
 
@@ -187,7 +192,7 @@ def _dropout_by_tensor_key(
 ) -> Tensor:
     """Dropout with the key in a tensor: one node of a compiled graph, which takes a new key in each step."""
     part = Part(offset, tuple(sizes), tuple(strides))
-    return _dropout_by_number(x, residual, p, int(key.view(torch.int64)) % 2**64, name, part)
+    return _dropout_by_number(x, residual, p, number_of(key), name, part)
 
 
 @_dropout_by_tensor_key.register_fake

@@ -176,12 +176,15 @@ def cut_rows(
 
     Raises ValueError for a document that comes back after it ended.
     """
-    ways = mesh.axis_size(CONTEXT_AXIS) if CONTEXT_AXIS in mesh.axis_names else 1
-    if plan.context != "all_gather" or ways == 1 or compiled:
-        return None
     if documents is None or documents.device.type != "cpu" or not len(documents):
         return None
-    return RowOrders.of(documents, ways)
+    return RowOrders.of(documents, mesh.axis_size(CONTEXT_AXIS)) if cuts_by_documents(mesh, plan, compiled) else None
+
+
+def cuts_by_documents(mesh: ProcessMesh, plan: ParallelPlan, compiled: bool) -> bool:
+    """Whether `lay_out_batch` gives packed rows an order by their documents."""
+    is_sharded = CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
+    return plan.context == "all_gather" and is_sharded and not compiled
 
 
 def prepare_rows(

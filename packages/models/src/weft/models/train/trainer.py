@@ -28,7 +28,7 @@ from ..data.batches import Batches, Prefetch, Rows
 from ..generation import generate
 from ..losses import local_value
 from ..parallel import lay_out_batch, parallelize
-from ..parallel.batch import prepare_rows
+from ..parallel.batch import cuts_by_documents, prepare_rows
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..step.communication import Communication, Phase
@@ -88,8 +88,9 @@ class Trainer:
             seed=run.config.seed,
             packed=data.pack and run.corpus.is_prepared,
         )
-        # packed documents say which ranks will exchange keys
-        documents = None if run.config.compile or self.rank else self._batches.batch(0, slice(None)).documents
+        documents = None  # packed documents decide which ranks exchange keys
+        if self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile):
+            documents = self._batches.batch(0, slice(None)).documents
         self.prediction = outline.record_step(0, device.type, documents).communication if self.rank == 0 else None
         model = parallelize(outline.make_model(), self.mesh, self.plan)
         if run.origin is None:
