@@ -13,7 +13,7 @@ from weft.kernels.attention.drop import Drop
 from weft.kernels.attention.ranges import Ranges, document_bounds, keys_seen, ranges_from_keys
 
 from tests.kernels.attention.dense import Dropped, dense, seen_by
-from tests.kernels.matmul.cases import assert_as_good_as_eager
+from tests.kernels.matmul.cases import assert_as_good_as_eager, largest
 
 KEY = 2**63 + 12345  # of 64 bits
 
@@ -159,14 +159,22 @@ def written_out(case: Case, dtype: torch.dtype, compute: torch.dtype) -> list[Te
 
 
 def assert_correct(case: Case, dtype: torch.dtype, device: str, launches: Sequence[Any] = (None, None)) -> None:
-    """Asserts that outputs, logsumexps and gradients err at most twice as much as eager torch's in the same dtype."""
+    """Asserts that outputs, logsumexps and gradients err at most twice as much as eager torch's in the same dtype.
+
+    Gradients may err by the rounding of the logsumexp, too: backward computes the weights from it (Dao 2023), and eager
+    torch keeps them.
+    """
     found = launched(case, dtype, device, launches)
     eager, truth = written_out(case, dtype, dtype), written_out(case, dtype, torch.float64)
     assert len(found) == len(truth)
     assert torch.equal(found[1] == -torch.inf, truth[1] == -torch.inf)
-    for one, other, exact in zip(found[:5], eager[:5], truth[:5], strict=True):
-        nothing = exact == -torch.inf  # the logsumexp of a row that sees nothing
-        assert_as_good_as_eager(*(each.masked_fill(nothing, 0) for each in (one, other, exact)))
+    nothing = truth[1] == -torch.inf  # rows that see nothing
+    assert_as_good_as_eager(found[0], eager[0], truth[0])
+    assert_as_good_as_eager(*(each[1].masked_fill(nothing, 0) for each in (found, eager, truth)))
+    rounding = largest(truth[1].masked_fill(nothing, 0)) * torch.finfo(torch.float32).eps  # of the logsumexp
+    for one, other, exact in zip(found[2:5], eager[2:5], truth[2:5], strict=True):
+        allowed = 2 * largest(other.double() - exact) + (4 * torch.finfo(dtype).eps + rounding) * largest(exact)
+        assert one.shape == exact.shape and largest(one.double() - exact) <= allowed
     if case.sinks:  # a few sums, which eager torch may have exact by luck: with them the larger gradient of the query
         assert_as_good_as_eager(*(torch.cat((each[5], each[2].flatten())) for each in (found, eager, truth)))
 
