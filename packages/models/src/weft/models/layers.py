@@ -137,7 +137,7 @@ class Dropout(nn.Module):
 
         key: of this step and microbatch; under torch.compile a CPU tensor of one uint64.
         order: in which the tokens (dim -2) are stored, None for reading order; see `Batch.order`. Masks do not change.
-        orders: as for `kernels.dropout`. residual: of the input's shape.
+        orders: an order for each row, in place of `order`. residual: of the input's shape.
         Raises RuntimeError where elements would be dropped and the key is None.
         """
         if not self.is_active:
@@ -227,8 +227,8 @@ class DotProductAttention(nn.Module):
         documents: [B, T] ints, the number of each token's document; tokens attend within their document only. With a
             cache: [B, capacity]. None: every row is one document.
         cache: keys and values of earlier tokens; extended by this call's. order: as for `Dropout.forward`.
-        received: under context parallelism by documents, the keys and values on their way from other ranks. The window
-            and the documents are then in them.
+        received: keys and values on their way from other ranks, which know what each query sees: window and documents
+            are not used. A hook of context parallelism gives `order` or `received`; layers do not.
         """
         options: dict[str, Any] = {"scale": self.scale, **self.dropout.attention_options(dropout_key)}
         if received is not None:

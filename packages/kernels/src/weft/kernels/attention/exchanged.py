@@ -25,9 +25,9 @@ from .ranges import Ranges, ranges_from_keys
 class Places(NamedTuple):
     """Where the tokens of queries and keys are, for dropout's masks. int64 tensors on the device."""
 
-    queries: Tensor  # [N]: in its row
-    rows: Tensor  # [N]: the row of each query, of this rank's rows
-    received: Tensor  # [R]: of each received key in its row
+    queries: Tensor  # [N]: the place in its row of each of this rank's tokens, as query and as own key
+    rows: Tensor  # [N]: the number of each token's row among this rank's rows
+    received: Tensor  # [R]: the place in its row of each received key
 
 
 class VisibleKeys:
@@ -74,7 +74,7 @@ class ReceivedKeys(Protocol):
         """Where queries and received keys are in their rows."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """The received keys and values, [1, R, kv_heads * D] each, in reading order."""
+        """The received keys and values, [1, R, kv_heads * D] each: row after row, each in reading order."""
 
     def return_gradients(self, dkey: Tensor, dvalue: Tensor) -> Callable[[Tensor, Tensor], None]:
         """Starts to send the gradients of received keys and values to their ranks.
@@ -89,8 +89,8 @@ class Options(NamedTuple):
     head_dim: int
     scale: float
     dropout: float
-    number: int
-    name: str | None
+    number: int  # the key of dropout, where no tensor is given
+    name: str | None  # from which, with the key, the key of this layer's dropout is derived
     first_row: int  # of this rank's rows
     first_head: int
     heads: int  # in all

@@ -45,11 +45,11 @@ def document_bounds(documents: Tensor) -> Tensor:
 def ranges_of(
     T: int, S: int, first: int, causal: bool, window: int | None, bounds: Tensor | None, device: torch.device
 ) -> Ranges | None:
-    """The ranges of T queries and S keys; None where they say no more than `causal` does.
+    """The ranges of T queries and S keys.
 
+    Returns None where `causal` says it all: if causal and T == S, a query sees the keys up to its own; otherwise every
+    query sees every key.
     first: the key with the same token as query 0. bounds: of the keys' documents, as `document_bounds` returns them.
-    None stands for the triangle (a query sees the keys up to its own) where causal and T == S, and otherwise for
-    every query seeing every key.
     """
     if bounds is None and _is_plain(T, S, first, causal, window):
         return None
@@ -69,8 +69,8 @@ def explicit_ranges(
 def keys_seen(places: Tensor, S: int, causal: bool, window: int | None, bounds: Tensor | None) -> Tensor:
     """The keys that each query sees, `Ranges.keys`: int32 [B or 1, T, 2].
 
-    places: int32 [T], for each query the key with the same token, ascending. With bounds, int32 [..., S, 2], a query
-    without such a key sees nothing.
+    places: int32 [T], for each query the key with the same token, ascending.
+    bounds: int32 [..., S, 2], of the documents. A query whose place is not in 0 to S - 1 then sees nothing.
     """
     stops = (places + 1).clamp(0, S) if causal else torch.full_like(places, S)
     starts = torch.zeros_like(places) if window is None else (places - (window - 1)).clamp(0, S)

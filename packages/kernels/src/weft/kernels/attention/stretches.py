@@ -33,12 +33,12 @@ SMALL = 2**13  # scores of a row that one call with a mask computes at once; two
 class Stretch(NamedTuple):
     """Neighbouring queries that see keys in one way."""
 
-    first: int  # query
-    stop: int
+    first: int  # the first query
+    stop: int  # the query after the last
     kind: int  # SAME_KEYS, ONE_MORE_KEY or NEXT_WINDOW; of one query, any
     start: int  # the first key that the first query sees
-    end: int  # the stop of the first query's keys
-    last_end: int  # the stop of the last query's keys
+    end: int  # the key after the last that the first query sees
+    last_end: int  # the key after the last that the last query sees
 
 
 class Piece(NamedTuple):

@@ -177,9 +177,9 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_plac
 
     factor: the upstream gradient, a scalar. Zeros stay zeros for a NaN or infinite factor: they are the gradients of
         ignored tokens.
-    in_place: the result may overwrite the gradient, and does so if the dtypes are equal; a second backward then
-        raises. On a GPU a factor of 1 then costs no pass over the memory: the kernel checks the factor, and
-        the host does not wait.
+    in_place: the result may overwrite the gradient, and does so if the dtypes are equal. A second backward raises,
+        whatever the dtypes. On a GPU a factor of 1 costs no pass over the memory: the kernel checks the factor, and the
+        host does not wait.
     """
     if in_place:  # in any dtype a second backward raises
         torch.autograd.graph.increment_version(gradient)

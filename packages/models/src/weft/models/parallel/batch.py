@@ -22,9 +22,10 @@ from .styles import CONTEXT_AXIS, TENSOR_AXIS
 
 
 class Ordered(NamedTuple):
-    """An argument handed on unread from the model to its layers, with the order in which the tokens are laid out.
+    """The model's argument `documents` or `dropout_key`, with the order in which the tokens are laid out.
 
-    As part of an argument, the order is also right when a layer is recomputed after later batches.
+    A pre-hook of the model (context.py) wraps the arguments, and pre-hooks of attention and dropout unwrap them; layers
+    hand them on. An order kept on a module would be a later batch's when a layer is recomputed.
     """
 
     order: Runs | RowOrders
@@ -64,8 +65,8 @@ class Batch:
     `positions=` finds the positions itself. A copy of the tokens loses the order.
     tokens, targets: [B, T]; plain tensors on a mesh of one process.
     positions, documents: None where the model needs none.
-    order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout; the same for each
-        row given, where rows are cut by their documents; None for reading order.
+    order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout. Where rows are
+        cut by their documents, a `RowOrders`: such runs for each row given to `lay_out_batch`. None for reading order.
     """
 
     tokens: Tensor
@@ -98,9 +99,9 @@ def lay_out_batch(
     """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
     has context.
 
-    tokens, targets, positions, documents: plain tensors [B, T] of ints, the same on every rank.
-    rows: B, where the tensors hold only this rank's own rows, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if
-        "dp" is the data axis).
+    tokens, targets, positions, documents: plain tensors [B, T] of ints.
+    rows: None if every rank gives the whole batch. Otherwise the number of rows of the whole batch, B, and the tensors
+        hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
     compiled: whether blocks are compiled by torch.compile. All rows then have one order, whatever their documents: a
         graph holds for one order only.
     With context="all_gather", tokens are laid out in an order in which causal attention is equal work for all ranks:
@@ -199,7 +200,8 @@ def prepare_rows(
 ) -> None:
     """Cuts rows by their documents and plans all exchanges of keys, ahead of `lay_out_batch` with the same documents.
 
-    Called in a thread that reads data, it takes this time from the step. dtype: of the queries.
+    The results are kept with the tensor `documents`: give `lay_out_batch` the same object. The trainer calls this
+    function in the thread that reads data, so that a step does not spend the time. dtype: of the queries.
     """
     order = cut_rows(mesh, plan, documents, compiled=compiled)
     if order is not None:

@@ -205,7 +205,8 @@ def _map_dtensors(output: Any, change: Callable[[DTensor], DTensor]) -> Any:
 def check_preparations(model: nn.Module, module_plans: list[ModulePlan], mesh: ProcessMesh) -> None:
     """Check the plans' PrepareInput and PrepareOutput styles against the mesh and the model.
 
-    Raises ValueError for an axis unknown to the mesh and to plans, and for an input unknown to forward.
+    Called by `parallelize`. Raises ValueError for an axis which neither the mesh has nor plans know, and for an input
+    unknown to forward.
     """
     for module_plan in module_plans:
         for name, inputs in module_plan.inputs.items():

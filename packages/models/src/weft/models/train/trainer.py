@@ -288,7 +288,7 @@ class Trainer:
         return total.item()
 
     def held_out_bytes_per_token(self) -> float:
-        """Bytes of the held-out text per predicted token."""
+        """Bytes of the held-out text per predicted token, for the bits per byte that the run's last lines print."""
         count = self._batches.num_held_out
         rows = (self._batches.held_out(slice(row, row + 1)).targets[0].tolist() for row in range(count))
         return max(1, sum(map(self._tokenizer.num_bytes, rows))) / (count * self._batch_shape[1])

@@ -140,6 +140,8 @@ class _PreparedStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PreparedAllGather:
+    """An all-gather. A part is a member's shard; a piece is a range of a part's elements, sent by itself."""
+
     phases: list[Phase]  # the groups to gather over, in order, with the members' positions
     stacking: Stacking  # how the collectives return the parts
     result_shape: tuple[int, ...]  # shape of the result, without padding

@@ -38,8 +38,9 @@ class GradientBuckets:
     def add(self, leaf: Leaf) -> None:
         """Puts the leaf's unsent gradients into buckets, and a placeholder into `.grad`.
 
-        A gradient in the target layout needs no bucket. It stays in `.grad`, or is added to the leaf's `reduced_grad`:
-        under ZeRO, and where a later gradient has another layout. A gradient without a Route is resharded at once.
+        A gradient in the target layout needs no bucket, and stays in `.grad`. Under ZeRO, or where a later gradient has
+        another layout, it is added to the leaf's `reduced_grad` instead. A gradient without a Route is resharded at
+        once.
         """
         leaf.sent_forms = _merge_forms(leaf.sent_forms, leaf.unsent_forms())
         if leaf.local_grad is not None:
@@ -132,8 +133,8 @@ def send_remaining(
         order, as a gradient or zeros; after them come the gradients that were not expected.
     Communication: as `GradientPresence`, the buckets that fill up, and reshards of gradients without a Route.
     Raises RuntimeError where the ranks' gradients of a parameter differ in layout or dtype, or come from different
-    numbers of passes, or where a rank lacks a gradient that a rank with the same shard has in the target layout:
-    such a gradient is complete, so zeros are no addend of it.
+    numbers of passes. A gradient in the target layout is complete, and not summed: also raises where a rank lacks
+    such a gradient, and a rank with the same shard has one.
     """
     # A later pass may have given a second gradient after the first was put into a bucket that is still open. If both
     # have the same forms, the second is added to the first there, and need not be sent separately.

@@ -56,10 +56,11 @@ class GradientSync:
     Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
     collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
 
-    Before `wait()`, `.grad` holds a gradient which backward computed in the target layout. For any other gradient,
-    `.grad` holds a partial sum until the gradient is put into a bucket, then a placeholder. Reading numbers from the
-    placeholder raises RuntimeError, as in an update by hand, torch's `clip_grad_norm_` or a GradScaler. For all new
-    gradients, a torch optimizer's step and Weft's `clip_grad_norm_` raise RuntimeError before `wait()`.
+    The target layout of a gradient is the parameter's layout, or with `shard_over` shards of it. Before `wait()`, `.grad`
+    holds the gradient if backward computed it in the target layout; otherwise a partial sum, and once the partial sum
+    is in a bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an update by hand,
+    torch's `clip_grad_norm_` or a GradScaler. For all new gradients, a torch optimizer's step and Weft's
+    `clip_grad_norm_` raise RuntimeError before `wait()`.
     Where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is reduced
     into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With zero=2 and
     3 every backward pass sends its gradients, also in `paused()`; the sum is in the shard's `.grad` when `paused()`

@@ -85,10 +85,10 @@ class Leaf:
         return self.is_hooked and self.is_on_mesh and self.parameter.requires_grad
 
     def unsent_forms(self) -> Forms:
-        """The forms that `GradientBuckets.add` would put into `sent_forms` now.
+        """The forms of the gradients that `GradientBuckets.add` has not handled yet; `add` moves them to `sent_forms`.
 
-        Also the form of a gradient in the target layout, which without ZeRO is not sent, and stays in `.grad`: by the
-        form, peers learn of the gradient.
+        A gradient in the target layout counts, though without ZeRO the gradient itself is not sent: by the form, peers
+        learn of the gradient.
         """
         if not self.is_hooked:
             return ()

@@ -69,10 +69,10 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 
 def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGroup, Positions]:
-    """This rank's group along `axes`, and the position of each member: a number that counts along `axes`.
+    """This rank's group along `axes`, and the members' positions.
 
-    The first axis is the major one: with axes of sizes 2 and 3, index (1, 0) has position 3. The positions are in the
-    order of the group's ranks.
+    positions[i] is the index of the group's i-th rank along `axes`, row-major: with axes of sizes 2 and 3, the rank at
+    (1, 0) has position 3.
     Communication: along several axes as `group_of`; along a single axis none, as the DeviceMesh has the group.
     """
     current, key = world(), ("along", mesh, *axes)

@@ -39,7 +39,10 @@ class _GroupCollective:
 
 
 class VocabGather(_GroupCollective):
-    """A `Gather` over the axes that shard the vocabulary: one all-gather for each group."""
+    """The gather of statistics over the axes that shard the vocabulary: one all-gather for each group.
+
+    Called with this rank's statistics, starts the gather; returns a function that waits and returns all ranks'.
+    """
 
     @classmethod
     def from_names(cls, names: Sequence[str] | None) -> VocabGather | None:
@@ -51,7 +54,7 @@ class VocabGather(_GroupCollective):
 
 
 class TokenAllReduce(_GroupCollective):
-    """An `AllReduce` over the axes that shard the tokens: one all-reduce for each group, in place."""
+    """The sum over the axes that shard the tokens: one all-reduce for each group, in place."""
 
     def __call__(self, part: Tensor) -> Tensor:
         for group in self.groups:

@@ -64,7 +64,7 @@ def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None
 class Exchange:
     """The keys that a rank sends and receives, and those that its queries see. Made by `exchange_of`.
 
-    The rank's rows count as one row after another: of tokens, of queries and of received keys.
+    All indices of tokens, queries and received keys are into this rank's rows laid end to end.
     """
 
     is_needed: bool  # whether any rank needs a key of another
@@ -98,8 +98,8 @@ def exchange_of(
 ) -> Exchange:
     """The exchange of the rank with shard `part`, for some rows.
 
-    orders, lengths: of each row; see `messages`. members: the shard of each rank of the group, which is the order of
-    senders and receivers.
+    orders, lengths: of each row; see `messages`.
+    members: members[i] is the number of the shard of the group's rank i. Senders and receivers are listed by i.
     """
     parts = len(members)
     sent: list[list[Ints]] = [[] for _ in members]  # places among this rank's tokens, by receiver

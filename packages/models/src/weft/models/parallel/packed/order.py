@@ -64,11 +64,11 @@ def cut(lengths: Sequence[int], parts: int, window: int | None = None) -> list[R
     """The runs of each shard; see `order_by_documents`.
 
     Longest processing time first (Graham 1969), with tokens as a second resource. Documents are dealt out from the one
-    with the most work a token to the one with the least. A rank's need is the work which it lacks beyond what its free
-    tokens get from the rest of the documents, at their mean work a token. The neediest rank gets the document, as long
-    as the shortest documents can still fill up the rank without passing its share of the work; otherwise a piece of the
-    document, of the most tokens for which they can. A piece is a run from the document's head and a run from its tail,
-    together of the document's mean work a token, so the remainder has this mean, too, and is dealt out next.
+    with the most work a token to the one with the least. A rank's need is its lacking work - its free tokens * the mean
+    work a token of the documents not dealt yet. The neediest rank gets the whole document, if the shortest documents
+    can fill up the rank without passing its share of the work; otherwise a piece of the document, of the most tokens
+    for which they can. A piece is a run from the document's head and a run from its tail, together of the document's
+    mean work a token, so the remainder has this mean, too, and is dealt out next.
     """
     return _Cut(lengths, parts, window).runs()
 

@@ -48,7 +48,7 @@ class RowOrders:
         return RowOrders(self.orders[start:stop], self.lengths[start:stop], self.parts)
 
     def places(self, device: torch.device) -> Tensor:
-        """[B, T] int64: the place in its row of each token, as laid out."""
+        """[B, T] int64: [b, i] is the place, in reading order, of the token laid out at i in row b."""
         return torch.from_numpy(np.stack([tokens_of(order) for order in self.orders])).to(device)
 
     def as_read(self, whole: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ from .rows import RowOrders
 class KeysOnTheirWay:
     """Keys and values of the layer on their way to the ranks whose queries see them. A `ReceivedKeys` of weft.kernels.
 
-    Made by a hook of `KeysAndValues`; passed to attention as the argument `key`.
+    Made by a hook of `KeysAndValues`, in place of the keys, and passed on by the layer as attention's argument `key`.
+    There `take_received` (hooks.py) makes it the argument `received`.
     Communication: one all-to-all, started here and waited for in attention; in backward another one for the gradients,
     started and waited for in attention's backward. None where no rank along "cp" needs a key of another.
     """
@@ -53,8 +54,10 @@ class KeysOnTheirWay:
             )
 
     def take(self) -> tuple[DTensor, DTensor]:
-        """The rank's own keys and values. Called once: attention's graph keeps this object, which lets go of them, so
-        that a recomputed layer does not keep them.
+        """The rank's own keys and values. Called once, before attention.
+
+        Afterwards this object does not refer to the tensors: autograd's graph keeps the object, and would keep the
+        tensors of a layer that is recomputed.
         """
         tensors, self._tensors = self._tensors, None
         assert tensors is not None, "attention takes the keys once"
@@ -138,9 +141,9 @@ def exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: 
 def prepare_exchanges(
     model: nn.Module, mesh: ProcessMesh, order: RowOrders, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Makes the exchanges of all attention layers, in a thread that reads data, off the step's time.
+    """Makes the exchanges of all attention layers, and keeps them in `order`. Called by `prepare_rows`.
 
-    dtype: of the queries.
+    On a CPU also plans the calls of torch's fused attention. dtype: of the queries.
     """
     attends = [each for each in model.modules() if isinstance(each, DotProductAttention)]
     for window in {each.window for each in attends}:
