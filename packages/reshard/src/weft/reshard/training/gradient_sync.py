@@ -56,8 +56,8 @@ class GradientSync:
     Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
     collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
 
-    The target layout of a gradient is the parameter's layout, or with `shard_over` shards of it. Before `wait()`, `.grad`
-    holds the gradient if backward computed it in the target layout; otherwise a partial sum, and once the partial sum
+    The target layout of a gradient is the parameter's layout, or with `shard_over` shards of it. Before `wait()`,
+    `.grad` holds the gradient if backward computed it in the target layout; otherwise a partial sum, and once the sum
     is in a bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an update by hand,
     torch's `clip_grad_norm_` or a GradScaler. For all new gradients, a torch optimizer's step and Weft's
     `clip_grad_norm_` raise RuntimeError before `wait()`.
@@ -369,9 +369,8 @@ def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor,
 
     Called by weft.models' parallel/local_modules.py, whose functions compute weight gradients on local tensors:
     building a DTensor for `.grad` takes time. None for a parameter without a GradientSync. The callback serves all
-    parameters of the same GradientSync, and takes the parameter, the local gradient, and the gradient's `dtensor_spec`.
-    A backward pass calls the callback at most once for each parameter. The callback returns False where the gradient
-    must go by `.grad`; its caller then returns the gradient to autograd.
+    parameters of the same GradientSync, and takes the parameter, the local gradient, and the gradient's `dtensor_spec`,
+    at most once in a backward pass. It returns False where its caller must return the gradient to autograd, for `.grad`.
     """
     sync = None if parameter is None else _sync_of(parameter)
     return None if sync is None else sync._accept_local_grad
