@@ -370,7 +370,7 @@ def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor,
     Called by weft.models' parallel/local_modules.py, whose functions compute weight gradients on local tensors:
     building a DTensor for `.grad` takes time. None for a parameter without a GradientSync. The callback serves all
     parameters of the same GradientSync, and takes the parameter, the local gradient, and the gradient's `dtensor_spec`,
-    at most once in a backward pass. It returns False where its caller must return the gradient to autograd, for `.grad`.
+    at most once in a backward pass. It returns False where the caller must return the gradient to autograd.
     """
     sync = None if parameter is None else _sync_of(parameter)
     return None if sync is None else sync._accept_local_grad
