@@ -19,8 +19,14 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GPT_SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 44}
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
-BASES = {"llama": SIZES, "qwen2": SIZES, "qwen3": {**SIZES, "head_dim": 8}, "gpt2": GPT_SIZES}
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+BASES = {
+    "llama": SIZES,
+    "mistral": {**SIZES, "head_dim": 8},
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 8},
+    "gpt2": GPT_SIZES,
+}
 
 
 def scaling(kind, **settings):
@@ -65,6 +71,13 @@ WINDOWS = {
     },
     "window-unused": {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
 }
+MISTRAL_WINDOWS = {
+    "window": {"sliding_window": 5},
+    "window-of-1": {"sliding_window": 1},
+    "window-as-long-as-the-row": {"sliding_window": 33},
+    "no-window": {"sliding_window": None},
+    "heads-from-sizes": {"head_dim": None},
+}
 GPT = {
     "plain": {},
     "inner-of-4": {"n_inner": None},
@@ -83,6 +96,7 @@ GPT = {
 }
 OPTIONS = {
     "llama": {**SHARED, "attention-biases": {"attention_bias": True}, "mlp-biases": {"mlp_bias": True}},
+    "mistral": {**SHARED, **MISTRAL_WINDOWS},
     "qwen2": {**SHARED, **WINDOWS},
     "qwen3": {**SHARED, **WINDOWS, "attention-biases": {"attention_bias": True}},
     "gpt2": GPT,
