@@ -191,6 +191,11 @@ def check_agreement(kind, names, folder, *, seed=0, sharded=False, **options):
     """transformers' model and ours of its folder, and transformers' of ours: logits and every gradient are the same."""
     theirs = their_model(kind, names, seed, **options)
     theirs.save_pretrained(folder / "theirs", max_shard_size="5KB" if sharded else "5GB")
+    check_saved(theirs, folder, seed=seed, sharded=sharded)
+
+
+def check_saved(theirs, folder, *, seed=0, sharded=False):
+    """`check_agreement` for transformers' model `theirs`, saved in the folder "theirs" of `folder`."""
     ours = from_pretrained(folder / "theirs").eval()
     tokens = tokens_for(theirs, seed=seed)
     logits, wanted = ours(tokens), theirs(tokens).logits
