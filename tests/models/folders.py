@@ -76,7 +76,6 @@ MISTRAL_WINDOWS = {
     "window-of-1": {"sliding_window": 1},
     "window-as-long-as-the-row": {"sliding_window": 33},
     "no-window": {"sliding_window": None},
-    "heads-from-sizes": {"head_dim": None},
 }
 GPT = {
     "plain": {},

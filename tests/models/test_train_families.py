@@ -41,7 +41,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "stages": ({"pp": 2, "dp": 2, "tp": 1}, {"schedule": "1f1b", "microbatches": 2, "split": "layers", "zero": 1}),
 }
 EACH = [  # tests of the trainer have Llama under these plans
-    pytest.param(family, marks=pytest.mark.exhaustive if family == "llama" else ()) for family in FAMILIES
+    pytest.param(family, marks=pytest.mark.exhaustive if family in ("llama", "mistral") else ()) for family in FAMILIES
 ]
 
 
