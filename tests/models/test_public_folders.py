@@ -12,7 +12,7 @@ from weft.models.cli.generate import run
 from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.asked import TEXT
-from tests.models.folders import BASES, GPT_SIZES, SIZES, check_saved, their_model
+from tests.models.folders import BASES, GPT_SIZES, SIZES, check_saved, close, their_model, tokens_for
 from tests.models.public_configs import PUBLISHED
 from tests.models.test_from_folder import trained
 
@@ -65,6 +65,21 @@ def test_a_field_that_changes_the_network_is_refused_by_name(name: str, tmp_path
     path.write_text(json.dumps({**whole, **change}))
     with pytest.raises(ValueError, match=f"config.json: {next(iter(change))}"):
         from_pretrained(tmp_path / "model")
+
+
+def test_the_gradient_of_the_pad_tokens_embedding_alone_is_not_that_of_transformers(tmp_path: Path) -> None:
+    """As in SmolLM2-135M-Instruct, whose config.json has a pad_token_id: transformers gives that row no gradient."""
+    theirs = their_model("llama", pad_token_id=2)
+    theirs.save_pretrained(tmp_path / "model")
+    ours: Any = from_pretrained(tmp_path / "model")
+    tokens = tokens_for(theirs)
+    tokens[0, 0] = 2
+    ours(tokens).square().sum().backward()
+    theirs(tokens).logits.square().sum().backward()
+    found, wanted = ours.embed_tokens.weight.grad, theirs.model.embed_tokens.weight.grad
+    assert found[2].any() and not wanted[2].any()
+    found[2] = 0
+    close(found / wanted.abs().max(), wanted / wanted.abs().max())
 
 
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.exhaustive), *NAMES[2:]])
