@@ -1,4 +1,4 @@
-"""config.json of published models, by name: fields and sizes from memory, with each model's number of parameters."""
+"""Fields of published models' config.json, written by hand, no copies of the files; and the number of parameters."""
 
 from tests.models.folders import LLAMA3
 
