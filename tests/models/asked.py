@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "num_layers": 2, 
 ROTARY: dict[str, Any] = {**SIZES, "intermediate_size": 44, "num_kv_heads": 2}
 SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
 LLAMA = LlamaConfig(**ROTARY, rope_theta=500000.0, rope_scaling=SCALING, norm_eps=1e-5)
+MISTRAL = LlamaConfig(**ROTARY, head_dim=12, sliding_window=8)
 QWEN = QwenConfig(**ROTARY, version=2, sliding_window=8, sliding_layers=(1,), attention_dropout=0.1)
 GPT2 = GPTConfig(**SIZES, activation="gelu", scale_attention_by_layer=True, dropout=0.2)
 TEXT = ("--data.path", "text.txt", "--data.sequence-length", "16")

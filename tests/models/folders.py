@@ -19,8 +19,14 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GPT_SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 44}
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
-BASES = {"llama": SIZES, "qwen2": SIZES, "qwen3": {**SIZES, "head_dim": 8}, "gpt2": GPT_SIZES}
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+BASES = {
+    "llama": SIZES,
+    "mistral": {**SIZES, "head_dim": 8},
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 8},
+    "gpt2": GPT_SIZES,
+}
 
 
 def scaling(kind, **settings):
@@ -65,6 +71,12 @@ WINDOWS = {
     },
     "window-unused": {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
 }
+MISTRAL_WINDOWS = {
+    "window": {"sliding_window": 5},
+    "window-of-1": {"sliding_window": 1},
+    "window-as-long-as-the-row": {"sliding_window": 33},
+    "no-window": {"sliding_window": None},
+}
 GPT = {
     "plain": {},
     "inner-of-4": {"n_inner": None},
@@ -83,6 +95,7 @@ GPT = {
 }
 OPTIONS = {
     "llama": {**SHARED, "attention-biases": {"attention_bias": True}, "mlp-biases": {"mlp_bias": True}},
+    "mistral": {**SHARED, **MISTRAL_WINDOWS},
     "qwen2": {**SHARED, **WINDOWS},
     "qwen3": {**SHARED, **WINDOWS, "attention-biases": {"attention_bias": True}},
     "gpt2": GPT,
@@ -177,6 +190,11 @@ def check_agreement(kind, names, folder, *, seed=0, sharded=False, **options):
     """transformers' model and ours of its folder, and transformers' of ours: logits and every gradient are the same."""
     theirs = their_model(kind, names, seed, **options)
     theirs.save_pretrained(folder / "theirs", max_shard_size="5KB" if sharded else "5GB")
+    check_saved(theirs, folder, seed=seed, sharded=sharded)
+
+
+def check_saved(theirs, folder, *, seed=0, sharded=False):
+    """`check_agreement` for transformers' model `theirs`, saved in the folder "theirs" of `folder`."""
     ours = from_pretrained(folder / "theirs").eval()
     tokens = tokens_for(theirs, seed=seed)
     logits, wanted = ours(tokens), theirs(tokens).logits

@@ -13,6 +13,8 @@ from tests.models.folders import their_model, tokens_for
 
 MADE = {
     "llama-yarn": ("llama", ("yarn",)),
+    "mistral-window": ("mistral", ("window",)),
+    "mistral": ("mistral", ("no-window", "wide-heads")),
     "qwen2-window": ("qwen2", ("window",)),
     "qwen3": ("qwen3", ("one-key-head",)),
     "gpt2": ("gpt2", ("scaled-by-layer",)),

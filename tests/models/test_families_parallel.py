@@ -39,6 +39,7 @@ CONFIGS = {
         mlp_bias=True,
         rope_scaling=YarnRopeScaling(factor=4.0, original_max_seq_len=8),
     ),
+    "mistral-window": LlamaConfig(**GATED, head_dim=12, sliding_window=3),
     "qwen2-window": QwenConfig(**GATED, version=2, sliding_window=3, sliding_layers=(1,), tie_embeddings=True),
     "qwen3": QwenConfig(**GATED, head_dim=12),
     "qwen3-biases-window": QwenConfig(**GATED, attention_bias=True, sliding_window=4, sliding_layers=(0,)),
@@ -176,7 +177,7 @@ def saved_and_read(folder: str, config: ModelConfig) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in again.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt", "gpt-untied"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3", "gpt", "gpt-untied"])
 def test_a_parallel_model_is_saved_and_read_on_another_mesh(name: str, pool: Any, tmp_path: Any) -> None:
     wanted = dict(make(CONFIGS[name]).named_parameters())
     for found in pool.run(saved_and_read, str(tmp_path), CONFIGS[name], ranks=4):

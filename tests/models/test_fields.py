@@ -14,115 +14,7 @@ from weft.models import (
 from weft.models.families import FAMILIES, make_model
 
 from tests.models.folders import BASES, LLAMA3, close, their_model, tokens_for
-
-QWEN = {
-    "architectures": ["QwenForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-PUBLISHED = {
-    "llama-3.1-8b": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "initializer_range": 0.02,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "model_type": "llama",
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "transformers_version": "4.43.0.dev0",
-            "use_cache": True,
-            "vocab_size": 128256,
-        },
-        8_030_261_248,
-    ),
-    "qwen2.5-0.5b": (
-        {
-            **QWEN,
-            "model_type": "qwen2",
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 24,
-            "num_attention_heads": 14,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 2,
-            "sliding_window": 32768,
-            "use_mrope": False,
-        },
-        494_032_768,
-    ),
-    "qwen3-0.6b": (
-        {
-            **QWEN,
-            "model_type": "qwen3",
-            "attention_bias": False,
-            "head_dim": 128,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "max_position_embeddings": 40960,
-            "max_window_layers": 28,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 8,
-            "rope_scaling": None,
-            "sliding_window": None,
-        },
-        596_049_920,
-    ),
-    "gpt2": (
-        {
-            "activation_function": "gelu_new",
-            "architectures": ["GPT2LMHeadModel"],
-            "attn_pdrop": 0.1,
-            "bos_token_id": 50256,
-            "embd_pdrop": 0.1,
-            "eos_token_id": 50256,
-            "initializer_range": 0.02,
-            "layer_norm_epsilon": 1e-05,
-            "model_type": "gpt2",
-            "n_ctx": 1024,
-            "n_embd": 768,
-            "n_head": 12,
-            "n_layer": 12,
-            "n_positions": 1024,
-            "resid_pdrop": 0.1,
-            "summary_activation": None,
-            "summary_first_dropout": 0.1,
-            "summary_proj_to_labels": True,
-            "summary_type": "cls_index",
-            "summary_use_proj": True,
-            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-            "vocab_size": 50257,
-        },
-        124_439_808,
-    ),
-}
+from tests.models.public_configs import PUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -166,6 +58,10 @@ def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message)
         ("llama", {"use_sliding_window": True}, "'use_sliding_window', which is True, is not a known field of a Llama"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ("llama", {"rope_interleaved": True}, "rope_interleaved is not supported"),
+        ("mistral", {"rope_interleaved": True}, "rope_interleaved is not supported"),
+        ("mistral", {"attention_bias": True}, "attention_bias True is not supported; a Mistral here has False"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "'layer_types', which is .*, is not a known field of a"),
+        ("mistral", {"sliding_window": -1}, "sliding_window is -1; give the number of keys that a query sees, or null"),
         (
             "llama",
             {"rope_scaling": {"type": "longrope"}},
@@ -248,7 +144,7 @@ QWEN_HEADS = {"hidden_size": 64, "num_attention_heads": 32}  # of which transfor
 def test_fields_that_are_absent_have_the_values_of_transformers():
     import transformers
 
-    for kind, chosen in (("qwen2", QWEN_HEADS), ("qwen3", QWEN_HEADS), ("gpt2", {})):
+    for kind, chosen in (("mistral", QWEN_HEADS), ("qwen2", QWEN_HEADS), ("qwen3", QWEN_HEADS), ("gpt2", {})):
         required = {
             name: value
             for name, value in BASES[kind].items()

@@ -115,7 +115,13 @@ WHOLE += [f"data.{name}" for name in ("batch_size", "sequence_length")]
 WHOLE += [f"mesh.{name}" for name in ("pp", "dp", "cp", "tp")]
 WHOLE += [f"optimizer.{name}" for name in ("warmup_steps", "decay_steps")]
 WHOLE += [f"model.{name}" for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_seq_len")]
-WHOLE += ["model.intermediate_size", "model.num_kv_heads", "model.head_dim", "plan.microbatches"]
+WHOLE += [
+    "model.intermediate_size",
+    "model.num_kv_heads",
+    "model.head_dim",
+    "model.sliding_window",
+    "plan.microbatches",
+]
 
 
 @pytest.mark.parametrize("value", HUGE, ids=["2^62", "2^70", "10^400"])

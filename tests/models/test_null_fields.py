@@ -55,7 +55,8 @@ def test_every_field_is_as_in_transformers_or_refused_by_name(kind, value, tmp_p
     theirs.save_pretrained(tmp_path / "model")
     path, tokens = tmp_path / "model/config.json", tokens_for(theirs)
     whole = json.loads(path.read_text())
-    ours = FAMILIES[kind].weights._FIELDS[kind] if kind.startswith("qwen") else FAMILIES[kind].weights.FIELDS
+    weights = FAMILIES[kind].weights
+    ours = weights.FIELDS if kind == "gpt2" else weights._FIELDS[kind]
     fields = [*ours.names, *ours.fixed, *ours.read_by_family, *ours.ignored, "bos_token_id", "is_decoder"]
     for name in portion.of(fields, every=3):
         path.write_text(json.dumps({**whole, name: value}))
@@ -79,6 +80,7 @@ def test_every_field_is_as_in_transformers_or_refused_by_name(kind, value, tmp_p
     ("kind", "name"),
     [
         *(("llama", name) for name in ("max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings")),
+        ("mistral", "rope_theta"),
         ("qwen2", "max_position_embeddings"),
         ("qwen3", "initializer_range"),
         *(
@@ -93,7 +95,8 @@ def test_a_null_that_says_nothing_is_refused(kind, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("llama", "num_key_value_heads"), ("llama", "head_dim"), ("gpt2", "n_inner")]
+    ("kind", "name"),
+    [("llama", "num_key_value_heads"), ("llama", "head_dim"), ("mistral", "num_key_value_heads"), ("gpt2", "n_inner")],
 )
 def test_a_null_size_follows_from_the_others_and_a_zero_is_refused(kind, name):
     assert read({**written(kind), name: None}).num_heads == 4
@@ -128,6 +131,9 @@ def test_every_rotary_setting_that_is_null_is_its_default_or_refused(rope, key):
     [
         ("llama", {"rope_scaling": 4}, "rope_scaling is 4; give an object"),
         ("llama", {"rope_parameters": [1]}, r"rope_parameters is \[1\]; give an object"),
+        ("mistral", {"sliding_window": "5"}, "sliding_window is '5', and a whole number"),
+        ("mistral", {"sliding_window": True}, "sliding_window is true, and a whole number"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; give the number of keys that a query sees, or null"),
         ("qwen2", {**WINDOW, "max_window_layers": None}, "max_window_layers is None; give the number of layers"),
         ("qwen3", {**WINDOW, "max_window_layers": 0.5}, "max_window_layers is 0.5; give"),
         ("qwen3", {**WINDOW, "layer_types": 3}, "layer_types is 3; give a list"),

@@ -1,4 +1,4 @@
-"""A loaded Llama, Qwen or GPT of transformers with Weft's ops: the same loss and gradients; undo restores the model."""
+"""A loaded model of transformers with Weft's ops: the same loss and gradients; undo restores the model."""
 
 import copy
 import inspect
@@ -22,6 +22,7 @@ def models() -> dict[str, Any]:
         "llama-tied": lambda: transformers.LlamaForCausalLM(
             transformers.LlamaConfig(**GATED, tie_word_embeddings=True)
         ),
+        "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**GATED, sliding_window=4)),
         "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GATED)),
         "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GATED, head_dim=8)),
         "gpt2": lambda: transformers.GPT2LMHeadModel(
@@ -32,7 +33,7 @@ def models() -> dict[str, Any]:
     }
 
 
-NAMES = ("llama", "llama-tied", "qwen2", "qwen3", "gpt2")
+NAMES = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def loaded(name: str) -> Any:

@@ -92,7 +92,7 @@ def test_the_comparison_with_one_process_needs_a_whole_model() -> None:
     ("name", "axes", "gpus", "a_parameter", "fitting"),
     [
         pytest.param("llama3-8b", {"dp": 2, "tp": 2}, 0, 32, "the recipe gpt2-large", id="cpu"),
-        pytest.param("llama3.2-1b", {"dp": 4}, 0, 64, "--plan.zero 3, or the recipe gpt2-medium", id="zero"),
+        pytest.param("llama3.2-1b", {"dp": 4}, 0, 64, "--plan.zero 3, or the recipe smollm2-360m", id="zero"),
         pytest.param("llama3.2-1b", {"dp": 1, "tp": 4}, 4, None, None, id="gpus-that-suffice"),
         pytest.param(
             "llama3-70b",

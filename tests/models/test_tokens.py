@@ -178,6 +178,7 @@ CASES = {
     "llama-2-with-eos": case("metaspace-normalized", tokenizer_config=LLAMA | {"add_eos_token": True}),
     "llama-with-defaults": case("metaspace", tokenizer_config={"tokenizer_class": "LlamaTokenizerFast"}),
     "llama-by-its-config": case("metaspace", config={"model_type": "llama"}),
+    "mistral-by-its-config": case("metaspace", config={"model_type": "mistral"}),
     "llama-of-bytes": case("byte-level", tokenizer_config=LLAMA),
     "gemma": case("metaspace", tokenizer_config=ENDS | {"tokenizer_class": "GemmaTokenizer"}),
     "cohere": case("byte-level", tokenizer_config=ENDS | {"tokenizer_class": "CohereTokenizerFast"}),

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "intermediate_siz
 SHARED: dict[str, Any] = {**SIZES, "dropout": 0.1, "attention_dropout": 0.1}
 MODELS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**SHARED, num_kv_heads=4),
+    "mistral": LlamaConfig(**SHARED, num_kv_heads=4, sliding_window=5),
     "qwen2": QwenConfig(**SHARED, num_kv_heads=4, version=2, sliding_window=5, sliding_layers=(1,)),
     "qwen3": QwenConfig(**SHARED, num_kv_heads=4, tie_embeddings=True),
     "gpt2": GPTConfig(**SHARED),
@@ -40,7 +41,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "stages": ({"pp": 2, "dp": 2, "tp": 1}, {"schedule": "1f1b", "microbatches": 2, "split": "layers", "zero": 1}),
 }
 EACH = [  # tests of the trainer have Llama under these plans
-    pytest.param(family, marks=pytest.mark.exhaustive if family == "llama" else ()) for family in FAMILIES
+    pytest.param(family, marks=pytest.mark.exhaustive if family in ("llama", "mistral") else ()) for family in FAMILIES
 ]
 
 

@@ -40,6 +40,7 @@ from tests.support.pool import Pool
 SIZES: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
 BASES: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**SIZES, num_kv_heads=2),
+    "mistral": LlamaConfig(**SIZES, num_kv_heads=2, sliding_window=4),
     "qwen2": QwenConfig(**SIZES, version=2, num_kv_heads=2, sliding_window=4, sliding_layers=(0,)),
     "qwen3": QwenConfig(**SIZES, version=3, num_kv_heads=2, sliding_window=4, sliding_layers=(0,)),
     "gpt": GPTConfig(**SIZES, max_seq_len=32),
@@ -65,7 +66,7 @@ OTHERS: dict[str, Any] = {
     "scale_attention": False,
     "scale_attention_by_layer": True,
 }
-ALIKE = {"initializer_range": 0.1, "attention_dropout": 0.2, "dropout": 0.2, "embedding_dropout": 0.2}
+ALIKE = {"initializer_range": 0.1, "attention_dropout": 0.2, "dropout": 0.2, "embedding_dropout": 0.2, "mistral": True}
 
 
 def filled(config: ModelConfig, seed: int = 0) -> nn.Module:
@@ -80,7 +81,7 @@ def other(config: ModelConfig, name: str) -> ModelConfig | None:
         return replace(config, version=5 - config.version)  # type: ignore[attr-defined]
     if name == "tie_embeddings":
         return replace(config, tie_embeddings=not config.tie_embeddings)
-    if name == "attention_bias" and getattr(config, "version", 3) == 2:
+    if name.endswith("_bias") and (getattr(config, "version", 3) == 2 or getattr(config, "mistral", False)):
         return None
     return replace(config, **{name: OTHERS[name]})
 

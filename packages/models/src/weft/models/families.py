@@ -47,7 +47,7 @@ class Family:
 _LLAMA, _QWEN, _GPT = Family("llama", "Llama"), Family("qwen", "Qwen"), Family("gpt", "GPT")
 
 # model_type of Hugging Face's config.json -> family.
-FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN, "gpt2": _GPT}
+FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN, "gpt2": _GPT}
 
 
 def make_model(config: ModelConfig) -> nn.Module:

@@ -34,6 +34,7 @@ SUPPORTED = {
     family.model: family
     for family in (
         TransformersClasses("LlamaForCausalLM", "LlamaRMSNorm", "LlamaMLP"),
+        TransformersClasses("MistralForCausalLM", "MistralRMSNorm", "MistralMLP"),
         TransformersClasses("Qwen2ForCausalLM", "Qwen2RMSNorm", "Qwen2MLP"),
         TransformersClasses("Qwen3ForCausalLM", "Qwen3RMSNorm", "Qwen3MLP"),
         TransformersClasses("GPT2LMHeadModel"),
@@ -79,14 +80,14 @@ class Patch:
 
 
 def patch(model: nn.Module) -> Patch:
-    """Runs a Llama, Qwen 2, Qwen 3 or GPT-2 of `transformers` with Weft's ops. Prints and returns the changes.
+    """Runs a Llama, Mistral, Qwen 2, Qwen 3 or GPT-2 of `transformers` with Weft's ops. Prints and returns the changes.
 
     In training with labels, the loss is `linear_cross_entropy` of the last hidden states: the full logits never
     exist, and the output's `logits` are None. The model's own forward runs without labels, in `eval()`, with a head
     that is not a plain nn.Linear or has hooks, and with a custom `loss_function`, even one set after `patch`. The
-    printed summary names the reason. Llama's and Qwen's RMS norms and gated MLPs become Weft's `rms_norm` and
-    `swiglu`. An MLP with another activation, or with hooks on the activation, keeps its own forward. Parameters,
-    names and checkpoints stay the same.
+    printed summary names the reason. RMS norms and gated MLPs become Weft's `rms_norm` and `swiglu`. An MLP with
+    another activation, or with hooks on the activation, keeps its own forward. Parameters, names and checkpoints stay
+    the same.
     `patch(model).undo()` restores the model.
     Communication: none.
     Raises ValueError for a model of another class, a replaced or wrapped forward of transformers, and a compiled

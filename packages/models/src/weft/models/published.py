@@ -63,6 +63,47 @@ def _llama3(
     )
 
 
+def _mistral(vocab_size: int, *, rope_theta: float, sliding_window: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        max_seq_len=32768,
+        rope_theta=rope_theta,
+        norm_eps=1e-5,
+        sliding_window=sliding_window,
+        mistral=True,
+    )
+
+
+def _smollm2(
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    rope_theta: float = 100000.0,
+    initializer_range: float = 0.02,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_seq_len=8192,
+        rope_theta=rope_theta,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        initializer_range=initializer_range,
+    )
+
+
 def _qwen(
     version: int,
     hidden_size: int,
@@ -101,6 +142,12 @@ PUBLISHED: Mapping[str, ModelConfig] = {
     "llama3-70b": _llama3(8192, 28672, 80, 64),
     "llama3.1-405b": _llama3(16384, 53248, 126, 128, stretched=8.0),  # meta-llama/Llama-3.1-405B
     "llama3.2-1b": _llama3(2048, 8192, 16, 32, stretched=32.0, tie_embeddings=True),  # meta-llama/Llama-3.2-1B
+    # HuggingFaceTB/SmolLM2-135M, -360M, -1.7B
+    "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, initializer_range=576**-0.5),
+    "smollm2-360m": _smollm2(960, 2560, 32, 15, 5),
+    "smollm2-1.7b": _smollm2(2048, 8192, 24, 32, 32, rope_theta=130000.0),
+    "mistral-7b-v0.1": _mistral(32000, rope_theta=10000.0, sliding_window=4096),  # mistralai/Mistral-7B-v0.1
+    "mistral-7b-v0.3": _mistral(32768, rope_theta=1000000.0, sliding_window=0),
     "qwen2.5-7b": _qwen(2, 3584, 18944, 28, 28, 4, vocab_size=152064),  # Qwen/Qwen2.5-7B
     "qwen2.5-72b": _qwen(2, 8192, 29568, 80, 64, 8, vocab_size=152064),
     "qwen3-0.6b": _qwen(3, 1024, 3072, 28, 16, 8, tie_embeddings=True),  # Qwen/Qwen3-0.6B

@@ -32,6 +32,7 @@ _NO_EFFECT = frozenset(
         "tie_encoder_decoder",
         "torch_dtype",
         "torchscript",
+        "transformers.js_config",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
@@ -43,6 +44,7 @@ _NO_EFFECT = frozenset(
 # `attach_companions`, and saved unchanged.
 COMPANIONS = frozenset(
     [
+        "_num_labels",
         "bad_words_ids",
         "begin_suppress_tokens",
         "bos_token_id",

@@ -20,7 +20,13 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _GPT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # The class of a model's tokenizer, where tokenizer_config.json names none: by the model_type of config.json.
-CLASSES = {"llama": "LlamaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "gpt2": "GPT2Tokenizer"}
+CLASSES = {
+    "llama": "LlamaTokenizer",
+    "mistral": "LlamaTokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "gpt2": "GPT2Tokenizer",
+}
 
 _OBJECT = Mapping[str, Any] | None
 _BOOL = bool | None

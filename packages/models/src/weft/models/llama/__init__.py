@@ -1,1 +1,1 @@
-"""Llama: config, model, parallel plan and Hugging Face format."""
+"""Llama and Mistral: config, model, parallel plan and Hugging Face format."""

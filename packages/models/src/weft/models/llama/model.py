@@ -1,4 +1,7 @@
-"""Llama, written for one device (Touvron et al. 2023), with grouped queries and the later rotary scalings."""
+"""Llama, written for one device (Touvron et al. 2023), with grouped queries and the later rotary scalings.
+
+With a sliding window in every layer, the same network is Mistral (Jiang et al. 2023).
+"""
 
 from __future__ import annotations
 

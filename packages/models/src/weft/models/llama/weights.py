@@ -1,4 +1,4 @@
-"""Llama in Hugging Face's format: fields of config.json, and where files store each parameter."""
+"""Llama and Mistral in Hugging Face's format: fields of config.json, and where files store each parameter."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..checkpoint.rotary import (
     stored,
     write_rope,
 )
+from ..documents import as_type
 from .config import LlamaConfig
 
 if TYPE_CHECKING:
@@ -25,26 +26,62 @@ if TYPE_CHECKING:
 
 __all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
-FIELDS = Fields(
-    model="Llama",
-    config=LlamaConfig,
-    names={**NAMES, "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-    required=REQUIRED,
-    nullable=NULLABLE,
-    defaults={"max_position_embeddings": 2048},
-    fixed={"hidden_act": ACTIVATIONS},
-    read_by_family=ROPE_FIELDS,
-    ignored=("pretraining_tp",),  # about Llama 1's training
-)
+_WINDOW, _DEFAULT_WINDOW = "sliding_window", 4096  # transformers' default
+_WINDOW_TYPE: Any = int | None
+_FIELDS = {
+    "llama": Fields(
+        model="Llama",
+        config=LlamaConfig,
+        names={**NAMES, "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+        required=REQUIRED,
+        nullable=NULLABLE,
+        defaults={"max_position_embeddings": 2048},
+        fixed={"hidden_act": ACTIVATIONS},
+        read_by_family=ROPE_FIELDS,
+        # About Llama 1's training, and the program that trained SmolLM.
+        ignored=("pretraining_tp", "is_llama_config"),
+    ),
+    "mistral": Fields(
+        model="Mistral",
+        config=LlamaConfig,
+        names=NAMES,
+        required=REQUIRED,
+        nullable=NULLABLE,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
+        fixed={"hidden_act": ACTIVATIONS, "attention_bias": (False,), "mlp_bias": (False,)},
+        read_by_family=(*ROPE_FIELDS, _WINDOW),
+    ),
+}
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Our config from a config.json. Raises ValueError for an unsupported setting."""
-    values = FIELDS.read(config)
+    kind = config["model_type"]
+    values = _FIELDS[kind].read(config)
+    if kind == "mistral":
+        values |= {"mistral": True, "sliding_window": _read_window(config)}
     return LlamaConfig(**values, **read_rope(config, values["max_seq_len"]))
 
 
 def write_config(model: Llama) -> dict[str, Any]:
     """config.json for a model, without the dtype."""
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    return {**kind, **FIELDS.write(model.config), **write_rope(model.config)}
+    config = model.config
+    kind = "mistral" if config.mistral else "llama"
+    return {
+        "architectures": [f"{config.title}ForCausalLM"],
+        "model_type": kind,
+        **_FIELDS[kind].write(config),
+        **write_rope(config),
+        **({_WINDOW: config.sliding_window or None} if config.mistral else {}),
+    }
+
+
+def _read_window(config: Mapping[str, Any]) -> int:
+    """A Mistral's window for our config; 0 for null. Raises ValueError for a number below 1."""
+    window = config.get(_WINDOW, _DEFAULT_WINDOW)
+    as_type(_WINDOW_TYPE, window, f"config.json: {_WINDOW}")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"config.json: {_WINDOW} is {window}; give the number of keys that a query sees, or null for all keys"
+        )
+    return window or 0
