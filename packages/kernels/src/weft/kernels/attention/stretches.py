@@ -101,7 +101,7 @@ def backward(
         return dq.transpose(1, 2).reshape(query.shape), dkey, dvalue
     sums = any(_share_tokens(pieces) for _, pieces in batch)
     dtype = torch.promote_types(q.dtype, torch.float32) if sums else q.dtype
-    totals = [torch.zeros(x.shape, dtype=dtype) for x in (query, key, value)]
+    totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)]
     dq, dk, dv = (heads_of(total, head_dim) for total in totals)
     for rows, pieces in batch:
         for piece in pieces:
@@ -115,7 +115,8 @@ def backward(
 def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Rows, scale: float) -> tuple[Tensor, Tensor]:
     B, heads, T, D = q.shape
     output = q.new_zeros(B, T, heads, D).transpose(1, 2)  # 0 for a query that sees nothing
-    lse = torch.full((B, heads, T), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full((B, heads, T), -torch.inf, dtype=wide, device=q.device)
     for rows, pieces in batch:
         for piece in pieces:
             of_output, of_lse = output[rows, :, piece.queries], lse[rows, :, piece.queries]
@@ -184,9 +185,9 @@ def rows_alike(seen: Tensor) -> list[slice]:
 
 def _mask(seen: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     """What is added to the scores: -inf where a query does not see a key. seen: [B, T, 2]. Returns [B, 1, T, S]."""
-    key = torch.arange(S)
+    key = torch.arange(S, device=seen.device)
     unseen = (key < seen[..., :1]) | (key >= seen[..., 1:])  # [B, T, S]
-    return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf).unsqueeze(1)
+    return torch.zeros(unseen.shape, dtype=dtype, device=seen.device).masked_fill_(unseen, -torch.inf).unsqueeze(1)
 
 
 def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
@@ -267,7 +268,7 @@ def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> It
     """Query `first` sees the keys start to end, and each next query a window one key later."""
     window = end - start
     block = min(stop - first, max(LEAST_BLOCK, min(window // 8, MOST_BLOCK)))
-    full = torch.full((block, block + window - 1), -torch.inf, dtype=dtype)
+    full = torch.full((block, block + window - 1), -torch.inf, dtype=dtype, device="cpu")
     mask = full.tril(-1) + full.triu(window)  # one mask for all blocks: query i sees the keys i to i + window - 1
     for query in range(first, stop, block):
         n, key = min(block, stop - query), start + query - first

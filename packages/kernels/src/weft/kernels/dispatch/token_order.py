@@ -52,10 +52,12 @@ def runs_within(order: Runs, start: int, stop: int) -> Runs:
 
 def as_read(x: Tensor, order: Runs, dim: int) -> Tensor:
     """Reorder x from memory order `order` to sequence order, along `dim`."""
+    if not order:
+        return x
     parts = torch.split(x, [stop - start for start, stop in order], dim)  # backward is a single concatenation
     return torch.cat([parts[i] for i in sorted(range(len(order)), key=order.__getitem__)], dim)
 
 
 def as_laid(x: Tensor, order: Runs, dim: int) -> Tensor:
     """Reorder x from sequence order to memory order `order`, along `dim`: the reverse of `as_read`."""
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in order], dim)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in order], dim) if order else x

@@ -123,6 +123,8 @@ def lay_out_batch(
             )
     if tokens.ndim != 2:
         raise ValueError(f"lay_out_batch takes tokens [B, T], got {tuple(tokens.shape)}")
+    if documents is not None and (documents.is_floating_point() or documents.is_complex()):
+        raise ValueError(f"lay_out_batch: documents are {documents.dtype}; give ints, the number of a token's document")
     if mesh.size == 1:
         documents = None if documents is None else documents.to(tokens.device)
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, order=None)

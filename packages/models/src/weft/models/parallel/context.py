@@ -132,6 +132,11 @@ class _Tokens:
                 )
             own = _positions_by_row(tokens, order) if isinstance(order, RowOrders) else _own_positions(tokens, order)
             positions = OrderedPositions(values=own, order=order)
+        elif order is not None and isinstance(positions, OrderedPositions) and not _is_same(order, positions.order):
+            raise ValueError(
+                "the tokens and the positions come from two calls of lay_out_batch, which cut the rows in two ways; "
+                "give the model tokens, positions and documents of one batch"
+            )
         if isinstance(positions, OrderedPositions):
             if not self._takes_documents:
                 raise ValueError(
@@ -161,6 +166,10 @@ def _sharded_on_tokens(x: Any) -> TypeGuard[DTensor]:
     return any(
         name == CONTEXT_AXIS and each.is_shard(TOKENS_DIM) for name, each in zip(names, x.placements, strict=False)
     )
+
+
+def _is_same(order: Runs | RowOrders, of_positions: Runs | RowOrders) -> bool:
+    return order.is_same(of_positions) if isinstance(order, RowOrders) else order == of_positions
 
 
 @in_graph

@@ -21,9 +21,14 @@ def document_bounds(documents: Tensor) -> Tensor:
 
     Layouts: sharded on the leading dims; the bounds are sharded as the ids.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for an id that comes back after its document ended, where the
-    host can read the ids.
+    Raises LayoutError for any other layouts; ValueError for ids that are no ints, and, where the host can read the
+    ids, for an id that comes back after its document ended.
     """
+    if not documents.ndim or documents.is_floating_point() or documents.is_complex():
+        raise ValueError(
+            f"document_bounds takes ids [..., S] of ints, got {tuple(documents.shape)} of {documents.dtype}; give each "
+            f"token the number of its document"
+        )
     return apply(BOUNDS, documents)
 
 

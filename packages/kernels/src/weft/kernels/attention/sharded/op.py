@@ -20,6 +20,8 @@ from .cache import KeyValueCache
 from .layout_rule import cache_rule, rule
 
 MOST_HEAD_DIM = 256  # the kernels hold a tile of whole heads
+MOST_WINDOW = 2**31 - 1  # places are 32-bit numbers; a window of as many keys as there are is no window
+MOST_SOFTCAP = 1e38  # of float32
 
 
 @autocasts("attention")
@@ -85,7 +87,8 @@ def attention(
         )
     S = key.shape[-2] if cache is None else cache.capacity
     _check_seen(query, S, causal, window, documents)
-    _check_scores(query, head_dim, softcap, sinks)
+    _check_scores(query, head_dim, scale, softcap, sinks)
+    window = None if window is None else min(window, MOST_WINDOW)
     options: dict[str, Any] = {
         "head_dim": head_dim, "causal": causal, "scale": scale, "window": window, "softcap": softcap
     }  # fmt: skip
@@ -134,7 +137,7 @@ def _torch_is_faster(query: Tensor) -> bool:
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
     """Raises ValueError for mismatched shapes of query, key and value."""
     of_query, of_key = query.shape, key.shape
-    if not 1 <= head_dim <= MOST_HEAD_DIM:
+    if isinstance(head_dim, bool | float) or not 1 <= head_dim <= MOST_HEAD_DIM:
         raise ValueError(f"attention: head_dim is {head_dim}; give the size of a head, 1 to {MOST_HEAD_DIM}")
     fits = len(of_query) > 1 and of_key == value.shape and of_key[:-2] == of_query[:-2] and of_key[-1] > 0
     if not fits or of_query[-1] % head_dim or of_key[-1] % head_dim or of_query[-1] % of_key[-1]:
@@ -153,14 +156,14 @@ def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: boo
 def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documents: Tensor | None) -> None:
     """Raises ValueError for a window or documents that do not fit the query and the S keys."""
     T = query.shape[-2]
-    if window is not None and (isinstance(window, bool) or window < 1):
+    if window is not None and (isinstance(window, bool | float) or window < 1):
         raise ValueError(f"attention: window is {window}; give how many keys a query sees, 1 or more")
     if window is not None and not causal:
         raise ValueError(f"attention: a window of {window} needs causal=True; leave window out")
     if documents is None:
         return
     ids = (*query.shape[:-2], S)
-    if documents.shape not in (ids, (*ids, 2)) or documents.is_floating_point():
+    if documents.shape not in (ids, (*ids, 2)) or documents.is_floating_point() or documents.is_complex():
         raise ValueError(
             f"attention takes documents [..., {S}] of ints, one for each key, or their bounds [..., {S}, 2], got "
             f"{tuple(documents.shape)} of {documents.dtype} beside a query of {tuple(query.shape)}"
@@ -169,10 +172,14 @@ def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documen
         raise ValueError(f"attention: {T} queries have no documents among {S} keys; give at least as many keys")
 
 
-def _check_scores(query: Tensor, head_dim: int, softcap: float | None, sinks: Tensor | None) -> None:
-    """Raises ValueError for a softcap that is no number above 0, and for sinks that do not fit the query."""
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"attention: softcap is {softcap}; give a number above 0, or None")
+def _check_scores(
+    query: Tensor, head_dim: int, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    """Raises ValueError for a scale or softcap that is no number above 0, and for sinks that do not fit the query."""
+    if scale is not None and not 0 < scale < math.inf:  # torch's fused attention masks before it scales
+        raise ValueError(f"attention: scale is {scale}; give a number above 0, or None, and negate the query instead")
+    if softcap is not None and not 0 < softcap <= MOST_SOFTCAP:
+        raise ValueError(f"attention: softcap is {softcap}; give a number above 0 and up to {MOST_SOFTCAP}, or None")
     heads = query.shape[-1] // head_dim
     if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in WIDE):
         raise ValueError(

@@ -13,7 +13,7 @@ from weft.kernels.extension import Runs
 from .exchange import Exchange, exchange_of, tokens_of
 from .order import order_by_documents
 
-_LATEST = "_row_orders"  # attribute of documents: parts and version, and the `RowOrders` of these
+_LATEST = "_row_orders"  # attribute of documents: parts and the ids as bytes, and the `RowOrders` of these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +34,18 @@ class RowOrders:
 
         Raises ValueError for a document that comes back after it ended.
         """
-        key: tuple[int, int] = parts, documents._version
-        latest: tuple[tuple[int, int], RowOrders] | None = getattr(documents, _LATEST, None)
+        key = parts, documents.numpy().tobytes()  # a loader may fill the tensor's memory anew
+        latest: tuple[tuple[int, bytes], RowOrders] | None = getattr(documents, _LATEST, None)
         if latest is None or latest[0] != key:
             lengths = tuple([document_lengths(ids, row) for row, ids in enumerate(documents)])
             orders = cls(tuple([order_by_documents(each, parts) for each in lengths]), lengths, parts)
             latest = key, orders
             setattr(documents, _LATEST, latest)
         return latest[1]
+
+    def is_same(self, order: object) -> bool:
+        """Whether `order` is an order of rows with these documents."""
+        return isinstance(order, RowOrders) and (order.orders, order.lengths) == (self.orders, self.lengths)
 
     def rows(self, start: int, stop: int) -> RowOrders:
         """Those of some rows."""
