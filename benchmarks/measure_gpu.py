@@ -1,6 +1,6 @@
 """`python -m benchmarks.measure_gpu`: runs the GPU tests, measures the tables of products, runs the benchmarks.
 
-    python -m benchmarks.measure_gpu                  # all pieces in order: 25 minutes on one GPU
+    python -m benchmarks.measure_gpu                  # all pieces in order: 33 minutes on one GPU
     python -m benchmarks.measure_gpu --seconds 560    # the pieces which fit; repeat until "all pieces are done"
     python -m benchmarks.measure_gpu tune-bf16        # only this piece, even if done already
     python -m benchmarks.measure_gpu --dry-run        # list the pieces
@@ -36,7 +36,13 @@ from benchmarks.record import folder_name
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "outputs" / "measure_gpu"
-TABLES = tuple(ROOT / "packages/kernels/src/weft/kernels/matmul" / name for name in ("measured.json", "in_steps.json"))
+KERNELS = ROOT / "packages/kernels/src/weft/kernels"
+# The tables of `weft.kernels`, and the name of each in a folder of all.
+TABLES = {
+    KERNELS / "matmul/measured.json": "measured.json",
+    KERNELS / "matmul/in_steps.json": "in_steps.json",
+    KERNELS / "attention/measured.json": "attention.json",
+}
 UNFINISHED = 75  # exit status of a command to be called again: EX_TEMPFAIL of sysexits.h
 MARGIN = 30  # seconds to end a piece: it stops after the product being measured
 DONE, OUT_OF_TIME, FAILED = "done", "out of time", "failed"
@@ -71,10 +77,10 @@ def _tests(name: str, seconds: int, *paths: str, gpus: int = 1) -> Piece:
     return Piece(f"test-{name}", ("-m", "pytest", "-m", "gpu", "-q", *workers, *paths), seconds, ("pytest",), gpus)
 
 
-def _tuning(name: str, seconds: int, *formats: str) -> Piece:
+def _tuning(name: str, seconds: int, *formats: str, of: str = "matmul") -> Piece:
     dtypes = (word for each in formats for word in ("--dtype", each))
     within = ("--seconds", str(seconds - MARGIN))
-    return Piece(f"tune-{name}", ("-m", "benchmarks.tune_matmul", *dtypes, *within), seconds, goes_on=True)
+    return Piece(f"tune-{name}", ("-m", f"benchmarks.tune_{of}", *dtypes, *within), seconds, goes_on=True)
 
 
 def _in_steps(ranks: int) -> Piece:
@@ -99,9 +105,11 @@ PIECES = (
         120,
         "tests/kernels",
         "tests/models/test_room.py",
-        *(f"--ignore={path}" for path in ("tests/kernels/matmul", *LOSSES)),
+        *(f"--ignore={path}" for path in ("tests/kernels/attention", "tests/kernels/matmul", *LOSSES)),
     ),
+    _tests("attention", 150, "tests/kernels/attention"),
     _tests("on-ranks", 120, *ON_RANKS, gpus=2),
+    _tuning("attention", 120, "bf16", of="attention"),
     _tuning("fp8", 130, "fp8"),
     _tuning("bf16", 240, "bf16"),
     *map(_in_steps, (2, 4, 8)),
@@ -109,6 +117,7 @@ PIECES = (
     _benchmark("layers", 160, "benchmarks/test_layers_speed.py"),
     _benchmark("losses", 100, "benchmarks/test_cross_entropy_speed.py"),
     _benchmark("step", 60, "benchmarks/test_step_speed.py"),
+    _benchmark("attention", 230, "benchmarks/test_attention_speed.py"),
     _tuning("others", 80, "fp16", "tf32", "fp32"),
     _benchmark("autotuned", 80, "benchmarks/test_matmul_speed.py", "-k", "tries_many"),
 )
@@ -200,13 +209,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def copy_to(out: Path, kept: Path) -> None:
-    """Copies the tables, the results, the states of the pieces and the logs to the folder `out`: at most five files."""
+    """Copies the tables, the results, the states of the pieces and the logs to the folder `out`: at most six files."""
     out.mkdir(parents=True, exist_ok=True)
     logs = sorted(kept.glob("*.log"))
     (out / "log.txt").write_text("\n".join(f"== {each.stem}\n{each.read_text(errors='replace')}" for each in logs))
-    for file in (*TABLES, kept / "pieces.json", kept / "run.json"):
+    for file, name in {**TABLES, kept / "pieces.json": "pieces.json", kept / "run.json": "run.json"}.items():
         if file.exists():
-            shutil.copy(file, out / file.name)
+            shutil.copy(file, out / name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

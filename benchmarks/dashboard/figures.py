@@ -16,11 +16,13 @@ from benchmarks.record import Case, Run, printable
 # (group, kind) -> title, what is measured, in this order. Other groups follow by their names.
 KNOWN = {
     ("cross_entropy_speed", "time"): ("Losses", "Forward, backward; 100% is a copy of the logits, or three GEMMs."),
+    ("attention_speed", "time"): ("Attention", "Forward, backward; 100% is the rate of a matmul."),
     ("step_speed", "time"): ("A training step on one GPU", "A Llama of 0.5 billion parameters, bf16 by autocast."),
     ("parallel_stacks", "host_time"): ("A step beside torch's whole stack", "Eight processes over gloo."),
     ("step_time", "host_time"): ("A training step", "Four processes over gloo."),
     ("sharded_optimizers", "host_time"): ("A step with sharded optimizers", "Four processes over gloo."),
     ("layers_cpu", "host_time"): ("Layers and products", "Forward and backward."),
+    ("attention_cpu", "host_time"): ("Attention", "Forward and backward, on one thread."),
     ("llama_cpu", "host_time"): ("A Llama", "Beside that of transformers."),
     ("generate_cpu", "host_time"): ("Generation", "Beside that of transformers."),
     ("cross_entropy_cpu", "host_time"): ("Cross-entropy", "Forward and backward."),

@@ -164,7 +164,7 @@ def test_plain_calls_can_run_torchs_function_inside_the_op(
     """As they do on a GPU, until a measurement says otherwise."""
     module = importlib.import_module("weft.kernels.attention.sharded.op")
     monkeypatch.setattr(module, "runs_natively", lambda *tensors: False)
-    monkeypatch.setattr(module, "_torch_is_faster", lambda query: True)
+    monkeypatch.setattr(module, "_torch_is_faster", lambda *call: True)
     monkeypatch.setattr(module, "ATTENTION", None)
     tensors = operands(7, 7, B, heads=heads)
     found = with_gradients(partial(op, **PLAIN[name]), tensors)

@@ -16,13 +16,14 @@ PHASED: key blocks begin at a multiple of 8 elements, so one Philox block gives 
 import triton
 import triton.language as tl
 
-from .tiles import LN2, LOG2E, bounds_of, capped, drop_of, keep_mask, load, store, tile_offsets, visits
+from .tiles import LN2, LOG2E, bounds_of, capped, keep_mask, load, phase_of, store, tile_offsets, visits
 
 
 @triton.jit
 def forward_block(
     total, row_max, row_sum, q, starts, stops, key_ptr, value_ptr, key_offsets, value_offsets,
-    head, first_row, first_col, stop, T, S, stride_ks, stride_vs, scale, softcap, drop,
+    head, first_row, first_col, stop, T, S, stride_ks, stride_vs, scale, softcap,
+    drop, query_places_ptr, key_places_ptr,
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +41,10 @@ def forward_block(
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(weight, 1)
     if drop is not None:
-        weight = tl.where(keep_mask(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S), weight, 0.0)
+        keep = keep_mask(
+            drop, query_places_ptr, key_places_ptr, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S
+        )
+        weight = tl.where(keep, weight, 0.0)
     v = load(value_ptr + to_block * stride_vs, value_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
     total = tl.dot(weight.to(v.dtype), v, total * rescale[:, None], input_precision=PRECISION)
     return total, new_max, row_sum
@@ -73,10 +77,15 @@ def forward(
     program = tl.program_id(0)
     first_row = (row_blocks - 1 - program % row_blocks) * BLOCK_T
     head, batch = program // row_blocks % heads, (program // row_blocks // heads).to(tl.int64)
-    drop, phase = drop_of(
-        offsets_ptr, query_places_ptr, key_places_ptr, batch, stride_qpb, stride_kpb, head_stride, row_stride,
-        first_query, first_key, drop_key, threshold, PHASED,
-    )  # fmt: skip
+    drop, phase = None, None
+    if offsets_ptr is not None:
+        offset = tl.load(offsets_ptr + batch)
+        drop = (
+            offset, batch * stride_qpb, batch * stride_kpb, head_stride, row_stride,
+            first_query, first_key, drop_key, threshold,
+        )  # fmt: skip
+        if PHASED:
+            phase = phase_of(offset, first_key)
     rows, last_row = first_row + tl.arange(0, BLOCK_T), min(first_row + BLOCK_T, T) - 1
     ranges_ptr += batch * stride_rb
     origin, begin, skipped, whole, masked = visits(
@@ -103,14 +112,16 @@ def forward(
     for block in range(begin, begin + whole):
         total, row_max, row_sum = forward_block(
             total, row_max, row_sum, q, starts, stops, key_ptr, value_ptr, key_offsets, value_offsets,
-            head, first_row, origin + block * BLOCK_S, stop, T, S, stride_ks, stride_vs, scale, softcap, drop,
+            head, first_row, origin + block * BLOCK_S, stop, T, S, stride_ks, stride_vs, scale, softcap,
+            drop, query_places_ptr, key_places_ptr,
             False, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     for number in range(masked):
         block = number + tl.where(number >= begin, skipped, 0)
         total, row_max, row_sum = forward_block(
             total, row_max, row_sum, q, starts, stops, key_ptr, value_ptr, key_offsets, value_offsets,
-            head, first_row, origin + block * BLOCK_S, stop, T, S, stride_ks, stride_vs, scale, softcap, drop,
+            head, first_row, origin + block * BLOCK_S, stop, T, S, stride_ks, stride_vs, scale, softcap,
+            drop, query_places_ptr, key_places_ptr,
             True, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     sees_nothing = row_sum == 0.0
@@ -126,7 +137,8 @@ def forward(
 @triton.jit
 def backward_queries_block(
     total, q, grad, lse, delta, starts, stops, key_ptr, value_ptr, key_offsets, value_offsets,
-    head, first_row, first_col, stop, T, S, stride_ks, stride_vs, scale, softcap, drop, drop_scale,
+    head, first_row, first_col, stop, T, S, stride_ks, stride_vs, scale, softcap,
+    drop, query_places_ptr, key_places_ptr, drop_scale,
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -142,10 +154,12 @@ def backward_queries_block(
     v = load(value_ptr + to_block * stride_vs, value_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
     dweight = tl.dot(grad, v.T, input_precision=PRECISION)
     if drop is not None:
-        keep = keep_mask(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S)
+        keep = keep_mask(
+            drop, query_places_ptr, key_places_ptr, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S
+        )
         dweight = tl.where(keep, dweight * drop_scale, 0.0)
     dscore = weight * (dweight - delta[:, None])
-    if slope is not None:
+    if softcap is not None:
         dscore *= slope
     return tl.dot(dscore.to(k.dtype), k, total, input_precision=PRECISION)
 
@@ -170,10 +184,15 @@ def backward_queries(
     program = tl.program_id(0)
     first_row = (row_blocks - 1 - program % row_blocks) * BLOCK_T
     head, batch = program // row_blocks % heads, (program // row_blocks // heads).to(tl.int64)
-    drop, phase = drop_of(
-        offsets_ptr, query_places_ptr, key_places_ptr, batch, stride_qpb, stride_kpb, head_stride, row_stride,
-        first_query, first_key, drop_key, threshold, PHASED,
-    )  # fmt: skip
+    drop, phase = None, None
+    if offsets_ptr is not None:
+        offset = tl.load(offsets_ptr + batch)
+        drop = (
+            offset, batch * stride_qpb, batch * stride_kpb, head_stride, row_stride,
+            first_query, first_key, drop_key, threshold,
+        )  # fmt: skip
+        if PHASED:
+            phase = phase_of(offset, first_key)
     rows, last_row = first_row + tl.arange(0, BLOCK_T), min(first_row + BLOCK_T, T) - 1
     in_rows, to_row = rows < T, tl.cast(first_row, tl.int64)
     grad_ptr += batch * stride_gb + to_row * stride_gt + head * HEAD_DIM
@@ -203,14 +222,16 @@ def backward_queries(
         total = backward_queries_block(
             total, q, grad, lse, delta, starts, stops, key_ptr, value_ptr, key_offsets, value_offsets,
             head, first_row, origin + block * BLOCK_S, stop, T, S, stride_ks, stride_vs, scale, softcap,
-            drop, drop_scale, False, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
+            drop, query_places_ptr, key_places_ptr, drop_scale,
+            False, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     for number in range(masked):
         block = number + tl.where(number >= begin, skipped, 0)
         total = backward_queries_block(
             total, q, grad, lse, delta, starts, stops, key_ptr, value_ptr, key_offsets, value_offsets,
             head, first_row, origin + block * BLOCK_S, stop, T, S, stride_ks, stride_vs, scale, softcap,
-            drop, drop_scale, True, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
+            drop, query_places_ptr, key_places_ptr, drop_scale,
+            True, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     dquery_ptr += batch * stride_dqb + to_row * stride_dqt + head * HEAD_DIM
     store(dquery_ptr, tile_offsets(stride_dqt, BLOCK_T, BLOCK_D), total * scale, in_rows, HEAD_DIM, BLOCK_D)
@@ -219,7 +240,8 @@ def backward_queries(
 @triton.jit
 def backward_keys_block(
     dk, dv, k, v, firsts, lasts, query_ptr, grad_ptr, lse_ptr, delta_ptr, query_offsets, grad_offsets,
-    head, first_row, first_col, stop, T, S, stride_qt, stride_gt, scale, softcap, drop, drop_scale,
+    head, first_row, first_col, stop, T, S, stride_qt, stride_gt, scale, softcap,
+    drop, query_places_ptr, key_places_ptr, drop_scale,
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -244,12 +266,14 @@ def backward_keys_block(
     dweight = tl.dot(v, grad.T, input_precision=PRECISION)
     dropped_weight = weight
     if drop is not None:
-        keep = keep_mask(drop, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S).T
+        keep = keep_mask(
+            drop, query_places_ptr, key_places_ptr, head, first_row, first_col, T, S, PHASED, BLOCK_T, BLOCK_S
+        ).T
         dropped_weight = tl.where(keep, weight, 0.0)
         dweight = tl.where(keep, dweight * drop_scale, 0.0)
     dv = tl.dot(dropped_weight.to(grad.dtype), grad, dv, input_precision=PRECISION)
     dscore = weight * (dweight - delta[None, :])
-    if slope is not None:
+    if softcap is not None:
         dscore *= slope
     dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -275,10 +299,15 @@ def backward_keys(
     program = tl.program_id(0)
     kv_heads = heads // group
     kv_head, batch = program // col_blocks % kv_heads, (program // col_blocks // kv_heads).to(tl.int64)
-    drop, phase = drop_of(
-        offsets_ptr, query_places_ptr, key_places_ptr, batch, stride_qpb, stride_kpb, head_stride, row_stride,
-        first_query, first_key, drop_key, threshold, PHASED,
-    )  # fmt: skip
+    drop, phase = None, None
+    if offsets_ptr is not None:
+        offset = tl.load(offsets_ptr + batch)
+        drop = (
+            offset, batch * stride_qpb, batch * stride_kpb, head_stride, row_stride,
+            first_query, first_key, drop_key, threshold,
+        )  # fmt: skip
+        if PHASED:
+            phase = phase_of(offset, first_key)
     first_col = program % col_blocks * BLOCK_S
     if phase is not None:
         first_col -= phase
@@ -311,7 +340,8 @@ def backward_keys(
         dk, dv = backward_keys_block(
             dk, dv, k, v, firsts, lasts, query_ptr, grad_ptr, lse_ptr, delta_ptr, query_offsets, grad_offsets,
             head, origin + block * BLOCK_T, first_col, stop, T, S, stride_qt, stride_gt, scale, softcap,
-            drop, drop_scale, False, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
+            drop, query_places_ptr, key_places_ptr, drop_scale,
+            False, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     for number in range(group * masked):
         head, block = kv_head * group + number // masked, number % masked
@@ -319,7 +349,8 @@ def backward_keys(
         dk, dv = backward_keys_block(
             dk, dv, k, v, firsts, lasts, query_ptr, grad_ptr, lse_ptr, delta_ptr, query_offsets, grad_offsets,
             head, origin + block * BLOCK_T, first_col, stop, T, S, stride_qt, stride_gt, scale, softcap,
-            drop, drop_scale, True, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
+            drop, query_places_ptr, key_places_ptr, drop_scale,
+            True, PHASED, PRECISION, HEAD_DIM, BLOCK_D, BLOCK_T, BLOCK_S,
         )  # fmt: skip
     if offsets_ptr is not None:
         dv *= drop_scale

@@ -79,9 +79,9 @@ def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def capped(product, scale, softcap):
-    """The score in units of log2, and with a softcap the derivative of the score by scale * product, else None."""
+    """The score in units of log2, and the derivative of the score by scale * product, 1 without a softcap."""
     if softcap is None:
-        return product * (scale * LOG2E), None
+        return product * (scale * LOG2E), 1.0
     else:
         u = product * (scale / softcap)
         e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
@@ -92,17 +92,19 @@ def capped(product, scale, softcap):
 
 
 @triton.jit
-def keep_mask(drop, head, first_row, first_col, T, S, PHASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def keep_mask(
+    drop, query_places_ptr, key_places_ptr, head, first_row, first_col, T, S,
+    PHASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """Which weights dropout keeps, of the queries from first_row and keys from first_col: bool [ROWS, COLS].
 
-    drop: from `drop_of`.
+    drop: the batch's offset, where its places begin, and numbers of the launch. Pointers are apart: Triton 3.6
+    takes no None in a tuple.
     """
-    offset, query_places_ptr, key_places_ptr, head_stride, row_stride, first_query, first_key, drop_key, threshold = (
-        drop
-    )
+    offset, query_start, key_start, head_stride, row_stride, first_query, first_key, drop_key, threshold = drop
     rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
     if query_places_ptr is not None:
-        place = tl.load(query_places_ptr + rows, mask=rows < T, other=0).to(tl.int64)
+        place = tl.load(query_places_ptr + query_start + rows, mask=rows < T, other=0).to(tl.int64)
     else:
         place = first_query + rows.to(tl.int64)
     start = offset + head.to(tl.int64) * head_stride + place * row_stride
@@ -111,7 +113,7 @@ def keep_mask(drop, head, first_row, first_col, T, S, PHASED: tl.constexpr, ROWS
         bits = halves(b0, b1, b2, b3, ROWS, COLS // 8)
     else:
         if key_places_ptr is not None:
-            key_place = tl.load(key_places_ptr + cols, mask=(cols >= 0) & (cols < S), other=0).to(tl.int64)
+            key_place = tl.load(key_places_ptr + key_start + cols, mask=(cols >= 0) & (cols < S), other=0).to(tl.int64)
         else:
             key_place = first_key + cols.to(tl.int64)
         index = start[:, None] + key_place[None, :]
@@ -123,25 +125,6 @@ def keep_mask(drop, head, first_row, first_col, T, S, PHASED: tl.constexpr, ROWS
 
 
 @triton.jit
-def drop_of(
-    offsets_ptr, query_places_ptr, key_places_ptr, batch, stride_qpb, stride_kpb, head_stride, row_stride,
-    first_query, first_key, drop_key, threshold,
-    PHASED: tl.constexpr,
-):  # fmt: skip
-    """What `keep_mask` needs to know of a batch, and the phase of `visits`; both None without dropout."""
-    if offsets_ptr is None:
-        return None, None
-    else:
-        offset = tl.load(offsets_ptr + batch)
-        if query_places_ptr is not None:
-            query_places_ptr += batch * stride_qpb
-        if key_places_ptr is not None:
-            key_places_ptr += batch * stride_kpb
-        drop = (
-            offset, query_places_ptr, key_places_ptr, head_stride, row_stride, first_query, first_key,
-            drop_key, threshold,
-        )  # fmt: skip
-        if PHASED:  # both strides are multiples of 8
-            return drop, (((offset & 7) + first_key) & 7).to(tl.int32)
-        else:
-            return drop, None
+def phase_of(offset, first_key):
+    """The phase of `visits` where dropout is PHASED: head_stride and row_stride are multiples of 8."""
+    return (((offset & 7) + first_key) & 7).to(tl.int32)

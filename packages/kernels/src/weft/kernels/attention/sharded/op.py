@@ -16,6 +16,7 @@ from ...dispatch.sharded import apply, autocasts, check_devices
 from ...dispatch.token_order import checked_order
 from ...dropout.sharded import check_dropout
 from .. import function, plain
+from ..choice import is_kernel_faster
 from .cache import KeyValueCache
 from .layout_rule import cache_rule, rule
 
@@ -104,7 +105,7 @@ def attention(
     if plain.is_plain(query, key, causal, window, *further_options):
         if runs_natively(query, key, value):  # a small call spends most of its time on the host
             return plain.forward(query, key, value, head_dim=head_dim, causal=causal, scale=scale)
-        if _torch_is_faster(query):
+        if _torch_is_faster(query, key, head_dim, causal):
             return apply(PLAIN, query, key, value, None, None, None, head_dim=head_dim, causal=causal, scale=scale)
     operand = None
     if dropout:
@@ -123,15 +124,19 @@ def attention(
     return apply(ATTENTION, query, key, value, documents, operand, sinks, **options)
 
 
-def _torch_is_faster(query: Tensor) -> bool:
+def _torch_is_faster(query: Tensor, key: Tensor, head_dim: int, causal: bool) -> bool:
     """Whether torch computes a plain call at least as fast as Weft's kernel.
 
-    On a GPU, as no measurement says otherwise yet. Not for a query sharded on the tokens: a causal call is then not
-    plain on each rank.
+    On a GPU, unless the table of measurements says otherwise, which has causal calls with as many queries as keys.
+    Not for a query sharded on the tokens: a causal call is then not plain on each rank.
     """
     if not query.is_cuda:
         return False
-    return not isinstance(query, DTensor) or not any(each.is_shard(query.ndim - 2) for each in query.placements)
+    if isinstance(query, DTensor) and any(each.is_shard(query.ndim - 2) for each in query.placements):
+        return False
+    tokens = query.shape[-2]
+    is_measured = causal and tokens == key.shape[-2]
+    return not (is_measured and is_kernel_faster(query.device, query.dtype, head_dim, tokens))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: bool) -> None:
