@@ -107,10 +107,14 @@ def test_all_variants_compile(target):
     assert all(report["registers"] > 0 for report in reports.values())
 
 
+# Measured on an H200: 5.1 ms, and 6.2 ms for the fastest launch without a spill.
+SPILLING = {("attention.backward_keys/bf16-128", "sm_90")}
+
+
 @EACH_TARGET
 def test_nothing_spills(target):
-    reports = reports_for(target)
-    assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
+    spills = {key: report["spill_bytes"] for key, report in reports_for(target).items() if report["spill_bytes"]}
+    assert spills.keys() <= SPILLING and all(spilled <= 80 for spilled in spills.values()), spills
 
 
 @EACH_TARGET

@@ -309,7 +309,7 @@ def test_shapes_that_do_not_fit_are_named(shapes: list[tuple[int, ...]], message
             "document 5 of row 2 ended before token 2 and comes back at token 5; give each",
             id="document-again",
         ),
-        pytest.param({"softcap": 0.0}, "softcap is 0.0; give a number above 0, or None", id="no-softcap"),
+        pytest.param({"softcap": 0.0}, "softcap is 0.0; give a number above 0 and up to", id="no-softcap"),
         pytest.param({"softcap": float("inf")}, "softcap is inf; give a number", id="infinite-softcap"),
         pytest.param({"sinks": torch.zeros(3)}, r"takes sinks \[4\], one for each head, .* got \(3,\)", id="sinks"),
         pytest.param({"sinks": torch.zeros(4, dtype=torch.int32)}, "got .* of torch.int32", id="integer-sinks"),
