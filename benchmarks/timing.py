@@ -216,3 +216,15 @@ def ceilings() -> dict[str, float]:
 
 def _generator() -> torch.Generator:
     return torch.Generator("cuda").manual_seed(0)
+
+
+def describe_gpu() -> str:
+    """The GPU and the versions of torch and Triton, as tables of measurements record them.
+
+    Raises RuntimeError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no GPU to measure on; run this on a machine with a GPU")
+    import triton
+
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"

@@ -24,7 +24,7 @@ from weft.kernels.matmul.configurations import write
 
 from benchmarks.attentions import KERNEL, TORCH, Case, truth_of, ways_of
 from benchmarks.measure_gpu import UNFINISHED
-from benchmarks.timing import Clock, Device, in_turn
+from benchmarks.timing import Clock, Device, describe_gpu, in_turn
 from benchmarks.truth import errors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,11 +80,7 @@ def tune(
     seconds: the time after which no further case is begun; None for no limit. again: measure known classes again.
     Raises RuntimeError without a GPU.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU to measure on; run this on a machine with a GPU")
-    import triton
-
-    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    where = describe_gpu()
     end = None if seconds is None else time.monotonic() + seconds
     clock = Device()
     return sum(measure(CASES, DTYPES[each], table, "cuda", clock, where, end, again) for each in dtypes)

@@ -43,7 +43,7 @@ from benchmarks.grouped_products import EXPERTS, Groups
 from benchmarks.launched import cost
 from benchmarks.measure_gpu import UNFINISHED
 from benchmarks.products import FORMATS, KERNEL, KINDS, SHAPES, TOKENS, TORCH, Format, Truth, Way, check
-from benchmarks.timing import Clock, Device, in_turn
+from benchmarks.timing import Clock, Device, describe_gpu, in_turn
 
 CANDIDATES = (
     LARGE,
@@ -198,11 +198,7 @@ def tune(
     seconds: the time after which no further class is begun; None for no limit. again: measure known classes again.
     Raises RuntimeError without a GPU.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no GPU to measure on; run this on a machine with a GPU")
-    import triton
-
-    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    where = describe_gpu()
     end = None if seconds is None else time.monotonic() + seconds
     clock = Device()
     return sum(measure(list(cases(of, "cuda")), of, table, clock, where, end=end, again=again) for of in formats)

@@ -119,7 +119,7 @@ ATTENTION = [name for name in CASES if name.startswith("attention")]
 def test_what_attentions_kernels_read_is_made_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keys each query sees, and which weights dropout drops, as they are made for a GPU."""
     compute = importlib.import_module("weft.kernels.attention.compute")
-    monkeypatch.setattr(compute, "is_fused", lambda query, options: False)
+    monkeypatch.setattr(compute, "is_fused", lambda query, plain_scores: False)
     run, ids, operands = CASES[name]
     with no_reads():
         found(run, ids, list(operands))

@@ -1,4 +1,4 @@
-"""Training by Muon: torch's on one process, one process's on every mesh; its states, its options and its refusals."""
+"""Training by Muon equals torch on one process, and one process on every mesh; states, options and errors."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_bad_options_are_refused(name: str, options: dict[str, Any], message: st
 
 
 def test_explain_counts_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the four ranks, each receives 3/4 of what it owns, and then 3/4 of its own quarter of all, in bfloat16."""
+    """Each of four ranks receives 3/4 of the matrices it owns, and then 3/4 of a quarter of all matrices, in bfloat16."""
     sizes = ("--mesh.dp", "2", "--mesh.tp", "2", "--plan.zero", "1")
     with pytest.raises(SystemExit, match="0"):
         main(["explain", "--optimizer.name", "muon", *sizes])

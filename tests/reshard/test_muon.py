@@ -212,7 +212,7 @@ def recorded(mesh: ProcessMesh, rank: int, shapes: list[tuple[int, ...]], text: 
     ],
 )
 def test_received_bytes_are_the_lower_bound(sizes: dict[str, int], text: str, axes: tuple[str, ...]) -> None:
-    """Each matrix's owner receives all but its own shard, and each other rank its shard: two bytes an element."""
+    """A matrix's owner receives all shards but one, and each further rank its shard: two bytes an element."""
     mesh, shapes = ProcessMesh.grid(**sizes), [(32, 16), (16, 48), (16, 48), (8, 8)] * 5
     issued = {rank: recorded(mesh, rank, shapes, text) for rank in mesh}
     shards = 1 if not axes else mesh.axis_size(*axes)

@@ -1,4 +1,4 @@
-"""The blocks of keys and queries that attention's programs visit are those they see, and bytes moved are the least."""
+"""Attention's programs visit the blocks with a visible key or query and no further block, and move the fewest bytes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_most_blocks_of_long_documents_have_no_mask() -> None:
     ],
 )
 def test_bytes_moved(case: Case) -> None:
-    """Each program reads its own tokens once, and of the others those that its tokens see, once."""
+    """Each program reads its own tokens once, and each key or query visible to these tokens once."""
     T, S, block, number = case.T, case.S, 16, 4 * case.head_dim
     rows = case.B * case.heads * T * number
     seen = case.seen().expand(case.B, T, S)

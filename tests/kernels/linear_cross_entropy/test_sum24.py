@@ -37,8 +37,8 @@ def empty(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def value(high: Tensor, low: Tensor) -> Tensor:
-    """In float64, from the bits of sign, exponent and 15 of the fraction."""
-    bits = (high.view(torch.int16).long() & 0xFFFF) << 8 | low.long()
+    """The sum in float64, from the bits of sign, exponent and 15 of the fraction. A CPU has exact powers of two."""
+    bits = (high.cpu().view(torch.int16).long() & 0xFFFF) << 8 | low.cpu().long()
     exponent, fraction = bits >> 15 & 0xFF, (bits & 0x7FFF).double() * 2**-15
     found = torch.where(exponent > 0, (1 + fraction) * 2 ** (exponent - 127).double(), fraction * 2.0**-126)
     found = torch.where(exponent == 255, torch.where(fraction > 0, torch.nan, torch.inf), found)
@@ -46,20 +46,21 @@ def value(high: Tensor, low: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Rounds to 16 significant bits, ties to even, by float64's arithmetic.
+    """x on the CPU, rounded to 16 significant bits, ties to even, by float64's arithmetic.
 
     The spacing is at least 256 times float32's smallest.
     """
-    _, exponent = torch.frexp(x.double())
+    x = x.cpu().double()
+    _, exponent = torch.frexp(x)
     spacing = 2 ** (exponent - 16).clamp(min=-141).double()
-    found = torch.round(x.double() / spacing) * spacing
-    return torch.where(found.abs() >= 2.0**128, x.double().sign() * torch.inf, found)
+    found = torch.round(x / spacing) * spacing
+    return torch.where(found.abs() >= 2.0**128, x.sign() * torch.inf, found)
 
 
 def test_it_keeps_16_significant_bits_to_the_nearest(device):
-    x = numbers(device)
-    high, low = empty(x)
-    accumulate(x.clone(), high, low, True, False)
+    x = numbers("cpu")
+    high, low = empty(x.to(device))
+    accumulate(x.to(device, copy=True), high, low, True, False)
     finite = x.isfinite()
     assert finite.sum() > 4000
     assert torch.equal(value(high, low)[finite], rounded(x)[finite])
@@ -77,15 +78,15 @@ def test_a_nan_of_any_bits_stays_one(device):
 
 def test_a_sum_and_a_product_are_added_in_float32(device):
     generator = torch.Generator().manual_seed(1)
-    x, y, z = (torch.randn(7001, generator=generator).to(device) for _ in range(3))
-    high, low = empty(x)
-    accumulate(x.clone(), high, low, True, False)
-    accumulate(y.clone(), high, low, False, False)
+    x, y, z = (torch.randn(7001, generator=generator) for _ in range(3))
+    high, low = empty(x.to(device))
+    accumulate(x.to(device, copy=True), high, low, True, False)
+    accumulate(y.to(device, copy=True), high, low, False, False)
     total = (rounded(x).float() + y).double()
     assert torch.equal(value(high, low), rounded(total.float()))
     before = low.clone()
-    accumulate(z.clone(), high, low, False, True)
-    assert torch.equal(high, (rounded(total.float()).float() + z).bfloat16())
+    accumulate(z.to(device, copy=True), high, low, False, True)
+    assert torch.equal(high.cpu(), (rounded(total.float()).float() + z).bfloat16())
     assert torch.equal(low, before)
 
 

@@ -62,7 +62,8 @@ def test_the_parts_of_a_chunk_are_the_whole(device, dtype, reduction):
     tokens = 14  # three parts of 5, and two chunks of 7
     case = large(device, dtype, reduction, tokens)
     whole = run(case, reduction=reduction)
-    with patch.object(chunks, "TILE", 5), patch.object(chunks, "HELD_BYTES_ON_CPU", 4 * 5 * V * chunks.PARTS_SHARE):
+    held_bytes = dict.fromkeys(("HELD_BYTES", "HELD_BYTES_ON_CPU"), 4 * 5 * V * chunks.PARTS_SHARE)
+    with patch.multiple(chunks, TILE=5, **held_bytes):
         assert chunks.part_tokens(V, 1, case.input) == 5
         parts = run(case, reduction=reduction, chunk_tokens=tokens)
         check_error([parts[0], *parts[1]], case, reduction=reduction)

@@ -65,9 +65,12 @@ def factors(
     """Transposed factors have rows of 16-byte multiples, too, as descriptors need."""
     M, N, K = sizes(of, device)
     wide = -(-M // 8) * 8
-    a = normal(K, wide, dtype=dtype).mT[:M] if "a" in transposed else normal(M, K, dtype=dtype)
+    if "a" in transposed:
+        a = normal(K, wide, dtype=dtype).to(device).mT[:M]  # moved first: a moved slice has rows of its own length
+    else:
+        a = normal(M, K, dtype=dtype).to(device)
     b = normal(N, K, dtype=dtype).mT if "b" in transposed else normal(K, N, dtype=dtype)
-    return a.to(device), b.to(device)
+    return a, b.to(device)
 
 
 @on_kernels

@@ -27,9 +27,9 @@ class Way(Protocol):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
-def is_fused(query: Tensor, options: Options) -> bool:
-    """Whether torch's fused attention on a CPU computes a call."""
-    return options.softcap is None and not options.dropout and on_cpu(query) and not use_triton(query)
+def is_fused(query: Tensor, *, plain_scores: bool) -> bool:
+    """Whether torch's fused attention on a CPU computes a call. plain_scores: without softcap and dropout."""
+    return plain_scores and on_cpu(query) and not use_triton(query)
 
 
 def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Ranges | None]:
@@ -47,11 +47,13 @@ def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Range
     q = ascending(flat(query), options.runs)
     k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
     head_dim, scale, softcap, ranges = options.head_dim, options.factor, options.softcap, None
-    if is_fused(query, options):
+    if is_fused(query, plain_scores=options.softcap is None and not options.dropout):
         output, lse = stretches.forward(q, k, v, batch_for(operands, options), sinks, head_dim=head_dim, scale=scale)
     else:
         ranges, drop = ranges_for(operands, options), drop_for(operands, options)
-        output, lse = _on(query).forward(q, k, v, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap)
+        output, lse = module_for(query).forward(
+            q, k, v, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap
+        )
     return _like(as_stored(output, options.runs), query), lse, ranges
 
 
@@ -67,22 +69,22 @@ def compute_backward(
     k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
     out = ascending(flat(output), options.runs)
     head_dim, scale, softcap = options.head_dim, options.factor, options.softcap
-    if is_fused(query, options):
+    if is_fused(query, plain_scores=options.softcap is None and not options.dropout):
         batch = batch_for(operands, options)
         dq, dk, dv = stretches.backward(g, q, k, v, out, lse, batch, head_dim=head_dim, scale=scale)
         dsinks = None if sinks is None else stretches.sinks_gradient(g, out, lse, sinks)
     else:
         ranges = ranges_for(operands, options) if ranges is None else ranges
         drop = drop_for(operands, options)
-        dq, dk, dv, dsinks = _on(query).backward(
+        dq, dk, dv, dsinks = module_for(query).backward(
             g, q, k, v, out, lse, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap
         )
     dkey, dvalue = _like(as_stored(dk, options.order), key), _like(as_stored(dv, options.order), value)
     return _like(as_stored(dq, options.runs), query), dkey, dvalue, dsinks
 
 
-def _on(query: Tensor) -> Way:
-    """`forward` and `backward` for the query's device, without torch's fused attention."""
+def module_for(query: Tensor) -> Way:
+    """The module whose `forward` and `backward` compute on the query's device, without torch's fused attention."""
     if use_triton(query):
         from . import launch  # imports triton, which a CPU installation may not have
 

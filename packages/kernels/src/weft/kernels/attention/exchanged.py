@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from weft.mesh import derive_key
 
-from ..dispatch.backend import on_cpu, use_triton
 from ..dispatch.op import Tensors
 from ..dropout.function import number_of, quantized
-from . import blocks, stretches
+from . import stretches
+from .compute import is_fused, module_for
 from .drop import Drop
 from .ranges import Ranges, ranges_from_keys
 
@@ -168,10 +168,10 @@ def attend(
     if not q.numel() or q.is_meta:
         lse = q.new_empty((1, q.shape[-1] // head_dim, q.shape[1]), dtype=torch.promote_types(q.dtype, torch.float32))
         return torch.empty_like(q), lse
-    if _is_fused(q, drop):
+    if is_fused(q, plain_scores=drop is None):
         return stretches.forward(q, k, v, visible.batch(q.dtype), None, head_dim=head_dim, scale=scale)
     operands = (q, k, v, visible.ranges, None, drop)
-    output, lse = _way(q).forward(*operands, head_dim=head_dim, scale=scale, softcap=None)
+    output, lse = module_for(q).forward(*operands, head_dim=head_dim, scale=scale, softcap=None)
     return output, lse
 
 
@@ -190,24 +190,11 @@ def attend_backward(
     head_dim, scale = options.head_dim, options.scale
     if not q.numel() or q.is_meta:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if _is_fused(q, drop):
+    if is_fused(q, plain_scores=drop is None):
         return stretches.backward(g, q, k, v, out, lse, visible.batch(q.dtype), head_dim=head_dim, scale=scale)
     operands = (g, q, k, v, out, lse, visible.ranges, None, drop)
-    dq, dk, dv, _ = _way(q).backward(*operands, head_dim=head_dim, scale=scale, softcap=None)
+    dq, dk, dv, _ = module_for(q).backward(*operands, head_dim=head_dim, scale=scale, softcap=None)
     return dq, dk, dv
-
-
-def _is_fused(q: Tensor, drop: Drop | None) -> bool:
-    return drop is None and on_cpu(q) and not use_triton(q)
-
-
-def _way(q: Tensor) -> Any:
-    """The module that computes without torch's fused attention."""
-    if use_triton(q):
-        from . import launch  # imports triton, which a CPU installation may not have
-
-        return launch
-    return blocks
 
 
 def _merge(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:

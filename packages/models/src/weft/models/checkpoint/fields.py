@@ -111,7 +111,7 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 class Fields:
     """How one family reads and writes the fields of its config.json. Each family's `weights` module makes its own.
 
-    A field in none of these tables, nor in FIXED or IGNORED, is an error.
+    A field outside these tables, FIXED and IGNORED is an error.
     """
 
     model: str  # the model's name in errors
@@ -129,7 +129,7 @@ class Fields:
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values for our config, by our names. config: the content of config.json.
 
-        A missing field has its value in `defaults`, or is left out. A null field is left out where null is allowed.
+        A missing field gets its value from `defaults`, or is absent from the result, like a null field.
         Raises ValueError for a required field that is missing or null, and for a field that is unknown, null without
         being `nullable`, of the wrong type, or of a value that Weft does not support.
         """
