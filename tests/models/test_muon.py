@@ -290,7 +290,7 @@ def test_bad_options_are_refused(name: str, options: dict[str, Any], message: st
 
 
 def test_explain_counts_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of four ranks receives 3/4 of the matrices it owns, and then 3/4 of a quarter of all matrices, in bfloat16."""
+    """Each of four ranks receives 3/4 of its own matrices, and then 3/4 of a quarter of all matrices, in bfloat16."""
     sizes = ("--mesh.dp", "2", "--mesh.tp", "2", "--plan.zero", "1")
     with pytest.raises(SystemExit, match="0"):
         main(["explain", "--optimizer.name", "muon", *sizes])
