@@ -38,14 +38,15 @@ _is_excused: ContextVar[bool] = ContextVar("_is_excused", default=False)
 
 
 @contextmanager
-def no_reads() -> Iterator[None]:
+def no_reads(*reading_on_the_host: str) -> Iterator[None]:
     """`NoReads`, without the checks that a CPU makes because it waits for nothing.
 
     These check values, and compare forward's guess of a loss's gradient, which a kernel does on a GPU. Attention on a
     CPU also reads which keys each query sees; attention's kernels read this on the device.
+    reading_on_the_host: further functions, module.name, which read tensors that are on the host for any model.
     """
     with ExitStack() as stack:
-        for name in READING_ON_A_CPU:
+        for name in (*READING_ON_A_CPU, *reading_on_the_host):
             module, function = name.rsplit(".", 1)
             stack.enter_context(patch(name, _excused(getattr(import_module(module), function))))
         for check in CHECKING:
