@@ -71,7 +71,7 @@ def test_what_is_not_understood_is_an_error_that_names_it(kind, change, message)
         (
             "llama",
             {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}},
-            "the 'linear' rope scaling has alpha, which is not known; it has factor",
+            "the 'linear' rope scaling has alpha, which is not known; its known settings: factor",
         ),
         ("llama", {"rope_scaling": {"factor": 2.0}}, "the 'default' rope scaling has factor, which is not known"),
         (

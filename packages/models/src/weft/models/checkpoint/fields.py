@@ -1,4 +1,4 @@
-"""The fields of Hugging Face's config.json: which of them Weft reads, checks, saves unchanged, or ignores."""
+"""The fields of Hugging Face's config.json: which fields Weft reads, checks, saves unchanged, or ignores."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _COMPANION_TYPES: Mapping[str, Any] = dict.fromkeys(
 )
 IGNORED = _NO_EFFECT | COMPANIONS  # not read into any config
 
-# Fields of every family that are supported only with the listed values; an entry of a family's `fixed` replaces one.
+# Fields supported only with the listed values, in every family. An entry of `Fields.fixed` replaces the entry here.
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -109,7 +109,7 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """How one family reads and writes the fields of its config.json. Each family's `weights` module makes its own.
+    """How the fields of config.json are read and written for one model_type. Made by the family's `weights` module.
 
     A field outside these tables, FIXED and IGNORED is an error.
     """
@@ -119,19 +119,20 @@ class Fields:
     names: Mapping[str, str]  # Hugging Face's name of a field -> the name in our config
     required: Collection[str]  # keys of `names` that config.json must have
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values; the first is written
     read_by_family: Collection[str] = ()  # fields read by the family's `weights` module itself
     ignored: Collection[str] = ()  # the family's fields without effect on the network
     # Keys of `names` for sizes that may be null, such as head_dim: transformers and our config then derive the size
-    # from other sizes. The value 0 is an error, and so is null in any other key of `names`.
+    # from further sizes. A size of 0 is an error. For keys of `names` not listed here, null is an error.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values for our config, by our names. config: the content of config.json.
 
-        A missing field gets its value from `defaults`, or is absent from the result, like a null field.
-        Raises ValueError for a required field that is missing or null, and for a field that is unknown, null without
-        being `nullable`, of the wrong type, or of a value that Weft does not support.
+        A field missing from config.json gets its value from `defaults`. Absent from the result: missing fields
+        without a default, and null fields.
+        Raises ValueError for a required field missing or null, and for a field unknown, null without being
+        `nullable`, of the wrong type, or of an unsupported value.
         """
         for name in self.required:
             if config.get(name) is None:
@@ -145,8 +146,8 @@ class Fields:
         """The fields of config.json for one of our configs, without the `read_by_family` fields."""
         written = {name: getattr(config, own_name) for name, own_name in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
-        # Written as null: for an absent id, transformers would assume a default of its own. A model with companions
-        # gets its own ids from them (`Companions.in_config`).
+        # Written as null: for an absent id, transformers would assume a default of its own. `Companions.in_config`
+        # replaces these nulls by the ids of a model with companions.
         return {**fixed, **written, "bos_token_id": None, "eos_token_id": None}
 
     def _check(self, name: str, value: Any) -> None:

@@ -197,6 +197,10 @@ def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
 
 
 def weights_of_model(model: nn.Module) -> Any:
+    """The `weights` module of the model's family, which maps config and parameter names to Hugging Face's.
+
+    Raises ValueError for a model outside the families.
+    """
     family = family_of(model)
     if family is None:
         part = foreign_part(model)
@@ -283,7 +287,12 @@ def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
 
 
 def raise_on_all(error: Exception | None, parallel: bool) -> None:
-    """Raises rank 0's error: on every rank where the model is parallel, by one broadcast."""
+    """Raises the error of a step that rank 0 has done, such as writing a file. Called on every rank after the step.
+
+    error: on rank 0, the outcome of `attempt`; None for success.
+    parallel: every rank raises rank 0's error, whatever its own `error`. Communication: a broadcast from rank 0.
+        If False, this process raises its own error, without communication.
+    """
     if parallel:
         outcome = [error]
         torch.distributed.broadcast_object_list(outcome, src=0)

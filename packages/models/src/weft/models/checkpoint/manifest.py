@@ -56,7 +56,7 @@ class StoredPart:
     offsets: tuple[int, ...]  # where the part begins in the tensor
     shape: tuple[int, ...]
     file: str
-    sum: int  # the part's `positional_sum`
+    sum: int  # checksum of the part's values, by `positional_sum` in shards.py
 
     def key(self, name: str) -> str:
         """The part's name in its file. name: the tensor's name."""
@@ -81,7 +81,10 @@ class StoredFile:
 
 
 def key_of(name: str, offsets: tuple[int, ...]) -> str:
-    """The name in the file of a tensor's part beginning at `offsets`: "model.embed.weight[0,64]"."""
+    """The name under which a safetensors file holds a part of tensor `name`: "model.embed.weight[0,64]".
+
+    offsets: where the part begins in the tensor.
+    """
     return f"{name}[{','.join(map(str, offsets))}]"
 
 
@@ -106,7 +109,7 @@ class Manifest:
         return REMEDIES[self.name]
 
     def text(self) -> str:
-        """The manifest as JSON. Its sha256 is the digest of the JSON under "holds"."""
+        """The manifest as JSON. The field "sha256" is the digest of the JSON under "holds"."""
         holds: dict[str, Any] = {
             "tensors": {name: asdict(tensor) for name, tensor in sorted(self.tensors.items())},
             "files": {name: asdict(file) for name, file in sorted(self.files.items())},
@@ -181,7 +184,10 @@ class Manifest:
 
 
 def find_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint, or of a Hugging Face folder that Weft wrote. Raises as `Manifest.read`."""
+    """The manifest of a checkpoint, or of a Hugging Face folder that Weft wrote; None for a folder without a manifest.
+
+    Raises as `Manifest.read`.
+    """
     return next((Manifest.read(folder, name) for name in REMEDIES if (folder / name).is_file()), None)
 
 

@@ -53,7 +53,10 @@ def stored(parameter: str) -> Stored:
 
 
 def repetition(tensor: str, config: RotaryConfig) -> Repeats | None:
-    """The required content of an extra tensor in the files, such as a tied head; None for an unknown tensor."""
+    """The values required of a stored tensor without a parameter, like a tied head; None for an unknown tensor.
+
+    Called by `check_tensors`. tensor: the stored tensor's name. config: ours.
+    """
     if tensor == "lm_head.weight" and config.tie_embeddings:
         return tied_head(f"{PREFIX}embed_tokens.weight")
     if tensor.endswith("rotary_emb.inv_freq"):
@@ -71,8 +74,8 @@ def _are_frequencies(config: RotaryConfig, stored: Tensor) -> bool:
 
     from ..rope import compute_rotary_frequencies
 
-    whole = replace(config.rotary, scaling=None), config.rotary
-    expected = [compute_rotary_frequencies(each, torch.device("cpu")) for each in whole]
+    settings = replace(config.rotary, scaling=None), config.rotary
+    expected = [compute_rotary_frequencies(each, torch.device("cpu")) for each in settings]
     allowed = 4 * torch.finfo(stored.dtype).eps
     return any(
         stored.shape == each.shape and torch.allclose(stored.float(), each, rtol=max(allowed, 1e-5), atol=1e-7)
@@ -211,12 +214,15 @@ def _check_known(name: str, settings: Mapping[str, Any], known: tuple[str, ...])
     if unknown:
         raise ValueError(
             f"config.json: the {name!r} rope scaling has {', '.join(unknown)}, which is not known; "
-            f"it has {', '.join(known) or 'no settings'}"
+            f"its known settings: {', '.join(known) or 'none'}"
         )
 
 
 def _check_original(settings: Mapping[str, Any], max_seq_len: int) -> None:
-    """Raises ValueError unless `original_max_position_embeddings`, which transformers ignores here, is max_seq_len."""
+    """Raises ValueError where `original_max_position_embeddings` is given and is not max_seq_len.
+
+    With dynamic scaling transformers ignores this setting.
+    """
     if settings.get(_ORIGINAL) not in (None, max_seq_len):
         raise ValueError(
             f"config.json: the 'dynamic' rope scaling has {_ORIGINAL} {settings[_ORIGINAL]}, but scaling begins at "

@@ -49,19 +49,21 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The required content of an extra tensor in the files: the values of `tensor`, or values accepted by `is_right`.
+    """The values required of a stored tensor without a parameter: those of `tensor`, or any accepted by `accepts`.
 
     Files of Hugging Face may hold tensors besides the parameters: a tied head, a causal mask, rotary frequencies.
+    Made by a family's `weights.repetition` for `check_tensors`, which also accepts a tensor of zeros.
     """
 
-    what: str  # for the error: the required content
-    remedy: str  # how the error ends
-    tensor: str | None = None
-    accepts: Callable[[Tensor], bool] = bool
+    # The error is "{name of the stored tensor} is not {what}; {remedy}".
+    what: str
+    remedy: str
+    tensor: str | None = None  # the name of another stored tensor
+    accepts: Callable[[Tensor], bool] = bool  # called only without `tensor`
 
 
 def tied_head(embedding: str) -> Repeats:
-    """The required content of a stored head where embeddings are tied. embedding: the table's name."""
+    """The values required of a stored head where embeddings are tied: those of the table named `embedding`."""
     return Repeats(
         what=f"{embedding}, though config.json ties them by tie_word_embeddings",
         remedy="set tie_word_embeddings to false in config.json to keep this head, or remove the tensor to drop it",
