@@ -63,10 +63,11 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRopeScaling:
-    """YaRN (Peng et al. 2023): stretches pairs that rotate slowly by `factor`, and scales the tables.
+    """YaRN (Peng et al. 2023): makes the longest wavelengths `factor` times longer, and scales cosine and sine.
 
-    Pairs with more than beta_fast rotations in the original context stay. Pairs with fewer than beta_slow rotations
-    are stretched. Pairs in between are blended by their number.
+    A wavelength belongs to a pair of a head's elements. Pairs with more than beta_fast rotations in the original
+    context keep theirs. Pairs with fewer than beta_slow rotations get the longer one. Pairs in between get a blend,
+    linear in the pair's index.
     """
 
     factor: float
@@ -97,7 +98,10 @@ RopeScaling = LinearRopeScaling | DynamicRopeScaling | Llama3RopeScaling | YarnR
 
 
 def magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's factor on cosine and sine for a stretch by `factor` (Peng et al. 2023, eq. 22)."""
+    """YaRN's factor on cosine and sine for a stretch by `factor` (Peng et al. 2023, eq. 22).
+
+    weight: multiplies the logarithm; 1 in the paper, mscale or mscale_all_dim in config.json.
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -121,7 +125,7 @@ class Rotary:
 
         Linear and dynamic scaling: `factor` times max_seq_len, because transformers keeps max_position_embeddings at
         the unscaled length.
-        YaRN: `factor` times the original length, or max_seq_len if longer, which then is already the scaled length.
+        YaRN: `factor` times the original length, or max_seq_len if larger: some models give the scaled length there.
         Llama 3.1: max_seq_len, which is the scaled length. vLLM derives the same lengths.
         """
         if isinstance(self.scaling, LinearRopeScaling | DynamicRopeScaling):

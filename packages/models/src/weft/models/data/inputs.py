@@ -22,18 +22,20 @@ NAMED = 12  # the most fields listed in an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some documents of a file; or a folder's entry without documents."""
+    """A range of an input file; or a folder's entry that has no documents and is only counted."""
 
     path: Path
-    start: int  # with stop: bytes between which lines of JSON begin; row groups of Parquet; otherwise the whole file
+    # The range, from start up to stop. Lines of JSON: the lines beginning between these two bytes. Parquet: these row
+    # groups. Other kinds: the whole file.
+    start: int
     stop: int
     is_named: bool  # whether the caller named the file; a named file is not skipped
     nbytes: int  # about the bytes to read
     kind: Kind = Kind.TEXT  # how the file is read
-    passed: str = ""  # a description of an entry that is no file; empty for files
+    passed: str = ""  # description of an entry passed over because it is no file; empty for files
 
 
-Part = tuple[Piece, ...]
+Part = tuple[Piece, ...]  # read in one go: `prepare` makes one shard of each part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class Columns:
 
     field: str = "text"  # in JSON
     column: str | None = None  # in Parquet, CSV and TSV; None for the same as field
-    skip_bad: bool = False  # leave out records without a text there
+    # Leave out records without a text there, and files of a folder for which `find_parts` would raise.
+    skip_bad: bool = False
 
     @property
     def name(self) -> str:
@@ -52,7 +55,10 @@ class Columns:
 
 @dataclass(slots=True)
 class LeftOut:
-    """Counts and names of what was read without yielding a document."""
+    """Counts and names of input that yielded no document.
+
+    A caller of `read_part` makes an empty instance, for one part or for all. `read_part` fills it while yielding texts.
+    """
 
     empty: int  # documents without text
     skipped: list[str]  # files without text
@@ -67,8 +73,8 @@ def find_parts(
 
     Small files share a part. JSON lines are cut between lines, Parquet between row groups, other files nowhere.
     leave_out: a folder within an input that is not read.
-    Raises ValueError for a missing path, a file of an unknown or damaged kind, a missing column, and inputs without
-    any text.
+    Raises ValueError for a missing path, for inputs without any text, and for a file of an unknown or damaged kind or
+    without the column. With `columns.skip_bad`, these files are left out where the caller named only their folder.
     """
     parts: list[list[Piece]] = [[]]
     part_size = 0
@@ -120,6 +126,7 @@ def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> It
 def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
     """The texts of a part's documents, without empty texts; `left_out` counts the rest.
 
+    Reads a part from `find_parts`: to prepare data, to train on records, or to learn a tokenizer.
     Raises ValueError for a named file that is not UTF-8, a damaged file, and, unless skip_bad, a record without
     text in its field.
     """

@@ -41,7 +41,7 @@ class Shard:
     empty: int  # documents without text
     skipped: tuple[str, ...]  # files without text
     bad: int  # records left out
-    prompt: str  # with which a sample of similar text may begin
+    prompt: str  # the first words of a document; the sample shown by a training run begins with these
     passed: tuple[str, ...] = ()  # entries of folders that are no files
 
     @property
@@ -69,7 +69,9 @@ class Manifest:
     end: int  # the token that ends a document
     tokenizer: str  # `Tokenizer.sha256`
     shards: tuple[Shard, ...]
-    request: dict[str, Any]  # the arguments of `prepare`, as JSON; "tokenizer": SHA-256 of its files by name
+    # All that determines the shards' bytes: the arguments of `prepare`, and versions. Under "tokenizer": the SHA-256 of
+    # each file of the tokenizer, by the file's name.
+    request: dict[str, Any]
 
     def write(self, folder: Path) -> None:
         """Write the file, complete or not at all."""
@@ -80,7 +82,7 @@ class Manifest:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """The SHA-256 of the content of a JSON file, without the sum itself."""
+    """The SHA-256 of `content` as JSON, taken before a file's own digest is added to the content."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -123,8 +125,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_request(request: Mapping[str, Any]) -> None:
-    """Raises ValueError where a part of a request has a wrong type, or a name in the request leads out
-    of the folder.
+    """Raises ValueError where an entry of a request has a wrong type, or a file name leads out of the folder.
+
+    request: from a manifest, or from the progress file of an unfinished preparation.
     """
     where = "the manifest.request"
     names = as_type(dict[str, str], request.get("tokenizer"), f"{where}.tokenizer")
@@ -166,8 +169,9 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Read the tokenizer's files. Raises ValueError where a file differs from the manifest's, and for a file not in
-    the manifest.
+    """Read the tokenizer's files, whenever prepared data is opened or verified.
+
+    Raises ValueError where a file differs from the manifest's, and for a file not in the manifest.
     """
     expected: dict[str, str] = manifest.request["tokenizer"]
     tokenizer_folder = folder / TOKENIZER_FOLDER
@@ -194,7 +198,10 @@ def file_sha256(path: Path) -> str:
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON with its own SHA-256, complete or not at all."""
+    """Write `content` as JSON with its SHA-256, complete or not at all.
+
+    `prepare` records its request and each complete shard in this way, to continue after an interruption.
+    """
     write_whole(path, json.dumps({"sha256": digest_of(content), "holds": content}).encode())
 
 

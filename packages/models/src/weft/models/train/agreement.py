@@ -26,10 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 from weft.reshard.extension import format_ranks
 
 NAME = "weft/name of the attempt"  # key of the name drawn by rank 0
-LOOK_SECONDS = 0.02  # between two looks at the store
+LOOK_SECONDS = 0.02  # between two looks at the store in `store_of_attempt`
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-EVERY_SECONDS = 1.0  # between two looks at the store for a question
+EVERY_SECONDS = 1.0  # between two looks at the store for the question of a roll call
 ANSWER_SECONDS = 5 * EVERY_SECONDS  # for all ranks to answer
 STORE_SECONDS = 2 * EVERY_SECONDS  # for the store itself to respond
 QUESTION, CALLER = "roll call", "roll call/caller"  # keys in the store: a question was asked, and by how many ranks
@@ -169,9 +169,10 @@ def store_of_attempt(store: Store, rank: int, ranks: int, timeout: float) -> Sto
     torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712). In a shared
     part, restarted processes would read keys of dead processes, for example addresses. The agent's restart count
     cannot name the part: a restarted agent counts from 0 again.
-    Rank 0 therefore draws a random name and stores it under NAME. Every other rank reads NAME, writes a random word
-    under the name, and uses the name only after rank 0 has copied the word back. Nobody copies it for an old name, so
-    the rank reads NAME again.
+    Rank 0 therefore draws a random name for the part and stores the name under the key NAME. Another rank may read
+    NAME too early and get an earlier attempt's name. To find out, the rank stores a random word under the key
+    "<name>/here/<rank>". Rank 0 copies the word to "<name>/heard/<rank>", but only under the name it has drawn. Until
+    the copy appears, the rank reads NAME again and stores its word under the name now found.
     Raises RuntimeError if rank 0 does not answer within `timeout` seconds. On rank 0 the store's own timeout applies.
     """
     if rank == 0:

@@ -43,8 +43,8 @@ TINY = {
     ),
     "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED), optimizer=_LLAMA),
     "qwen3-tiny": TrainConfig(model=QwenConfig(version=3, **_GATED)),
-    # At lr 4e-3 with 20 steps of warmup, the gradient's norm jumps to 4.3 right after the warmup in a run with one of
-    # two orders of the samples. At the values below it stays low in both.
+    # With lr 4e-3 and 20 steps of warmup, the gradient's norm jumped to 4.3 right after the warmup for one of two
+    # orders of the samples. With the values below, the norm stays low for both orders.
     "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES), optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40)),
 }
 
@@ -66,9 +66,9 @@ def _published(name: str, model: ModelConfig) -> TrainConfig:
 
 RECIPES = {**TINY, **{name: _published(name, model) for name, model in PUBLISHED.items()}}
 
-# The base of runs without a recipe; `base_of` replaces the model, and for --model without --from also the optimizer.
-# The learning rate is meant for trained weights: from fine-tuning Llama 2, section 3.1 of Touvron et al.
-# 2023.
+# The base of runs without a recipe. `base_configuration` in cli/settings.py replaces the model by that of --from or
+# --model and, for --model without --from, the optimizer by the default one. The learning rate here is meant for
+# trained weights: from fine-tuning Llama 2, section 3.1 of Touvron et al. 2023.
 WITHOUT_RECIPE = TrainConfig(model=TINY["llama-tiny"].model, optimizer=OptimizerConfig(lr=2e-5))
 
 

@@ -164,7 +164,7 @@ class Results:
 
         Called before a checkpoint is saved: after a crash, the metrics of all earlier steps must be there too.
         Communication: with several ranks, a broadcast of the writing rank's error, if any.
-        Raises NotWritten, on every rank, if a line since the last call could not be written.
+        Raises NotWritten, on every rank, if any line of the run could not be written.
         """
         if self._writes and self._error is None and self._metrics.exists():
             self._error = attempt(self._sync)

@@ -19,7 +19,7 @@ class Run:
 
     recipe: str | None  # None if no recipe was named, and the model comes from --from or --model
     config: TrainConfig
-    corpus: Data
+    corpus: Data  # the documents to train on, prepared or read from files of text or records
     pp: int = 1
     dp: int
     cp: int = 1
