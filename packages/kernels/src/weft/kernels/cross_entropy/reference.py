@@ -1,4 +1,7 @@
-"""The passes over the logits in plain torch: the CPU path, and the reference for the kernels."""
+"""The passes over the logits in plain torch: the CPU path, and the reference for the kernels.
+
+The op calls the functions in `__all__` through `function.select_passes`, which returns this module or `launch`.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,10 @@ def statistics(logits: Tensor, target: Tensor, weight: Tensor | None, shard: Sha
     with V and with the logits;
     - rival, for the accuracy: see `merged.find_rival`.
 
-    An ignored row has -inf, 0, 0, 0, 0, -inf.
+    In an ignored row, lse_hi and rival are -inf and the other columns are 0.
 
     The logsumexp leaves the target out. The non-target classes have the share 1 - p of the softmax, and for a likely
-    target the loss and the gradient are about 1 - p. In a float32 sum with the target's own exponential it would be
+    target the loss and the gradient are about 1 - p. In a float32 sum with the target's exponential, 1 - p would be
     rounded away.
     """
     classes = target.reshape(-1).long()  # [N]
@@ -61,8 +64,8 @@ class Exponentials:
     """The exponentials of some rows' logits, and the rows' statistics. Made by `_exponentials`."""
 
     values: Tensor  # [n, V] in the dtype `_wide`: exp(logit - base), 0 at the target
-    # [n, 1] in float64: 0, or the largest non-target logit, which is -inf if there is none. None if 0 in every row and
-    # every value is finite.
+    # [n, 1] in float64: 0 in rows whose sum of exp(logit) is within SUMS, otherwise the row's largest non-target logit,
+    # or -inf without such a logit. None: the host knows that 0 is the base of all rows, and that every value is finite.
     base: Tensor | None
     index: Tensor  # [n, 1]: the target's column
     is_here: Tensor | None  # [n, 1]: whether this shard has the target; None if the shard has all classes
@@ -145,13 +148,15 @@ def gradient(
     out: Tensor,
     guessed: Tensor | None = None,
 ) -> Tensor:
-    """Write the gradient of this shard's logits to `out` and return it.
+    """Write the gradient of this shard's logits to `out` and return `out`.
 
-    `Rows` defines the gradient of the scaled and capped logits, which is multiplied by the derivative of scale and
-    softcap. A row with softmax_scale, smoothing and target_grad of 0 gets exactly 0.
+    `merged.Rows` defines each row's gradient of the scaled and capped logits. That gradient times the derivative of
+    scale and softcap is the result. A row whose softmax_scale, smoothing and target_grad are 0 gets exactly 0.
 
-    out: contiguous; may be `logits`. guessed: the guess of the upstream gradient for which `out` already holds the
-        gradient.
+    statistics: of all shards, [shards, N, 3 to 6].
+    out: contiguous; may be `logits`.
+    guessed: the upstream gradient guessed in forward, for which `out` already holds the gradient: a right guess
+        leaves nothing to do. None if `out` holds nothing.
     """
     if out.numel() == 0 or (guessed is not None and guess.was_right(guessed, upstream.loss)):
         return out
@@ -166,8 +171,9 @@ def statistics_and_gradient(
 ) -> tuple[Tensor, Merged | None]:
     """Return the statistics [N, 3 to 6] of one shard with all classes, and write the gradient to `out`.
 
-    Both come from the same exponentials. upstream: of the loss alone, a scalar. If NaN, only the statistics are
-    computed.
+    Called in forward, to compute both from the same exponentials.
+    upstream: the guess of the loss's upstream gradient, a scalar (`guess.py`). NaN stands for no guess: then only the
+        statistics are computed.
     Also returns the merged statistics if all rows were a single chunk, else None.
     """
     has_no_guess = can_read(logits) and upstream.loss is not None and math.isnan(upstream.loss.item())

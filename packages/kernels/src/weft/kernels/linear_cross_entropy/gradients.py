@@ -153,10 +153,11 @@ def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bo
 
 
 def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
-    """Whether the weight's gradient is a `Sum24`, if there are several chunks, and at most ADDITIONS.
+    """Whether the weight's gradient is summed in a `Sum24` when the number of chunks is 2 to ADDITIONS.
 
-    The extra memory of a `Sum24` leaves less for a chunk (`chunks_of`), and all ranks must cut the same chunks. So the
-    answer is also True for a weight frozen on this rank: its gradient may be wanted on another rank.
+    Also asked before the tokens are cut into chunks: the extra memory of a `Sum24` leaves less for a chunk
+    (`chunks_of`), and all ranks must cut the same chunks. The answer is therefore True for a weight frozen on this
+    rank, too: the weight's gradient may be wanted on another rank.
     """
     return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
 
@@ -164,6 +165,7 @@ def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
 def is_last_use(saved: Tensor) -> bool:
     """Whether the running backward is the last to use its saved tensors, which may then be overwritten.
 
+    saved: any one of the saved tensors, for the device.
     Autograd frees saved tensors after backward, unless the graph is kept. torch's compiler asks autograd the same
     question before reusing saved memory. If this torch lacks the function, the graph counts as kept. So does a
     backward captured in a CUDA graph, which may be replayed.

@@ -25,9 +25,10 @@ except PackageNotFoundError:  # run from source, not installed
 
 @dataclass(frozen=True, slots=True)
 class TracedOperands:
-    """The operands of a custom op while Dynamo traces, global and local, and the plan to wrap its results.
+    """A custom op's operands with DTensors among them, global and local, and the plan to wrap the op's results.
 
-    Made by `TracedOperands.unwrap`.
+    Made by `TracedOperands.unwrap` in the op's implementation for DTensors (`register_torch_dispatch`), which runs
+    while the compiler traces. The implementation calls the op again, on `locals`.
     """
 
     tensors: Sequence[Tensor | None]  # as the op received them
@@ -72,11 +73,12 @@ class TracedOperands:
 
 
 def groups_of(*tensors: Tensor | None) -> list[str] | None:
-    """The names of the DTensors' process groups, this rank, and this version, to put into the traced graph.
+    """Strings that identify this rank's traced graph: the names of the DTensors' process groups, the rank, the version.
 
-    None without a DTensor. The compiler caches compiled graphs on disk, and all it knows of a DTensor is the same on
-    every rank. Without these strings a cached graph, which contains one rank's part and groups, could be run on
-    another rank or by another program.
+    None without a DTensor. A custom op gets the strings as an argument and does not read them. They keep apart the
+    graphs that the compiler caches on disk: all that the compiler knows of a DTensor is the same on every rank, but a
+    graph contains one rank's part and groups. Without the strings a cached graph could be run on another rank or by
+    another program.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor):

@@ -54,9 +54,9 @@ def matmul(
     a_scale, b_scale: float32 factors of 8-bit a and b: one number, or one for each row of a and each column of b. 8-bit
     factors have no gradient.
 
-    Any strides. A factor of two dims is never copied. Leading dims are flattened into one; beside a b of two dims, they
-    and M are. A factor is copied where no view does this, as for a transposed a of three dims beside a b of two, or for
-    heads [B, T, h, D].transpose(1, 2).
+    Any strides. A factor of two dims is never copied. Leading dims are flattened into one dim. With a b of two dims,
+    M is flattened together with the leading dims of a. A factor is copied where no view has the flattened shape:
+    a transposed a of three dims with a b of two, or heads [B, T, h, D].transpose(1, 2).
     float32 is multiplied in tf32 only where `torch.set_float32_matmul_precision` says so.
     Saved for backward: a, b and, with an activation, the pre-activation; for relu without a residual the output
     instead.
@@ -96,14 +96,18 @@ def matmul(
 
 
 class ProductTerms:
-    """The einsum letters of the dims of a product a @ b, and the layouts which follow from them."""
+    """The einsum letters of the dims of a product a @ b, and the layouts which follow from the letters.
 
-    def __init__(self, a: tuple[int, ...], b: tuple[int, ...]) -> None:
-        self.rows = ascii_lowercase[: len(a) - 1]
+    Made by the layout rules of `matmul` and of the products overlapped with communication.
+    """
+
+    def __init__(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> None:
+        # a's dims have the letters `rows`, then z for K. b's last dim N is y.
+        self.rows = ascii_lowercase[: len(a_shape) - 1]
         self.a = f"{self.rows}z"
-        self.b = "zy" if len(b) == 2 else f"{self.rows[:-1]}zy"
+        self.b = "zy" if len(b_shape) == 2 else f"{self.rows[:-1]}zy"
         self.output = f"{self.rows}y"
-        self.shape = (*a[:-1], b[-1])
+        self.shape = (*a_shape[:-1], b_shape[-1])  # of the output
 
     def output_layout(self, op: str, a: Layout, b: Layout) -> Layout:
         """The output's layout. op: for messages."""
