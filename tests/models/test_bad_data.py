@@ -225,6 +225,7 @@ def test_two_at_once_in_one_folder_are_refused(
     ("library", "arguments"),
     [
         pytest.param("pyarrow", "prepare table.parquet --output out", id="parquet"),
+        pytest.param("pyarrow", "prepare . --skip-bad --output out", id="parquet-in-a-folder"),
         pytest.param("tokenizers", "train-tokenizer good.txt --vocab-size 300 --output out", id="tokenizers"),
     ],
 )

@@ -103,10 +103,12 @@ def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> It
     try:
         kind = kind_of(file, columns.field, is_named=is_named)
         if kind is Kind.PARQUET and find_spec("pyarrow") is None:
-            raise ValueError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
+            raise ModuleNotFoundError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
         groups = row_groups(file, columns.name) if kind is Kind.PARQUET else []
         if kind is Kind.TABLE:
             _check_table(file, columns.name)
+    except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not skip it
+        raise ValueError(str(error)) from None
     except ValueError:
         if is_named or not columns.skip_bad:
             raise
