@@ -1,8 +1,8 @@
 """Delayed weight gradients, for pipeline schedules that split backward into input (I) and weight (W) passes.
 
-The forward pass runs inside `allow_delayed_weight_gradients`. The I pass runs inside `delay_weight_gradients`: each op
-computes its input's gradient at once, and adds a function to a list which computes its weights' gradients. The W pass
-calls these functions.
+A pipeline runner (`weft.models.parallel`) runs the forward pass inside `allow_delayed_weight_gradients`, and the I pass
+inside `delay_weight_gradients`. In the I pass each op computes only the input's gradient, and appends a function that
+computes the weights' gradients to a list. The W pass calls the functions in the list.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _delayed: DelayedGradients | None = None
 def delay_weight_gradients() -> Iterator[DelayedGradients]:
     """Context for a backward pass (I) that delays weight gradients. Yields a list of functions, filled by backward.
 
-    Call every function later (W): each computes the weight gradients of one op and adds them to `.grad`.
+    Call every function later (W): a function computes the weight gradients of an op and adds the gradients to `.grad`.
     The gradients of the operands at `Op.weights` are delayed, if the operands are parameters (not computed tensors).
-    `linear` delays only if its forward ran inside `allow_delayed_weight_gradients`; outside, it may have used torch's
-    own function.
-    A delayed parameter's hooks run twice: in backward with the gradient None (a post-accumulate hook then sees the old
-    `.grad`), and when the delayed function runs.
+    `linear` delays only if the forward ran inside `allow_delayed_weight_gradients`; outside, `linear` may have used
+    torch's own function.
+    A delayed parameter's hooks run twice: in backward with None for the gradient (a post-accumulate hook then sees the
+    old `.grad`), and again when the delayed function runs.
     """
     global _delayed
     previous, _delayed = _delayed, []
@@ -57,10 +57,10 @@ def allow_delayed_weight_gradients() -> Iterator[None]:
 
 
 def is_delay_allowed() -> bool:
-    """Whether the backward of an op called now may have to delay weight gradients. Asked by `native_linear`.
+    """Whether to compute a forward pass by ops that can delay weight gradients. `native_linear` asks in each call.
 
-    True inside `allow_delayed_weight_gradients`, and inside `delay_weight_gradients`, where activation checkpointing
-    runs a forward again.
+    True inside `allow_delayed_weight_gradients`. Also true inside `delay_weight_gradients`, because activation
+    checkpointing runs forward passes again during backward.
     """
     return _is_delay_allowed or _delayed is not None
 
@@ -90,12 +90,14 @@ def compute_gradients(
 ) -> Sequence[Tensor | None]:
     """Return the gradients of an op's operands, by position. Called in the backward of an op's autograd function.
 
-    Inside `delay_weight_gradients` the weights' gradients are delayed: None here, and a function that computes them is
-    appended to the context's list.
+    Inside `delay_weight_gradients` the weights' gradients are delayed: the result has None for the weights, and a
+    function that computes the weights' gradients is appended to the context's list.
 
-    ctx: of the autograd function; `ctx.is_tensor` tells for each operand whether it is a tensor or None.
+    ctx: the autograd function's context; `ctx.is_tensor` has a flag for each operand: True for a tensor, False for
+        None.
     weights: the positions of weights to delay, `Op.weights`.
-    compute: takes a flag for each operand, whether its gradient is needed, and returns the gradients.
+    needed: a flag for each operand, whether autograd needs the operand's gradient.
+    compute: the op's backward. Takes flags like `needed`, and returns the gradients.
     """
     if _delayed is None or not weights:
         return compute(needed)

@@ -56,20 +56,22 @@ def grouped_matmul(
     zero; no bias or residual is added there.
     bias: [G, M].
     activation: as in `linear`.
-    residual: any shape which broadcasts to the output. On a GPU the whole epilogue is computed before the output is
-    stored.
+    residual: any shape which broadcasts to the output. On a GPU the kernel applies alpha, scales, bias, activation and
+    residual before storing the output: no further pass over the output is made.
     a_scale, b_scale: float32 factors of 8-bit a and b. For a, one number or one a row; for b, one number, [G] or [G,
     M]. 8-bit factors have no gradient.
-    accumulate_into: [G, K, M], float32 for 16-bit factors. For a [K, N] and b [N, M], adds
-    `a[:, start:stop] @ b[start:stop]` of each group in place and returns accumulate_into: the experts' weight
-    gradients over microbatches. No epilogue is allowed, and no gradient is recorded.
+    accumulate_into: [G, K, M], for 16-bit factors in float32 or their dtype. Computes another product: of a [K, N] and
+    b [N, M], where the groups divide the columns of a and the rows of b. Adds `a[:, start:stop] @ b[start:stop]` to
+    `accumulate_into[g]` in place for each group g, and returns accumulate_into. For the experts' weight gradients,
+    summed over microbatches. No epilogue is allowed, and no gradient is recorded.
     Saved for backward: a, b, offsets and, with an activation, the pre-activation; for relu without a residual the
     output instead.
 
     Layouts: the rows and the offsets are replicated. b sharded on M shards the output. a and b sharded on K give a
     Partial(sum) output, and so does b sharded on G, where each rank has groups of its own (expert parallel). bias and
-    b_scale are sharded as b is. The residual has the output's layout, with Replicate for Partial(sum), and is added
-    once. An activation is refused where the output is a sum over K. accumulate_into has the layout of the product.
+    b_scale are sharded as b is. The residual has the output's layout, with Replicate in place of Partial(sum); of the
+    ranks whose outputs are summed, a single one adds the residual of a row. An activation is refused where the output
+    is a sum over K. accumulate_into has the layout of the product.
     Communication: none.
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a
     CPU for offsets that decrease or exceed N.
@@ -128,13 +130,18 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
         )
 
     def local_options(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        # first: the global number of this rank's first group. adds: whether this rank adds bias and residual.
         return {"first": b.local_slices(b_shape, rank)[0].start, "adds": adds_bias(epilogue_layout, rank)}
 
     return Sharding(output, shape, gradient_layouts, local_options)
 
 
 def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
-    """Raises LayoutError where the offsets or dim `dim` of `rows` are sharded. what: such as "the rows of a are"."""
+    """Raises LayoutError where the offsets are sharded, or the dim of `rows` that the offsets divide into groups.
+
+    rows: the layout of a or b. dim: the divided dim.
+    what: the divided dim with its verb, for the message: "the rows of a are" or "the columns of a are".
+    """
     wanted = Layout(offsets.mesh)
     if offsets != wanted:
         raise LayoutError(f"grouped_matmul: the offsets are ({offsets}); reshard them to ({wanted})", (wanted,))
@@ -173,12 +180,14 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
 
 
 def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
+    """The output's dtype, for `Op.dtype`. dtype: of a."""
     wanted: torch.dtype | None = options["out_dtype"]
     return wanted or dtype
 
 
 def _inference(*tensors: Tensor | None, **options: Any) -> Tensor:
-    return function.forward(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # the factors are given
+    """The output alone, for `Op.inference`: nothing is saved for backward."""
+    return function.forward(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # a, b and offsets: not None
 
 
 GROUPED_MATMUL = Op(

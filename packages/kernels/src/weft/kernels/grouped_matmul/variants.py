@@ -1,4 +1,7 @@
-"""The kernel variants the launches use, for compilation without a GPU by weft.kernels.launching.aot."""
+"""The variants of the kernels in the launches, for compilation without a GPU by `launching.aot`.
+
+A string such as "i32:16" is the Triton type of a kernel's argument; see `launching.aot: Variant.arguments`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ from ..matmul.configurations import (
 from ..matmul.variants import BYTES, EIGHT, float8_of
 from . import kernel
 
-ALIGNED = "i32:16"
-ONE, NUMBERS = "*bf16:16", "*fp32:16"
+ALIGNED = "i32:16"  # a size or stride divisible by 16
+BF16, FP32 = "*bf16:16", "*fp32:16"  # pointers to aligned memory
+# Types of the arguments in most variants, by argument.
 _KINDS = {
     **dict.fromkeys(("bias_ptr", "residual_ptr", "z_ptr", "a_scale_ptr", "b_scale_ptr", "alpha", "beta"), "None"),
     "offsets_ptr": "*i32", **dict.fromkeys(("K", "M"), ALIGNED), **dict.fromkeys(("N", "FIRST", "COUNT"), "i32"),
@@ -38,7 +42,15 @@ def _variant(
     name: str, of: Any, chosen: Configuration, out: str, activation: str | None = None, factors: str = "bf16",
     **types: str
 ) -> Variant:  # fmt: skip
-    """types: argument types that differ from `_KINDS`. 8-bit b is contiguous along K, as tensor cores need."""
+    """A variant of a kernel, in the configuration of the launches on each chip.
+
+    name: in the reports of `launching.aot`.
+    of: the kernel, `rows_by_group` or `weights_by_group`.
+    chosen: the configuration, before `adapt_to_groups`. On chips without TMA, a configuration with descriptors is
+        replaced.
+    out, factors: dtypes of the output, and of a and b. 8-bit b is contiguous along K, as tensor cores need.
+    types: argument types that replace those of `_KINDS`.
+    """
     by_rows = factors != EIGHT
 
     def for_configuration(chosen: Configuration, target: str = "") -> Variant:
@@ -74,35 +86,38 @@ def _variant(
             chosen.flop_per_byte(BYTES[factors]),
         )
 
-    older = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
+    no_tma = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
     elsewhere = {
         target: for_configuration(configuration, target)
-        for target, configuration in older.items()
+        for target, configuration in no_tma.items()
         if chosen.descriptors
     }
     return replace(for_configuration(adapt_to_groups(chosen)), elsewhere=elsewhere)
 
 
+# The main variants: together they contain all code of the launches.
 VARIANTS = (
     _variant("rows_by_group/bf16", kernel.rows_by_group, LARGE, "bf16"),
     _variant(
         "rows_by_group/bf16-bias-silu-residual", kernel.rows_by_group, MIDDLE, "bf16", "silu",
-        bias_ptr=ONE, residual_ptr=ONE, z_ptr=ONE,
+        bias_ptr=BF16, residual_ptr=BF16, z_ptr=BF16,
     ),
     _variant(
         "rows_by_group/fp8-scales", kernel.rows_by_group, EIGHT_BITS, "bf16", factors=EIGHT,
-        a_scale_ptr=NUMBERS, b_scale_ptr=NUMBERS,
+        a_scale_ptr=FP32, b_scale_ptr=FP32,
     ),
     _variant("weights_by_group/bf16-sum", kernel.weights_by_group, MIDDLE, "fp32"),
 )  # fmt: skip
 
-EPILOGUE = {"bias_ptr": ONE, "residual_ptr": ONE, "z_ptr": ONE}
-SCALES = {"a_scale_ptr": NUMBERS, "b_scale_ptr": NUMBERS}
+# Argument types for `_variant`: of the largest epilogue, of scales, of an epilogue in float32, and of sizes and strides
+# not divisible by 16.
+EPILOGUE = {"bias_ptr": BF16, "residual_ptr": BF16, "z_ptr": BF16}
+SCALES = {"a_scale_ptr": FP32, "b_scale_ptr": FP32}
 WIDE = dict.fromkeys(EPILOGUE, "*fp32:16")
 NOT_AT_16_BYTES = dict.fromkeys(
     ("K", "M", "stride_an", "stride_bg", "stride_bk", "stride_on", "stride_gn", "stride_og"), "i32"
 )
-# Further configurations the rules choose, each with the epilogue that needs the most registers.
+# The same code in further configurations chosen by the rules, each with the epilogue that needs the most registers.
 EXTRA_VARIANTS = (
     _variant("rows_by_group/bf16-large-gelu", kernel.rows_by_group, LARGE, "bf16", "gelu", **EPILOGUE),
     _variant("rows_by_group/bf16-flat-gelu", kernel.rows_by_group, FLAT, "bf16", "gelu", **EPILOGUE),

@@ -1,4 +1,8 @@
-"""The kernel variants the launches use, by configuration and epilogue, which `launching.aot` compiles without a GPU."""
+"""The variants of the kernels in the launches, for compilation without a GPU by `launching.aot`.
+
+A variant is a kernel with a configuration (tiles, warps, ...) and an epilogue. A string such as "i32:16" is the Triton
+type of a kernel's argument; see `launching.aot: Variant.arguments`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ from .configurations import (
 )
 from .launch import COMBINED
 
-ALIGNED = "i32:16"
+ALIGNED = "i32:16"  # a size or stride divisible by 16
+# Separate warps load and multiply.
 SPECIALIZED = replace(MIDDLE, stages=3, parts=1, specialized=True)
 EIGHT = "fp8e4nv"
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, EIGHT: 1}
@@ -35,6 +40,10 @@ def float8_of(target: str) -> str:
 def _arguments(
     of: str, to: str, features: tuple[str, ...], aligned: bool, a_transposed: bool, b_transposed: bool
 ) -> dict[str, str]:
+    """The Triton type of each argument of the kernel `product`; parameters as in `_product`.
+
+    a_transposed, b_transposed: whether the factor has contiguous columns.
+    """
     size = ALIGNED if aligned else "i32"
 
     def if_used(name: str, kind: str) -> str:
@@ -70,9 +79,18 @@ def _product(
 ) -> Variant:
     """A variant of the kernel `product`.
 
-    features: any of "gated", "bias", "residual", "slope", "scales", "z" and "sum".
+    name: in the reports of `launching.aot`.
+    chosen: the configuration on all chips that `elsewhere` does not list.
+    features: any of
+        "bias", "residual", "scales": the operand is given;
+        "gated": two products of one input, for swiglu;
+        "z": also store the pre-activation;
+        "sum": add to the output in memory;
+        "slope": multiply by the derivative of `activation` at the residual, instead of applying `activation`.
     of, to: dtypes of factors and output.
-    transposed: the factors with contiguous columns. elsewhere: configurations on other chips.
+    transposed: which factors have contiguous columns: "", "a", "b" or "ab".
+    aligned: whether sizes and strides are multiples of 16.
+    elsewhere: other configurations, by the beginning of the chip's name.
     """
     at, bt = "a" in transposed, "b" in transposed
 
@@ -100,9 +118,11 @@ def _product(
     return replace(for_configuration(chosen), elsewhere=on_other_chips)
 
 
-OLDER = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
-GATED = {of: halve_tiles(each) for of, each in OLDER.items()}
+# Configurations on chips without TMA, by the beginning of the chip's name.
+NO_TMA = {"sm_80": BY_POINTERS, "gfx": ON_AMD}
+GATED = {of: halve_tiles(each) for of, each in NO_TMA.items()}
 EPILOGUE = ("bias", "residual", "z")
+# The second kernel of a product split over K: adds up the splits' products and applies the epilogue.
 COMBINE = Variant(
     "matmul.combine/bf16-bias-gelu",
     kernel.combine,
@@ -118,17 +138,18 @@ COMBINE = Variant(
     4,
 )  # fmt: skip
 
+# The main variants: together they contain all code of the launches.
 VARIANTS = (
-    _product("bf16-bias-gelu-residual", LARGE, "bias", "residual", "z", activation="gelu", elsewhere=OLDER),
-    _product("bf16-slope-of-gelu", LARGE, "residual", "slope", activation="gelu", transposed="", elsewhere=OLDER),
-    _product("bf16-transposed-sum", MIDDLE, "sum", to="fp32", transposed="a", elsewhere=OLDER),
+    _product("bf16-bias-gelu-residual", LARGE, "bias", "residual", "z", activation="gelu", elsewhere=NO_TMA),
+    _product("bf16-slope-of-gelu", LARGE, "residual", "slope", activation="gelu", transposed="", elsewhere=NO_TMA),
+    _product("bf16-transposed-sum", MIDDLE, "sum", to="fp32", transposed="a", elsewhere=NO_TMA),
     # On sm_100, a tcgen05 loop has registers to spare and gains nothing from specialized warps.
-    _product("bf16-specialized", SPECIALIZED, "bias", activation="silu", elsewhere=OLDER | {"sm_100": MIDDLE}),
+    _product("bf16-specialized", SPECIALIZED, "bias", activation="silu", elsewhere=NO_TMA | {"sm_100": MIDDLE}),
     _product("bf16-not-aligned", NOT_ALIGNED, "bias", activation="silu", aligned=False),
-    _product("fp16-relu", LARGE, of="fp16", to="fp16", activation="relu", elsewhere=OLDER),
+    _product("fp16-relu", LARGE, of="fp16", to="fp16", activation="relu", elsewhere=NO_TMA),
     _product("fp32", SINGLE, of="fp32", to="fp32"),
     _product("tf32", SINGLE, of="fp32", to="fp32", precision="tf32"),
-    _product("fp8-scales", EIGHT_BITS, "scales", of=EIGHT, elsewhere=OLDER),
+    _product("fp8-scales", EIGHT_BITS, "scales", of=EIGHT, elsewhere=NO_TMA),
     _product("bf16-swiglu", halve_tiles(LARGE), "gated", "z", elsewhere=GATED),
     COMBINE,
 )
@@ -144,28 +165,28 @@ def _combine(name: str, constexprs: dict[str, int | str | None], **types: str) -
     )
 
 
-# Further configurations the rules choose, each with the epilogues that need the most registers.
+# The same code in further configurations chosen by the rules, each with the epilogues that need the most registers.
 EXTRA_VARIANTS = (
     *(
-        _product(f"bf16-flat-{how or 'none'}", FLAT, *EPILOGUE, activation="gelu", transposed=how, elsewhere=OLDER)
+        _product(f"bf16-flat-{how or 'none'}", FLAT, *EPILOGUE, activation="gelu", transposed=how, elsewhere=NO_TMA)
         for how in ("b", "", "a", "ab")
     ),
-    _product("bf16-flat-slope-of-gelu", FLAT, "residual", "slope", activation="gelu", transposed="", elsewhere=OLDER),
+    _product("bf16-flat-slope-of-gelu", FLAT, "residual", "slope", activation="gelu", transposed="", elsewhere=NO_TMA),
     *(
-        _product(f"bf16-{activation}", LARGE, *EPILOGUE, activation=activation, elsewhere=OLDER)
+        _product(f"bf16-{activation}", LARGE, *EPILOGUE, activation=activation, elsewhere=NO_TMA)
         for activation in ("gelu_tanh", "silu", "relu2")
     ),
     *(
         _product(
             f"bf16-slope-of-{activation}", LARGE, "residual", "slope",
-            activation=activation, transposed="", elsewhere=OLDER,
+            activation=activation, transposed="", elsewhere=NO_TMA,
         )
         for activation in ("gelu_tanh", "silu", "relu", "relu2")
     ),
-    _product("bf16-both-transposed", LARGE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=OLDER),
-    _product("bf16-middle", MIDDLE, *EPILOGUE, activation="gelu", elsewhere=OLDER),
-    _product("bf16-middle-both-transposed", MIDDLE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=OLDER),
-    _product("bf16-part-of-a-sum", MIDDLE, to="fp32", elsewhere=OLDER),
+    _product("bf16-both-transposed", LARGE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=NO_TMA),
+    _product("bf16-middle", MIDDLE, *EPILOGUE, activation="gelu", elsewhere=NO_TMA),
+    _product("bf16-middle-both-transposed", MIDDLE, *EPILOGUE, activation="gelu", transposed="ab", elsewhere=NO_TMA),
+    _product("bf16-part-of-a-sum", MIDDLE, to="fp32", elsewhere=NO_TMA),
     *(
         _product(
             f"bf16-not-aligned-{how or 'none'}", NOT_ALIGNED, *EPILOGUE,
@@ -177,11 +198,11 @@ EXTRA_VARIANTS = (
         "bf16-not-aligned-slope-of-gelu", NOT_ALIGNED, "residual", "slope",
         activation="gelu", transposed="", aligned=False,
     ),
-    _product("fp16-gelu", LARGE, *EPILOGUE, of="fp16", to="fp16", activation="gelu", elsewhere=OLDER),
+    _product("fp16-gelu", LARGE, *EPILOGUE, of="fp16", to="fp16", activation="gelu", elsewhere=NO_TMA),
     _product("fp32-gelu", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu"),
     _product("fp32-both-transposed", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", transposed="ab"),
     _product("tf32-gelu", SINGLE, *EPILOGUE, of="fp32", to="fp32", activation="gelu", precision="tf32"),
-    _product("fp8-scales-gelu", EIGHT_BITS, "scales", *EPILOGUE, of=EIGHT, activation="gelu", elsewhere=OLDER),
+    _product("fp8-scales-gelu", EIGHT_BITS, "scales", *EPILOGUE, of=EIGHT, activation="gelu", elsewhere=NO_TMA),
     _product("bf16-swiglu-middle", halve_tiles(MIDDLE), "gated", "z", elsewhere=GATED),
     _product("bf16-swiglu-flat", halve_tiles(FLAT), "gated", "z", elsewhere=GATED),
     _product("bf16-swiglu-not-aligned", halve_tiles(NOT_ALIGNED), "gated", "z", aligned=False),

@@ -69,7 +69,7 @@ def qkv_linear(
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
     input, *operands = layouts
     weights, biases, (cos, sin) = operands[:3], operands[3:6], operands[6:]
-    input_shape, table = shapes[0], shapes[7]
+    input_shape, table = shapes[0], shapes[7]  # table: the shape of cos
     assert input is not None and input_shape, "apply_many passes the input"
     dims = len(input_shape)
     leading = ascii_lowercase[: dims - 1]

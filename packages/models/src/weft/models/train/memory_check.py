@@ -1,8 +1,9 @@
 """Check a run against the memory of the machine, before torch is imported.
 
-`weft train` calls `check_room`, which counts the bytes that every run needs: parameters, gradients and the optimizer's
-state. `cpu_memory` and `gpu_memory` give the memory of this machine's CPU and GPUs, and `gpu_count` the number of GPUs.
-They ask the kernel and the CUDA driver directly: a call takes a millisecond, and importing torch takes seconds.
+`weft train` calls `check_room` for the run, and for each mesh that it may suggest. `check_room` counts the bytes that
+every run needs: parameters, gradients and the optimizer's state. `cpu_memory` and `gpu_memory` give the memory of this
+machine's CPU and GPUs, and `gpu_count` the number of GPUs. They ask the kernel and the CUDA driver directly: a call
+takes a millisecond, and importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ class MemoryNeed:
     """The sizes that determine the least memory of a run, on a GPU or on all processes of this machine."""
 
     parameters: int  # of the whole model
-    processes: int  # whose memory is added up; 1 for a GPU
-    parts: int  # into which pp and tp split the model
-    across: int  # processes with the same part: dp * cp
+    processes: int  # processes on the device: 1 on a GPU, all processes of this machine on the CPU
+    parts: int  # parts of the model, each on its own processes: pp * tp
+    across: int  # processes with the same part: dp * cp. ZeRO shards the part over these
     zero: int  # the plan's ZeRO level
     states: float  # state tensors per parameter, each of the parameter's size; a mean over the parameters
     compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
 
     @property
     def nbytes(self) -> int:
-        """Peak bytes: during an update of the weights, or while the whole model for the comparison exists.
+        """Peak bytes of the device: in an update of the weights, or while the whole model for the comparison exists.
 
-        A mean over the processes. Activations are not counted, and replicated tensors (norms, ...) count as sharded.
+        Each process counts with the mean over the run's processes, as if all parts of the model were equally large.
+        Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
         parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
         copies = self.processes / self.parts
@@ -164,7 +166,7 @@ class MachineMemory:
     """Memory of the machine or of a GPU, in bytes."""
 
     total: int  # all memory, with swap
-    available: int  # free for processes now, without swap
+    available: int  # free for processes now, without swap; on a GPU, all memory
 
 
 def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
@@ -183,7 +185,7 @@ def cpu_memory(root: Path = _ROOT) -> MachineMemory | None:
 
 
 def gpu_memory() -> MachineMemory | None:
-    """The memory of the smallest GPU available to this process; None without a GPU."""
+    """The memory of the smallest GPU available to this process, used or free; None without a GPU."""
     least = min(gpu_bytes(), default=None)
     return None if least is None else MachineMemory(least, least)
 

@@ -1,7 +1,7 @@
 """Reads a run's metrics.jsonl back: to resume the run, to check the file against a checkpoint, and to plot.
 
-Plots show loss and speed, on the terminal or as a picture file. `Results` appends lines to metrics.jsonl with
-`append` of files.py, which follows no links.
+Plots show loss and speed, on the terminal or as a picture file. `Results` (results.py) calls the functions here. It
+appends the lines of metrics.jsonl with `append` of documents.py, which refuses a link.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..documents import parse_json, read_plain, write_anew
 
 HEIGHT = 10  # lines of a plot on a terminal, without the axis
 AXIS = 24  # columns left of the plot, for axis and labels
-NARROW = 50  # columns of a plot if two stand side by side
-NARROWEST = AXIS + 10  # fewest columns of a plot
+NARROW = 50  # fewest columns of each of two plots side by side
+NARROWEST = AXIS + 10  # fewest columns of a single plot
 
 METRICS = "metrics.jsonl"
 
@@ -72,7 +72,10 @@ _REMEDY = "copy the file again, or resume into a new folder with --resume PATH -
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last complete line of a metrics.jsonl as a dict; None for a missing file or a malformed line."""
+    """The last complete line of a metrics.jsonl as a dict; None for a missing file or a malformed line.
+
+    Read by `find_checkpoint` for "step" and "done", the finished share of the run's steps, which must be a number.
+    """
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -89,9 +92,9 @@ _LONGEST_LINES = 16384  # bytes read from the end of the file; a line has about 
 
 
 class RunningChecksum:
-    """Running length and SHA-256 of metrics.jsonl.
+    """Running length and SHA-256 of metrics.jsonl, kept by `Results`.
 
-    Stored in every checkpoint; on resuming, `check_logged` compares the file with the stored values.
+    Every checkpoint stores the current values; on resuming, `check_logged` compares the file with the stored values.
     """
 
     def __init__(self) -> None:

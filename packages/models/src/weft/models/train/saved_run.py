@@ -21,7 +21,7 @@ from .metrics_file import METRICS
 from .run import Run
 
 _DEEPEST = 8  # dots in an option's name; real options have at most three
-# Options fixed for a resumed run: with any change, the losses would belong to neither run.
+# Options that a resumed run cannot change: the losses after the change would not continue the losses before.
 FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
 # Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
@@ -34,7 +34,7 @@ def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str,
     """The JSON document for a checkpoint saved after `step` steps: enough to resume from there.
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
-    held_out_loss: the loss before the first step. logged: the length and checksum of metrics.jsonl, from
+    held_out_loss: the held-out loss before the run's first step. logged: the length and checksum of metrics.jsonl, from
     `RunningChecksum.as_json`.
     """
     return {
@@ -122,7 +122,7 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
     value["model"] = {"kind": type(config.model).__name__}
     value["model"] |= dataclasses.asdict(config.model)
     plain = _as_json_types(value)
-    assert isinstance(plain, dict), "_plain returns a dict for a dict"
+    assert isinstance(plain, dict), "_as_json_types returns a dict for a dict"
     return plain
 
 

@@ -16,7 +16,8 @@ from .config import TrainConfig
 
 _OF_ONE_RUN = ("output", "resume")  # paths of a single run, left out of the file
 
-# fields whose option has another name; in a file "model" is the table of the model's fields
+# Fields of TrainConfig whose option on the command line has another name. A file has the field's own name: there the
+# key "model" is the table of the fields of TrainConfig.model.
 OPTIONS = {"model_class": "model"}
 LARGEST = 2**20  # bytes of a file; a run's config.toml has about a thousand
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -102,7 +103,10 @@ def _toml_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _toml_value(value: Any) -> Any:
-    """A value as written to the file. A path or mixture beginning with "-" gets a "./" before, as `_text` demands."""
+    """A value as written to the file.
+
+    A path or mixture beginning with "-" gets "./" in front: `_text` refuses a leading dash when the file is read.
+    """
     if not isinstance(value, str | Path):
         return value
     return f"./{value}" if str(value).startswith("-") else str(value)

@@ -17,8 +17,8 @@ from ..world.groups import device_mesh
 from .collectives import all_gather_single
 from .dtensor import as_process_mesh
 
-MEASURED_BYTES = (2**12, 2**16, 2**20, 2**23)  # of a part: from latency-bound to bandwidth-bound
-WARMUP, ROUNDS = 2, 7
+MEASURED_BYTES = (2**12, 2**16, 2**20, 2**23)  # a rank's part of an all-gather: latency-bound to bandwidth-bound
+WARMUP, ROUNDS = 2, 7  # rounds before timing, and timed rounds
 
 
 class Topology(Links):
@@ -33,20 +33,22 @@ class Topology(Links):
     def measure(
         cls, mesh: ProcessMesh | DeviceMesh, device_type: str | None = None, *, sizes: Sequence[int] = MEASURED_BYTES
     ) -> Topology:
-        """Times all-gathers along each axis and fits a link to each; all groups of an axis run at once.
+        """Times all-gathers along each axis and fits a Link to the times; all groups of an axis run at once.
 
-        sizes: bytes of a rank's part, of each all-gather.
-        The time of a size is the median of the rounds, in the slowest group. The fit is least squares without negative
-        numbers.
+        device_type: where the gathered tensors are. None means the DeviceMesh's device; for a ProcessMesh, "cuda" with
+            NCCL and "cpu" otherwise.
+        sizes: bytes of each rank's part; every size is timed in an all-gather of its own.
+        For each size, every group takes the median time of several rounds, and the slowest group's median counts. The
+        link is fitted by least squares; a negative latency or time per byte counts as 0.
         Communication: all ranks of the world call this, and get equal topologies.
-        Raises ValueError for fewer than two different sizes.
+        Raises ValueError for fewer than two different sizes, or a size below 1 byte.
         """
         backend = "cuda" if dist.get_backend() == "nccl" else "cpu"
         device = device_type or str(getattr(mesh, "device_type", backend))
         mesh = as_process_mesh(mesh)
         if len(set(sizes)) < 2 or min(sizes) < 1:
             raise ValueError(
-                f"sizes is {tuple(sizes)}, and a line needs two points; give two different numbers of bytes at least"
+                f"sizes is {tuple(sizes)}; give two different numbers of bytes at least, each 1 or more, to fit a link"
             )
         torch_mesh = device_mesh(mesh, device)
         seconds = torch.zeros(mesh.ndim, len(sizes), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Plans from a layout on one mesh to a layout on another: reduce, exchange, gather.
+"""Plans from a layout on a mesh to a layout on a second mesh: reduce, exchange, gather.
 
 A Partial source is first reduced to shards on its own mesh. Each shard is then sent once, to a single rank of the
 target mesh. Last, the ranks of the target mesh gather the elements needed by several of them. Where the meshes share
@@ -21,10 +21,14 @@ Shape = tuple[int, ...]
 def cheapest_across(
     src: Layout, dst: Layout, shape: Shape, *, itemsize: int, topology: Links | None, fits: Fits | None
 ) -> tuple[Step, ...] | None:
-    """Steps from `src` to `dst` on another mesh; None where `fits` accepts none of the plans found.
+    """Steps from `src` to `dst` on a second mesh; None where `fits` accepts none of the plans found. `plan` calls it.
 
-    Between disjoint meshes each byte crosses once. Between meshes that share ranks, the plan found has the fewest
-    bytes received by the busiest rank.
+    Two plans are tried: the exchange sends each element to a single rank of the target mesh, which then gathers; or to
+    all ranks that need the element. Between disjoint meshes the first plan is tried first: each byte crosses once.
+    Between meshes that share ranks, the plan whose busiest rank receives fewer elements is tried first.
+
+    itemsize, topology: price the steps on each mesh, as in `cheapest`.
+    fits: whether a plan's steps are acceptable, such as within a memory limit; None accepts all.
     """
     target = replicate_partials(dst)
     partials = tuple(
@@ -68,7 +72,7 @@ def _received(reduced: Layout, middle: Layout, target: Layout, shape: Shape) -> 
 
 
 def _scatter_partials(src: Layout, target: Layout, shape: Shape) -> Layout:
-    """`src` with Shard for every Partial, over a dim sharded by the target where possible, else over the largest."""
+    """`src` with Shard in place of Partial, on a dim sharded by the target where possible; a scalar is replicated."""
     for axis, placement in zip(src.mesh.axis_names, src.placements, strict=True):
         if isinstance(placement, Partial):
             dim = _dim_to_cut(src, axis, shape, prefer=[*target.shard_order])
@@ -77,7 +81,7 @@ def _scatter_partials(src: Layout, target: Layout, shape: Shape) -> Layout:
 
 
 def _shard_replicated(target: Layout, shape: Shape) -> Layout:
-    """`target` with Shard for every Replicate."""
+    """`target` with Shard in place of Replicate, so each element is on a single rank. A scalar stays replicated."""
     for axis, placement in zip(target.mesh.axis_names, target.placements, strict=True):
         if isinstance(placement, Replicate) and target.mesh.axis_size(axis) > 1:
             dim = _dim_to_cut(target, axis, shape, prefer=[])

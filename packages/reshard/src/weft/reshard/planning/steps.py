@@ -1,4 +1,4 @@
-"""The steps of plans, with the change of layout made by each step, and its dual."""
+"""The steps of plans. `layout_after` gives the layout after a step, and `dual` the step of the gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AllGather:
 
     axis: the axes, in the order in which they shard their dims, major first.
     dim: the dim of each axis.
-    apart: empty for a single collective. Otherwise the same axes, in the order in which each has its own collective.
+    apart: empty for a single collective over all axes. Otherwise each axis has a collective of its own, in this order.
     """
 
     axis: Axis
@@ -39,7 +39,7 @@ class AllReduce:
 class ReduceScatter:
     """Partial(op) -> Shard: the dual of AllGather, with the same arguments.
 
-    apart: empty for a single collective. Otherwise the axes, in the order in which each has its own collective.
+    apart: empty for a single collective over all axes. Otherwise each axis has a collective of its own, in this order.
     """
 
     axis: Axis
@@ -71,7 +71,8 @@ class MakePartial:
 
     From Replicate, the rank at index 0 keeps the value and the other ranks hold the op's identity; for "avg" all ranks
     keep the value.
-    From Shard(dim), every rank keeps its part in place, and holds the op's identity everywhere else.
+    From Shard(dim), the local tensor grows to its size without this shard: the rank's part stays at its place, and the
+    op's identity is everywhere else.
     """
 
     axis: str
@@ -98,7 +99,10 @@ class Permute:
 
 @dataclass(frozen=True, slots=True)
 class ReduceExchange:
-    """Any layout of Partial("sum") and Shard -> `target`: the dual of Exchange; messages go back and are summed."""
+    """Any layout of Partial("sum") and Shard -> `target`: the dual of Exchange.
+
+    The dual Exchange's messages go in the opposite direction, and each rank sums the elements received.
+    """
 
     target: Layout
 
@@ -122,7 +126,7 @@ Step = (
     | ReduceExchange
     | Relabel
 )
-Targeted = Exchange | Permute | ReduceExchange | Relabel
+Targeted = Exchange | Permute | ReduceExchange | Relabel  # steps with a `target`, the layout after the step
 Local = Slice | MakePartial | Relabel  # steps without communication
 
 
@@ -137,7 +141,7 @@ def dims_of(step: AllGather | ReduceScatter) -> tuple[int, ...]:
 
 
 def placement_changes(step: Step) -> list[tuple[str, Placement, Placement]]:
-    """For each axis changed by the step: (axis, placement before, placement after)."""
+    """For each axis changed by the step: (axis, placement before, placement after). Empty for a Targeted step."""
     match step:
         case AllGather():
             return [(axis, Shard(dim), Replicate()) for axis, dim in zip(axes_of(step), dims_of(step), strict=True)]
@@ -172,7 +176,11 @@ def layout_after(step: Step, layout: Layout) -> Layout:
 
 
 def dual(step: Step, before: Layout) -> Step:
-    """The step's transpose as a linear map. before: the layout at the start of the step."""
+    """The step of the gradients: the transpose of `step` as a linear map, for `Plan.transpose`.
+
+    before: the layout at the start of `step`. Raises LayoutError for a step to a `target` from a reduction other than
+    a sum.
+    """
     match step:
         case AllGather(axis=axis, dim=dim, apart=apart):
             return ReduceScatter(axis, dim, "sum", tuple(reversed(apart)))

@@ -24,10 +24,11 @@ from .pending_gradient import Form, Forms, Leaf, cast_grad
 
 
 class GradientBuckets:
-    """The open and running buckets of a GradientSync.
+    """The open buckets of a GradientSync, and the buckets in flight. A `Leaf` is a parameter with its gradients' state.
 
     bucket_bytes, dtype: see GradientSync.
-    before_wait: called where a bucket is to start and two are in flight, before the wait for the older one.
+    before_wait: called before each wait for the older of two buckets in flight. It publishes the gradients sent so far:
+        a rank without gradients learns by this message to give zeros, without which the collective might not end.
     """
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None, before_wait: Callable[[], None]) -> None:
@@ -38,9 +39,10 @@ class GradientBuckets:
     def add(self, leaf: Leaf) -> None:
         """Puts the leaf's unsent gradients into buckets, and a placeholder into `.grad`.
 
+        Called in backward when the leaf's turn comes in the order of sending, and for the remaining leaves in `wait()`.
         A gradient in the target layout needs no bucket, and stays in `.grad`. Under ZeRO, or where a later gradient has
-        another layout, it is added to the leaf's `reduced_grad` instead. A gradient without a Route is resharded at
-        once.
+        a different layout, the gradient is added to the leaf's `reduced_grad` instead. A gradient without a Route is
+        resharded at once.
         """
         leaf.sent_forms = _merge_forms(leaf.sent_forms, leaf.unsent_forms())
         if leaf.local_grad is not None:
@@ -59,9 +61,9 @@ class GradientBuckets:
             leaf.put_placeholder()
 
     def add_zeros(self, leaf: Leaf, form: Form) -> None:
-        """Adds zeros, as this rank's part of a gradient that other ranks have: to a bucket, or to `reduced_grad`.
+        """Gives zeros of this layout and dtype, as this rank's part of a gradient computed by its peers.
 
-        Zeros in the target layout go to `reduced_grad`.
+        The zeros go where the gradient would: into a bucket, or in the target layout to `reduced_grad`.
         """
         self._add_grad(leaf, leaf.zeros(form), form.layout == leaf.target)
 
@@ -74,7 +76,7 @@ class GradientBuckets:
             self._finish_oldest()
 
     def _add_grad(self, leaf: Leaf, grad: DTensor, in_target: bool) -> None:
-        """Puts a gradient into a bucket, or where it needs none adds it to `reduced_grad`.
+        """Puts a gradient into a bucket, or adds a gradient without a Route or in the target layout to `reduced_grad`.
 
         in_target: whether the gradient has the target layout.
         """
@@ -128,9 +130,11 @@ def send_remaining(
 ) -> list[Forms]:
     """Puts unsent gradients into buckets, in the same order on all ranks. Called in GradientSync's `wait()`.
 
-    Returns the forms of each leaf's gradients on all ranks; () if no rank has a gradient.
-    expected: the leaves of the step's send order that this rank has not sent in backward. Every rank sends these in
-        order, as a gradient or zeros; after them come the gradients that were not expected.
+    Returns the forms (layout and dtype) of each leaf's gradients on all ranks; () if no rank has a gradient.
+    leaves: all leaves of the GradientSync.
+    expected: the leaves with a gradient on any rank in the last step, or in the first step all that require a gradient;
+        without those already sent in backward. Every rank sends the expected leaves in order, as gradients or zeros,
+        and then the rest of its gradients.
     Communication: as `GradientPresence`, the buckets that fill up, and reshards of gradients without a Route.
     Raises RuntimeError where the ranks' gradients of a parameter differ in layout or dtype, or come from different
     numbers of passes. A gradient in the target layout is complete, and not summed: also raises where a rank lacks
@@ -169,13 +173,13 @@ def _send_with_peers(
 ) -> list[Forms]:
     """`send_remaining` on a rank that lacks a gradient, or has several to send for a leaf: reads the peers' messages.
 
-    This rank gives zeros where it lacks a gradient that a peer has.
+    The messages tell which gradients each peer has. This rank gives zeros for a gradient that only peers have.
     leaf_forms: the forms of each leaf's gradients on this rank.
-    to_resend: indices of the leaves with a gradient to send after another one was sent in this step.
+    to_resend: indices of the leaves with a second gradient to send in this step.
 
-    Two loops. The first sends the expected gradients, or zeros in the forms of the last step, without waiting for all
-    messages: a rank still in backward may wait for these buckets before it publishes its message. The second reads the
-    final messages, and sends the unexpected gradients of any rank.
+    The first loop sends the expected gradients, or zeros in the forms of the last step, without waiting for all
+    messages: a rank still in backward may wait for these buckets before publishing a final message. The second loop
+    reads the final messages, and sends the gradients that any rank lists as unexpected.
     """
     index_of = {leaf: i for i, leaf in enumerate(leaves)}
     lacks_all = not any(leaf_forms)

@@ -43,8 +43,8 @@ def make_group(ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup:
     purpose: distinguishes several groups of the same ranks.
     Communication: waits for the other members through the world's store, up to the timeout given to
     init_process_group().
-    Raises RuntimeError where members do not come, or list different ranks. The message names these members, and the
-    groups that they are making.
+    Raises RuntimeError where members do not come in time, for example because they list different ranks. The message
+    names these members, and the groups that they are making.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None, "the world exists, as `Processes` does"
@@ -82,7 +82,7 @@ def publish(name: str, value: bytes) -> None:
 def published(names: Sequence[str]) -> list[bytes | None]:
     """The bytes published so far under each name; None for a name without bytes.
 
-    Communication: two requests to the world's store.
+    Communication: two requests to the world's store if every name has bytes; otherwise one, and one or two a name.
     """
     store = PrefixStore("weft", _get_default_store())
     keys = [f"published/{name}" for name in names]
@@ -94,7 +94,7 @@ def published(names: Sequence[str]) -> list[bytes | None]:
 
 
 def patience() -> float:
-    """The timeout of the world's store, in seconds: how long a rank waits for a message."""
+    """The timeout of the world's store, in seconds. GradientPresence waits as long for another rank's message."""
     seconds: float = _get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
     return seconds
 
@@ -127,11 +127,12 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[torch.device | None]:
 
 
 class _Members:
-    """The members of a new group, who wait for each other in the store.
+    """The members of a new group, which meet in the store. Made by `make_group` on each member.
 
+    name: the group's name, a digest of `text`. text: the ranks, the backend and the purpose, for messages.
     Keys in the store, where r is a rank and `at` is name/purpose:
     making/r: the group that rank r is making.
-    name/ranks: the ranks as listed by the first member.
+    name/ranks: the text of the first member. A member finds a different text only if two texts have one digest.
     at/r: rank r has come. at/count: number of ranks that have come. at/all: all have come.
     """
 
@@ -139,7 +140,7 @@ class _Members:
         self._store, self._name, self._text, self._ranks, self._rank = store, name, text, ranks, rank
 
     def meet(self, purpose: str) -> None:
-        """Waits until all members have called this with the same purpose."""
+        """Waits until all members have called this with the same purpose: "to make" the group, then "to use" it."""
         store, at = self._store, f"{self._name}/{purpose}"
         first_text = store.compare_set(f"{self._name}/ranks", "", self._text).decode()
         if first_text != self._text:

@@ -15,11 +15,14 @@ Placements = Mapping[str, Placement]  # mesh axis name -> placement; replicated 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The layouts declared for a function by `on_local_tensors`, valid for any mesh. Checked when made."""
+    """The layouts declared for a function decorated by `on_local_tensors`, which makes and reads the declaration.
+
+    Valid for any mesh. Checked when made, at decoration.
+    """
 
     name: str  # of the function
     parameters: tuple[str, ...]  # the function's parameters, in order
-    inputs: Mapping[str, Placements]  # by parameter
+    inputs: Mapping[str, Placements]  # by parameter; a parameter without an entry takes no DTensor
     outputs: tuple[Placements, ...]  # in order
     is_tuple: bool  # whether the function returns a tuple
     gradients: Mapping[str, Placements]  # by parameter, only where declared
@@ -46,7 +49,11 @@ class Declaration:
         return declaration
 
     def _check_axes(self) -> None:
-        """Raise ValueError for outputs that the inputs' layouts cannot give, and for gradients without a layout."""
+        """Raise ValueError for an output that ranks with equal inputs cannot compute, or an unknown gradient layout.
+
+        The first: on an axis over which all inputs are replicated, an output is sharded or Partial. The second: a
+        replicated input's gradient could be Partial or replicated, and `gradients` does not tell.
+        """
         axes = {axis for placements in self.outputs for axis in placements}
         for axis in sorted(axes):
             inputs = [placements.get(axis, Replicate()) for placements in self.inputs.values()]
@@ -72,21 +79,25 @@ class Declaration:
                     )
 
     def input(self, parameter: str, mesh: ProcessMesh, shape: Sequence[int]) -> Layout:
-        """The declared layout of an input, on `mesh`."""
+        """The declared layout of an input, on `mesh`. shape: global; negative dims count from its end."""
         return _layout(mesh, self.inputs[parameter], shape)
 
     def output(self, number: int, mesh: ProcessMesh, shape: Sequence[int]) -> Layout:
-        """The declared layout of output `number`, on `mesh`."""
+        """The declared layout of output `number`, on `mesh`. shape: of the global output."""
         return _layout(mesh, self.outputs[number], shape)
 
     def gradient(self, parameter: str, mesh: ProcessMesh, shape: Sequence[int]) -> Layout | None:
-        """The declared layout of an input's gradient, on `mesh`; None if not declared."""
+        """The declared layout of an input's gradient, on `mesh`; None if not declared. shape: of the global input."""
         placements = self.gradients.get(parameter)
         return None if placements is None else _layout(mesh, placements, shape)
 
 
 def _layout(mesh: ProcessMesh, placements: Placements, shape: Sequence[int]) -> Layout:
-    by_axis = {own: placement for axis, placement in placements.items() for own in axes_of(mesh, axis)}
+    """The layout with these placements on `mesh`.
+
+    Where the mesh splits an axis into parts (tp into tp_heads, ...), the axis's placement holds for every part.
+    """
+    by_axis = {part: placement for axis, placement in placements.items() for part in axes_of(mesh, axis)}
     return Layout.in_order(mesh, by_axis).resolved(shape)
 
 
