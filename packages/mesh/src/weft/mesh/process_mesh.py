@@ -233,7 +233,7 @@ class ProcessMesh:
         return self.permute(first, *(axis for axis in self.axis_names if axis != first))
 
     def submesh(self, rank: int, *names: Axis) -> ProcessMesh | None:
-        """The sub-mesh, with axes `names`, of all ranks at `rank`'s index on the other axes; None for a rank outside."""
+        """The sub-mesh with axes `names`, of all ranks at `rank`'s index on other axes; None for a rank outside."""
         chosen = self._check_axes("submesh", names)
         coordinate = self.coordinate(rank)
         if coordinate is None:
