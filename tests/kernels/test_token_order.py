@@ -191,9 +191,9 @@ def packed_on_mesh() -> None:
 
 
 def badly_packed() -> None:
-    with pytest.raises(LayoutError, match=r"2 parts cannot be cut in 4, .* give a multiple"):
+    with pytest.raises(LayoutError, match=r"2 parts .* cut into 4 shards; give a multiple of 4"):
         pack(distribute(normal(2, 3, 8), Layout(FOUR, "tp: S(2)")), parts=2)
-    with pytest.raises(LayoutError, match="takes 4 whole parts cut evenly"):
+    with pytest.raises(LayoutError, match="the 4 parts, must be cut evenly"):
         unpack(distribute(normal(2, 3, 4, 4), Layout(FOUR, "tp: S(3)")), (2, 2))
 
 
@@ -203,7 +203,7 @@ def test_packed_on_a_mesh_they_lie_as_they_did(pool: Pool) -> None:
 
 
 def test_what_cannot_be_packed_is_named() -> None:
-    with pytest.raises(ValueError, match=r"a multiple of 2, got \(2, 3\), \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"a multiple of 2, .* got \(2, 3\), \(2, 4\)"):
         pack(normal(2, 3), normal(2, 4), parts=2)
-    with pytest.raises(ValueError, match=r"the widths \(1, 2\) are not those of \(2, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"the widths \(1, 2\) sum to 3, the last dim of \(2, 2, 4\) is 4"):
         unpack(normal(2, 2, 4), (1, 2))

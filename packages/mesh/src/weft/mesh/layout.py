@@ -19,8 +19,9 @@ Spec = Sequence[str | Sequence[str] | None]
 class LayoutError(ValueError):
     """A tensor's layout does not fit the request; the message says how to change the layout, mostly by a reshard.
 
-    nearest: set where layout inference refuses the operands. Layouts accepted by the rule, in the operands' order;
-        empty where there are none. Empty in all other errors.
+    nearest: where an operation's layout rule refuses its operands, layouts near theirs which the rule accepts: one per
+        operand, in the operands' order, or only that of the single operand named in the message. A caller may reshard
+        to these and try again. Empty in all other errors.
     """
 
     def __init__(self, message: str, nearest: tuple[Layout, ...] = ()) -> None:
@@ -39,14 +40,16 @@ class Layout:
     is the mesh's order for a mapping or a sequence, and the written order for text: "tp: S(0), dp: S(0)" cuts by tp
     first.
 
-    A negative dim counts from the end. `resolved(shape)` counts every dim from the front. Methods that need the number
-    of dims, and are given no shape, raise LayoutError.
+    A negative dim counts from the end, in a tensor of any number of dims. `resolved(shape)` counts every dim from the
+    front. Before that, `spec`, `parts` and some layout rules raise LayoutError, because no shape is known there.
 
     Raises LayoutError for an axis outside the mesh, and for a sequence with more or fewer placements than axes.
     """
 
     __slots__ = ("__dict__", "_orders", "mesh", "placements", "shard_order")
-    _orders: tuple[tuple[str, ...], ...]  # groups of axes that shard, or may shard, the same dim; major first
+    # Groups of axes that shard the same dim, major first. Where some dims are negative and some are not, a single group
+    # of all sharding axes: which axes shard the same dim then depends on the tensor's number of dims.
+    _orders: tuple[tuple[str, ...], ...]
     mesh: ProcessMesh
     placements: tuple[Placement, ...]  # in the order of the mesh's axes
     shard_order: Mapping[int, tuple[str, ...]]  # sharded dim -> the axes that shard it, major first
@@ -103,9 +106,9 @@ class Layout:
 
     @classmethod
     def in_order(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Layout:
-        """The layout whose axes have the order of `placements`.
+        """The layout with these placements, where the order of the mapping, not of the mesh, decides the major axis.
 
-        Where several axes shard the same dim, the first axis listed is the major one.
+        Where several axes shard the same dim, the first axis listed is the major one. Axes left out replicate.
         """
         layout = cls.__new__(cls)
         layout._set(as_mesh(mesh), placements)
@@ -134,6 +137,10 @@ class Layout:
         return self._hash
 
     def __str__(self) -> str:
+        """The layout as text, which `Layout(mesh, text)` reads back.
+
+        Axes are in the mesh's order, but the axes that shard the same dim exchange places so that the major is first.
+        """
         names = list(self.mesh.axis_names)
         for order in self._orders:
             slots = sorted(names.index(name) for name in order)

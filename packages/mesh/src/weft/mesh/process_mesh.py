@@ -25,9 +25,9 @@ class ProcessMesh:
     ranks: nested sequences or an array of distinct ints >= 0, a level per axis; an int makes a mesh of one process.
     axis_names: a name per level; by default axis0, axis1, … Methods take an axis by name or by position.
 
-    Two meshes with the same names, shape and ranks are the same mesh, in every process and whatever was created
-    earlier: equal, with the same hash and digest. A part of a grid is stored as strides, and takes no memory per rank.
-    Raises ValueError for repeated, ragged or invalid ranks, and for names that do not fit the ranks.
+    Two meshes with the same names, shape and ranks are equal and have the same hash. Their digest is the same in every
+    process. A part of a grid is stored as strides, and takes no memory per rank.
+    Raises ValueError for repeated, ragged or invalid ranks, for repeated names, and unless each level has a name.
     """
 
     __slots__ = ("__dict__", "_ranks", "axis_names")
@@ -100,7 +100,7 @@ class ProcessMesh:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of the mesh's content, the same in every process."""
+        """Hex digest of the mesh's content, the same in every process: names the mesh in messages between ranks."""
         ranks = self._ranks
         text = repr((self.axis_names, ranks.shape, ranks.first, ranks.strides, ranks.table))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -205,11 +205,11 @@ class ProcessMesh:
     @overload
     def __getitem__(self, index: str | tuple[str, ...]) -> ProcessMesh | None: ...
     def __getitem__(self, index: Index | str | tuple[Index, ...] | tuple[str, ...]) -> ProcessMesh | None:
-        """A sub-mesh by indices, like an array's: `mesh[0]`, `mesh[:, 1:]`. By names, this process's: `mesh["tp"]`.
+        """The sub-mesh at indices, as of an array: `mesh[0]`, `mesh[:, 1:]`; or along named axes: `mesh["tp"]`.
 
-        An int drops its axis; an int for every axis gives the mesh of a single process. By names, the result is
-        `submesh(rank, *names)` for this process's rank in torch.distributed, as of a DeviceMesh.
-        Raises RuntimeError where torch.distributed is not initialized; `submesh` and `groups` need no processes.
+        An int drops its axis; an int for every axis gives the mesh of a single process. `mesh["tp"]` is the sub-mesh
+        that holds this process, as of a DeviceMesh: `mesh.submesh(rank, "tp")` for its rank in torch.distributed.
+        Raises RuntimeError for names where torch.distributed is not initialized; `submesh` and `groups` work without.
         """
         indices: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
         if any(isinstance(at, str) for at in indices):
@@ -223,9 +223,9 @@ class ProcessMesh:
         return ProcessMesh(self._ranks.at([pick for pick in picks if isinstance(pick, int)]))
 
     def get_mesh_with_dim(self, name: Axis, index: int | None = None) -> ProcessMesh:
-        """The mesh with axis `name` first; with `index`, the slice at that index of the axis.
+        """The mesh with axis `name` first; with `index`, the sub-mesh at that index, without the axis.
 
-        The slice is taken directly, without a permuted mesh in between.
+        The mesh of a pipeline stage is `mesh.get_mesh_with_dim("pp", stage)`, the same as `mesh.select(pp=stage)`.
         """
         first = self.axis_name(name)
         if index is not None:
@@ -233,7 +233,7 @@ class ProcessMesh:
         return self.permute(first, *(axis for axis in self.axis_names if axis != first))
 
     def submesh(self, rank: int, *names: Axis) -> ProcessMesh | None:
-        """The sub-mesh along the axes `names` around `rank`; None for a rank outside the mesh."""
+        """The sub-mesh with axes `names`, of all ranks at `rank`'s index on other axes; None for a rank outside."""
         chosen = self._check_axes("submesh", names)
         coordinate = self.coordinate(rank)
         if coordinate is None:
@@ -241,7 +241,7 @@ class ProcessMesh:
         return self.select(**{name: at for name, at in coordinate.items() if name not in chosen}).permute(*chosen)
 
     def groups(self, *names: Axis) -> tuple[ProcessMesh, ...]:
-        """Every sub-mesh along the axes `names`, in row-major order of the remaining axes."""
+        """The sub-meshes along the axes `names`: one for each index of the other axes, in row-major order."""
         chosen = self._check_axes("groups", names)
         remaining = [name for name in self.axis_names if name not in chosen]
         indices = product(*(range(self.axis_size(name)) for name in remaining))
@@ -314,7 +314,7 @@ def _index(mesh: ProcessMesh, rank: int) -> tuple[int, ...] | None:
 def _this_rank(names: tuple[str, ...]) -> int:
     """This process's rank in torch.distributed. names: the axes asked for, for the error.
 
-    torch is not imported here: a process without it cannot have joined a process group.
+    torch is not imported here: a process that has not imported torch cannot have joined a process group.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -332,7 +332,7 @@ def _default_names(count: int) -> tuple[str, ...]:
 
 
 def _check_names(shape: tuple[int, ...], axis_names: Any) -> tuple[str, ...]:
-    """The axis names as a tuple. Raises ValueError for repeated names, or a number of names unlike the axes'."""
+    """The axis names as a tuple. Raises ValueError for repeated names, and unless there is one per axis."""
     if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
         raise ValueError(f"axis_names is {axis_names!r}; give a sequence of names, one for each level of ranks")
     names = tuple(axis_names)

@@ -1,7 +1,8 @@
-"""Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.reshard`.
+"""Names for the other Weft packages and for extensions, beside the public names of `weft.reshard`.
 
-By wing: who communicates (world), tensors from layout to layout (moving), gradients and gathered parameters (training).
-A release may rename them; the changelog says how.
+The other packages import from these two modules only. The names come from the folders of `weft.reshard`: moving
+(tensors change layout), planning (which steps), training (gradients and gathered parameters), and world (process
+groups). A release may rename a name here; the changelog then gives the new name.
 """
 
 from .moving.collectives import Pending, Running, WaitTimer, measure_waits, reduce_scatter, start_all_gather, wait_for

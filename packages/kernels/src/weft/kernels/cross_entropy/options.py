@@ -103,7 +103,10 @@ class Options:
         return self.reduction != "none" and not self.return_lse and dtype != torch.float16
 
     def has_two_weights(self, weight: Tensor | None) -> bool:
-        """Whether tokens have two kinds of weights: class weights in the loss, but 1 in the z-loss or the accuracy."""
+        """Whether a token has two weights, for which "mean" needs two denominators.
+
+        In the loss a token has the weight of its class, in the z-loss and the accuracy the weight 1.
+        """
         return weight is not None and (self.z_loss > 0 or self.return_token_accuracy)
 
     @property
@@ -113,12 +116,12 @@ class Options:
 
     @property
     def columns(self) -> int:
-        """The number of statistics per row."""
+        """The number of columns of the statistics [N, columns] which a shard computes for each row; see `merged.py`."""
         return 3 + 2 * (self.label_smoothing > 0) + self.return_token_accuracy
 
     @property
     def num_constants(self) -> int:
-        """The number of outputs without a gradient, which are the last."""
+        """The number of outputs without a gradient, z-loss and accuracy; they are the last outputs."""
         return self.return_z_loss + self.return_token_accuracy
 
     @property
@@ -145,7 +148,7 @@ SCHEMA = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The shape, dtype and device of logits that need not exist yet."""
+    """The shape, dtype and device of a tensor not computed yet: linear cross-entropy checks its logits by a Form."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -161,10 +164,12 @@ def check(
     vocab_start: int,
     vocab_size: int,
 ) -> bool:
-    """Raise ValueError for tensors cross-entropy cannot take.
+    """Raise ValueError for tensors cross-entropy cannot take. Called by each forward, before any computation.
 
-    Returns whether the host knows every target to be a class and none to be ignored. Target values are checked on the
-    CPU only: on a GPU the host would have to wait, and a target outside the vocabulary makes the loss NaN instead.
+    Returns True where the host has read the targets and found every one a class, none ignored; the loss then needs no
+    mask and no count of ignored tokens. Values are read on the CPU only: on a GPU the host would have to wait, and a
+    target outside the vocabulary makes the loss NaN instead.
+    logits: [..., V], of the classes vocab_start to vocab_start + V of a vocabulary of vocab_size.
     """
     if not logits.shape or logits.dtype not in LOGITS_DTYPES:
         raise ValueError(

@@ -1,4 +1,8 @@
-"""Launches the kernels: for forward one program a multiprocessor, for the weights' gradient one program a tile."""
+"""Launches the kernels: for forward one program a multiprocessor, for the weights' gradient one program a tile.
+
+Here N counts the rows, sorted by group, and each group has a matrix [K, M]. A `Configuration` names the tiles of a
+product [M, K] @ [K, N]: tile_m, tile_n and tile_k cut N, M and K in `forward`, but K, M and N in `weights`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ def forward(
     first: int = 0,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes the products of `plain_rows_by_group` into out, and z where given. z has the strides of out."""
+    """Writes the rows of each group times its matrix, with epilogue, into out: `plain_rows_by_group` in Triton.
+
+    Arguments as there. z, the pre-activation, has the strides of out. configuration: None to choose by shape.
+    """
     (N, K), (count, _, M) = a.shape, b.shape
     if out.numel() == 0 or count == 0:
         return
@@ -67,7 +74,10 @@ def weights(
     accumulate: bool = False,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes the products of `plain_weights_by_group` into out, or adds them to out with `accumulate`."""
+    """Writes each group's alpha * a[rows].T @ grad[rows] into out; with `accumulate`, adds the product to out.
+
+    `plain_weights_by_group` in Triton, with the same arguments. configuration: None to choose by shape.
+    """
     count, K, M = out.shape
     if out.numel() == 0:
         return

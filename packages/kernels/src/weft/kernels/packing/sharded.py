@@ -1,6 +1,8 @@
-"""pack and unpack on plain tensors and DTensors, and their local computation: plain torch on every device.
+"""pack and unpack on plain tensors and DTensors: to reshard several tensors by one collective.
 
-They are inverses, and each is the backward of the other.
+Context parallelism packs keys and values (for Ulysses also queries), reshards the packed tensor from tokens to heads or
+to all tokens, and unpacks it. pack and unpack are inverses, and each is the backward of the other. Local computation is
+plain torch on every device.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from ..dispatch.sharded import Shapes, Sharding, apply, apply_many, infer_gradie
 
 
 def pack(*tensors: Tensor, parts: int) -> Tensor:
-    """Packs tensors of different widths into a single tensor, whose reshard moves all of them by one collective.
+    """Packs tensors of different widths W into a single tensor, whose reshard moves all of them by one collective.
 
-    tensors: each [..., W], where `parts` divides W.
+    tensors: each [..., W]. parts: the number of parts of each last dim; divides every W.
     Returns [..., parts, sum of W / parts]. Part p of the output holds part p of every tensor, side by side: a rank with
     part p of the output has part p of every tensor.
 
@@ -31,23 +33,26 @@ def pack(*tensors: Tensor, parts: int) -> Tensor:
     leading = tensors[0].shape[:-1]
     if any(x.shape[:-1] != leading or x.shape[-1] % parts for x in tensors):
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ValueError(f"pack takes tensors of one shape but for the last dim, a multiple of {parts}, got {shapes}")
+        raise ValueError(f"pack: the last dim must be a multiple of {parts}, all other dims equal; got {shapes}")
     return apply(PACK, *tensors, widths=tuple([int(x.shape[-1]) // parts for x in tensors]))
 
 
 def unpack(packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     """The tensors, each [..., parts * width], from which `pack` made `packed`.
 
-    packed: [..., parts, sum of widths], from `pack`.
-    widths: for each tensor, the width of one part.
+    packed: [..., parts, sum of widths], from `pack`, also after a reshard.
+    widths: for each tensor, the width of one part: W / parts.
 
     Layouts: any with the last dim replicated and `parts` sharded evenly, Partial(sum) included; each tensor has the
     layout of `packed`, with its last dim sharded in place of `parts`.
     Communication: none.
-    Raises ValueError for widths of another sum, LayoutError for other layouts.
+    Raises ValueError where the sum of the widths is not the last dim, LayoutError for other layouts.
     """
     if sum(widths) != packed.shape[-1]:
-        raise ValueError(f"unpack: the widths {tuple(widths)} are not those of {tuple(packed.shape)}")
+        raise ValueError(
+            f"unpack: the widths {tuple(widths)} sum to {sum(widths)}, the last dim of {tuple(packed.shape)} is "
+            f"{packed.shape[-1]}; give the widths with which the tensors were packed"
+        )
     return apply_many(UNPACK, packed, widths=tuple(widths))
 
 
@@ -60,7 +65,8 @@ def _pack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
     parts, num_shards = shape[-1] // widths[0], output.parts(len(shape) - 1)
     if parts % num_shards:
         raise LayoutError(
-            f"pack: {parts} parts cannot be cut in {num_shards}, as the tensors' last dim is; give a multiple"
+            f"pack: {parts} parts for tensors whose last dim is cut into {num_shards} shards; give a multiple of "
+            f"{num_shards} parts"
         )
     return Sharding(output, (*shape[:-1], parts, sum(widths)), infer_gradient_layouts(output, layouts))
 
@@ -72,7 +78,8 @@ def _unpack_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: di
     num_shards = packed.parts(len(shape) - 2)
     if packed.parts(len(shape) - 1) > 1 or parts % num_shards:
         raise LayoutError(
-            f"unpack takes {parts} whole parts cut evenly, got {shape} as ({packed}); pack the tensors for this layout"
+            f"unpack: dim {len(shape) - 2} of {shape}, the {parts} parts, must be cut evenly, and the last dim not at "
+            f"all; the layout is ({packed}); reshard the packed tensor"
         )
     layout = infer.elementwise("unpack", True, packed)
     first, *further_shapes = ((*leading, parts * width) for width in options["widths"])

@@ -49,7 +49,10 @@ def backward(
 def norm_forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float, interleaved: bool = False
 ) -> tuple[Tensor, Tensors]:
-    """x [..., T, heads * D], weight [D] -> rope of the RMS norm of each head. Saves the operands and rrms."""
+    """x [..., T, heads * D], weight [D] -> rope of the RMS norm of each head.
+
+    Saves the operands and rrms [..., T, heads, 1], the reciprocal root mean square of each head in float32.
+    """
     D = weight.shape[0]
     if not use_triton(x):
         y, (_, _, rrms) = norm.plain_forward(x, weight, eps=eps, head_dim=D)
@@ -123,7 +126,7 @@ def plain_forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fa
     Elements i and i + D // 2 of a head form a pair, rotated by the angle of (token, i): Hugging Face's convention.
     interleaved: elements 2 * i and 2 * i + 1 form a pair, as in the paper.
     Computed in float32 at least, then rounded to x's dtype.
-    Raises ValueError where D does not divide the last dim, or the tables have other tokens than x.
+    Raises ValueError where D does not divide the last dim, or the tables have another T, or other leading dims, than x.
     """
     check_fit(x, cos)
     return plain_rotation(x, cos, sin, interleaved, 1)
@@ -170,6 +173,7 @@ def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign:
 
 def _rotate_complex(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Interleaved rope in one pass: each pair is a complex number, multiplied by cos + i sin."""
+    # view_as_complex takes an even offset only.
     x = x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
     numbers = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2))
     turns = torch.complex(cos, sin if sign == 1 else -sin).unsqueeze(-2)  # [..., T, 1, D // 2]
@@ -177,7 +181,11 @@ def _rotate_complex(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Interleaved rope for torch.compile, which generates no code for complex numbers."""
+    """Interleaved rope for torch.compile, which generates no code for complex numbers.
+
+    Reorders each head so that the first elements of all pairs come first, rotates as without `interleaved`, and
+    restores the order.
+    """
     pair_shape = (*x.shape[:-1], x.shape[-1] // (2 * cos.shape[-1]), cos.shape[-1], 2)  # [..., heads, D // 2, 2]
     halves = x.reshape(pair_shape).transpose(-1, -2).reshape(x.shape)
     rotated = plain_rotation(halves, cos, sin, False, sign).view(*pair_shape[:-2], 2, cos.shape[-1])

@@ -14,13 +14,15 @@ from ..placement import Placement, Replicate, Shard
 from .nearest import nearest
 from .terms import Operation, check_dims, infer, letters, pass_same_reduction
 
-Slab = tuple[tuple[int, int, int], ...]  # per dim: its size, and the start and stop of the indices held
+# A rank's elements: for each dim, the size of the dim and the start and stop of the indices held.
+Slab = tuple[tuple[int, int, int], ...]
 
 
 def transpose(layout: Layout, dims: Sequence[int]) -> Layout:
     """Layout of `tensor.permute(dims)`: dim i of the output is dim dims[i] of the input.
 
-    Raises LayoutError for a layout that shards a further dim. Raises ValueError for dims that are not a permutation.
+    Raises LayoutError where the layout shards a dim missing in `dims`, as dim 2 with dims (1, 0). Raises ValueError for
+    dims that are not a permutation.
     """
     return _transpose(layout, check_dims("transpose", dims, len(tuple(dims))))
 
@@ -36,11 +38,12 @@ def _transpose(layout: Layout, dims: tuple[int, ...]) -> Layout:
 
 
 def reshape(layout: Layout, shape: Sequence[int], new_shape: Sequence[int]) -> Layout:
-    """Layout of a tensor of `shape` after each rank reshapes its own part, as for `view` and `flatten` to `new_shape`.
+    """Layout of `tensor.reshape(new_shape)` (or `view`, `flatten`), for a tensor of `shape` in `layout`.
 
-    In this layout every rank holds the same elements as before. Partial passes by any reduction.
-    Raises LayoutError where there is no such layout: a part would begin or end in the middle of a row, or be in
-    several pieces. Raises ValueError for shapes of different size.
+    Each rank reshapes its own part, so every rank holds the same elements before and after. Partial placements stay,
+    whatever their op.
+    Raises LayoutError where no layout of `new_shape` gives the ranks the same elements: a part would begin or end in
+    the middle of a row, or be in several pieces. Raises ValueError for shapes of different size.
     """
     return _reshape(layout, as_shape(shape), as_shape(new_shape))
 
@@ -66,8 +69,10 @@ def _reshape(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...])
 def _find_layout_after(layout: Layout, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Layout | None:
     """The layout of the new shape in which every rank holds the same elements as before; None for none.
 
-    Found axis by axis, in the order of the elements. A layout that is right for some axes is also right for the first
-    of these axes with the rest replicated, because each rank then holds the union of the parts along the rest.
+    Places one sharding axis after the other: the axes of dim 0 first, within a dim the major axis first. Each round
+    replicates the axes not placed yet, in the old and in the new layout, and keeps the placements with which both
+    layouts give all ranks the same elements. No solution is lost: two layouts which agree on every rank also agree
+    after some axes are replicated in both, because each rank then holds the union of the parts along these axes.
     """
     sharding = [axis for axes in layout.shard_order.values() for axis in axes]
 
@@ -95,8 +100,9 @@ def _deciding_ranks(
 ) -> Iterator[int]:
     """The ranks that decide whether two layouts give every rank the same elements.
 
-    A part begins at a multiple of its index along the axis, until the dim ends. Two layouts agree on all ranks if they
-    agree at every axis's first two indices, at the last index, and where a dim ends under either layout.
+    Along an axis, the part at index i begins at i times the size of the first part, or at the end of the dim if that
+    comes first. Two layouts therefore agree on all ranks if both agree at every axis's first two indices, at the last
+    index, and at the indices where the dim ends under either layout.
     """
     mesh = layout.mesh
     indices = {
@@ -124,7 +130,7 @@ def _deciding_indices(layout: Layout, shape: tuple[int, ...], axis: str) -> set[
 
 
 def _held(layout: Layout, shape: tuple[int, ...], rank: int) -> Slab | None:
-    """The elements that a rank holds, in a form independent of the shape; None for no elements.
+    """The elements that a rank holds, equal for two shapes if the elements are the same; None for no elements.
 
     A dim is merged into the previous dim where the rank holds the whole dim, or a single index of the previous dim.
     """

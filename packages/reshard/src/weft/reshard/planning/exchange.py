@@ -1,9 +1,9 @@
-"""The messages of an exchange, which changes any layout to any other in a single step, on one mesh or between two.
+"""The messages of an exchange: the step from any layout to any layout, on the same mesh or on another mesh.
 
 A rank lacks the elements of its target part that are outside its source part. Each missing piece is sent by a single
-holder: the least loaded of the nearest holders. All messages follow from the layouts and the shape, so every rank
-computes the same messages. A rank holds a single box of the tensor, and needs a single box: so a rank sends at most one
-box to any other rank.
+holder: the least loaded of the nearest holders. All messages follow from the layouts and the shape, and every rank
+computes the same messages. A rank holds a single box of the tensor, and needs a single box. Therefore a rank sends at
+most a single box to each receiver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Messages:
     local: Box | None  # the box both held and needed by the rank
 
     def reversed(self) -> Messages:
-        """The same messages sent back."""
+        """The same messages in the opposite direction: a ReduceExchange sends the messages of its dual this way."""
         return Messages(self.receives, self.sends, self.local)
 
     @property
@@ -52,9 +52,9 @@ def exchange_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
 
 
 def exchange_members(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks, ascending, that `rank` may exchange messages with, itself included.
+    """The members of the exchange's process group on `rank`, ascending, `rank` included.
 
-    On one mesh, the sub-mesh along the exchanging axes; between two, the ranks of both.
+    On one mesh, the sub-mesh of `rank` along `exchange_axes`. Between two meshes, the ranks of both.
     """
     if src.mesh != dst.mesh:
         return tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
@@ -65,9 +65,10 @@ def exchange_members(src: Layout, dst: Layout, rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def messages_of(src: Layout, dst: Layout, shape: tuple[int, ...], rank: int) -> Messages:
-    """The messages of `rank`.
+    """The messages of `rank` in the exchange from `src` to `dst`, for the executor of the step and for its costs.
 
-    Cost: proportional to the ranks taking part; where several hold the same elements, to all messages of these ranks.
+    Time: proportional to the number of members. Where several ranks hold the same elements, proportional to the number
+    of messages of all members, because the load of each sender decides who sends.
     """
     if rank not in src.mesh and rank not in dst.mesh:
         return Messages((), (), None)
@@ -176,10 +177,12 @@ def _rank(message: tuple[int, Box]) -> int:
 
 
 def contiguous_run(boxes: Iterable[Box], outer: Box) -> slice | None:
-    """The contiguous run of memory filled by the boxes, in order, in the row-major local tensor of the box `outer`.
+    """The range of memory that the boxes fill without gaps: boxes with a range are sent or received without a copy.
 
-    None where a box does not begin at the end of the previous box, where a box is itself not contiguous, and for no
-    boxes. The boxes of a run are sent or received without a copy.
+    outer: the box of a rank's local tensor, of which the boxes are parts. The slice counts elements of this row-major
+        tensor.
+    None where a box is not contiguous in memory, where a box does not begin at the end of the previous box, and for no
+    boxes.
     """
     start = end = None
     for box in boxes:
@@ -199,5 +202,5 @@ def contiguous_run(boxes: Iterable[Box], outer: Box) -> slice | None:
 
 
 def relative_box(box: Box, outer: Box) -> Box:
-    """`box` as slices of the local tensor of the box `outer`."""
+    """`box`, given in indices of the global tensor, as slices of the local tensor that holds the box `outer`."""
     return tuple(slice(part.start - o.start, part.stop - o.start) for part, o in zip(box, outer, strict=True))

@@ -1,11 +1,10 @@
-"""Moves: single steps between specs, with their traffic. Ways, which the search compares, are lists of moves.
+"""Moves: candidate steps between specs, each with its traffic. The search (search.py) compares ways: lists of moves.
 
-The traffic of a move, from sizes alone: messages and elements received by the busiest rank on each axis.
-
-Every part is taken to be as large as the first rank's. This is exact where sizes divide evenly, and
+The traffic of a move says, for each axis, how many messages and elements the busiest rank receives. The traffic follows
+from sizes alone: every part is taken to be as large as the first rank's. This is exact where sizes divide evenly, and
 otherwise counts padding. The algorithms counted:
 
-all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; apart: the same on each axis in turn
+all-gather, reduce-scatter   p - 1 messages of one part, direct or in a ring; with `apart`, in a collective per axis
 all-reduce                   a reduce-scatter and an all-gather of ceil(n / p) elements
 all-to-all, exchange         the elements needed and lacked by a rank, from the nearest holders
 slice, make-partial          nothing
@@ -43,10 +42,10 @@ Traffic = dict[str, tuple[int, int]]  # axis -> (messages, elements) received by
 
 
 class Move(NamedTuple):
-    """A step between two specs, not yet with layouts."""
+    """A candidate step from a spec to the spec `after`. The search turns only the moves of the best way into steps."""
 
     kind: type[Step]  # class of the step
-    axes: tuple[str, ...]  # axes changed by the step; empty for a step with a target
+    axes: tuple[str, ...]  # axes changed by the step; empty for steps that take a target layout, such as Exchange
     dims: tuple[int, ...]  # the dims of these axes; for AllToAll, the dims before and after
     after: Spec  # spec after the step
     traffic: Traffic
@@ -61,11 +60,13 @@ class MoveBuilder:
     """Makes the moves between specs of a tensor, for `Candidates`."""
 
     sizes: Sizes
-    thorough: bool  # try gathers over several axes both in a single collective and in one per axis, in several orders
+    # Give gathers over several axes both as a single collective and as one per axis, in several orders. `Candidates`
+    # then lists more ways, too.
+    thorough: bool
     apart: bool  # reduce over several axes by a collective per axis, the fastest axis first
 
     def slices(self, src: Spec, dst: Spec) -> Way:
-        """Slices for all axes that shard a dim in `dst` beyond `src`."""
+        """Slices along the axes that `dst` adds to `src`. The axes of each dim in `dst` begin with those in `src`."""
         way = []
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):
             for axis in b[len(a) :]:
@@ -74,10 +75,11 @@ class MoveBuilder:
         return way
 
     def gathers(self, src: Spec, dst: Spec) -> Iterator[Way]:
-        """Ways to gather the axes that shard a dim in `src` beyond `dst`.
+        """Ways to gather the axes that `dst` lacks. The axes of each dim in `src` begin with those in `dst`.
 
-        A single collective where shards divide evenly or each dim has one axis to gather. Axis by axis, minor first,
-        where a dim has several.
+        First, where shards divide evenly or each dim has one axis to gather: one AllGather of all axes. If thorough,
+        also with a collective per axis. Then, where a dim has several axes to gather, or if thorough: an AllGather for
+        each axis, minor axes first.
         """
         cut = [(axis, dim) for dim, (a, b) in enumerate(zip(src, dst, strict=True)) for axis in a[len(b) :]]
         if not cut:
@@ -98,7 +100,11 @@ class MoveBuilder:
             yield way
 
     def exchange(self, src: Spec, dst: Spec) -> Move:
-        """A single collective between any two specs: AllToAll, Permute or Exchange."""
+        """A single collective between any two specs.
+
+        AllToAll where an axis goes from a dim to another; Permute where each rank's whole part goes to a single rank;
+        Exchange in all further cases.
+        """
         changed = [dim for dim, (a, b) in enumerate(zip(src, dst, strict=True)) if a != b]
         if len(changed) == 2:
             for out, into in (changed, changed[::-1]):
@@ -135,14 +141,15 @@ class MoveBuilder:
         return self._move(ReduceExchange, src, dst)
 
     def _in_one_collective(self, finer: Spec, coarser: Spec, dims: tuple[int, ...]) -> bool:
-        """Whether a single collective may gather or scatter these dims.
+        """Whether a single collective may gather from the spec `finer` to `coarser`, or scatter from there to `finer`.
 
-        Either each dim has a single axis, or all parts have the same size.
+        dims: of the axes gathered or scattered. Either each dim has a single axis of these, or all parts have the
+        same size.
         """
         return len(set(dims)) == len(dims) or all(self._divides(finer, coarser, dim) for dim in dims)
 
     def _divides(self, finer: Spec, coarser: Spec, dim: int) -> bool:
-        """Whether the axes of `finer` beyond `coarser` cut a dim evenly."""
+        """Whether the axes which only `finer` has cut the dim evenly."""
         extra = finer[dim][len(coarser[dim]) :]
         return self.sizes.extent(dim, coarser[dim]) % self.sizes.parts(extra) == 0 and self.sizes.even(coarser)
 
@@ -193,7 +200,7 @@ class Sizes:
     def traffic(
         self, kind: type[Step], axes: Sequence[str], src: Spec, dst: Spec, apart: Sequence[str] = ()
     ) -> Traffic:
-        """Traffic of a step of this kind over `axes`, from spec `src` to spec `dst`."""
+        """Traffic of a step of this kind over `axes`, from spec `src` to spec `dst`, as for `Move`."""
         if kind is AllGather or kind is ReduceScatter:
             part, order = (self.local(src), apart) if kind is AllGather else (self.local(dst), apart[::-1])
             return self._gathered_apart(part, order) if order else self._gathered(part, axes)
@@ -202,6 +209,7 @@ class Sizes:
             return {axis: (2 * messages, 2 * received) for axis, (messages, received) in once.items()}
         if kind is Slice or kind is MakePartial:
             return {}
+        # A ReduceExchange sends the messages of its dual, the exchange from `dst` to `src`, backwards.
         return self._exchanged(dst, src) if kind is ReduceExchange else self._exchanged(src, dst)
 
     def _gathered(self, part: int, axes: Sequence[str]) -> Traffic:
@@ -238,7 +246,8 @@ class Sizes:
     def overlap(self, src: Spec, dst: Spec) -> int:
         """Elements needed under `dst` and held under `src`, on the rank with the fewest.
 
-        0 where both specs cut a dim in different ways. Otherwise the last part's elements, the smallest part.
+        Where the axes of each dim in one spec begin with those in the other, the last rank has the fewest, because its
+        parts are the smallest. Otherwise some rank may hold nothing that it needs: then 0.
         """
         elements = 1
         for dim, (a, b) in enumerate(zip(src, dst, strict=True)):

@@ -1,8 +1,8 @@
 """Search for the cheapest steps between two layouts of a mesh.
 
 A `Spec` lists for each dim the axes that shard the dim, major first. `Task` states a search: the spec to start from,
-the spec to reach, and the axes to reduce in between. `Candidates` lists
-the ways to try, each a list of moves (moves.py). `cheapest` prices the ways, and turns the best one into steps.
+the spec to reach, and the axes to reduce in between. `Candidates` lists the ways to try, each a list of moves
+(moves.py). `cheapest` prices the ways, and turns the best one into steps.
 
 The moves of a way have the order of Rink et al. (2022), "Memory-efficient array redistribution through portable
 collective communication": local slices, reductions, an exchange, gathers. Between layouts of Replicate and Shard, a
@@ -137,12 +137,14 @@ class Task:
         return cls(src, sizes, start, end, to_reduce, op, replicated, final_steps)
 
     def least_received(self) -> int:
-        """The lower bound of `costs.py` on the elements received by the busiest rank, where all sizes divide evenly.
+        """A lower bound on the elements received by the busiest rank, where all sizes divide evenly; see `costs.py`.
+
+        Without a reduction, the bound is the number of elements that the rank needs and does not hold.
 
         With a reduction, consider the sub-mesh along all axes that may move data, of R ranks. At the end each of them
-        needs `needed` elements, each element on `copies` ranks: R * needed / copies different elements. Each of these
-        takes p - 1 messages to add p addends, and copies - 1 to hand on the sum. The busiest of the R ranks receives at
-        least the average.
+        needs `needed` elements, and each element is on `copies` ranks: R * needed / copies different elements. Each of
+        these takes p - 1 messages to add p addends, and copies - 1 messages to hand on the sum. The busiest of the R
+        ranks receives at least the average.
         """
         needed = self.sizes.local(self.end)
         if not self.to_reduce:
@@ -165,11 +167,11 @@ class Task:
 def _with_partials(
     start: Spec, end: Spec, partials: Sequence[tuple[str, Placement, Partial]]
 ) -> tuple[Spec, tuple[MakePartial, ...]]:
-    """The spec before the final steps, and these steps, which make axes Partial.
+    """The spec that the search has to reach, and the MakePartial steps after it.
 
-    partials: (axis, placement in the source, Partial) of every axis that becomes Partial.
-    An axis that shards a dim keeps the shard until the final step, as the minor axis of the dim: MakePartial surrounds
-    the shard with the op's identity. An average has no identity, and an axis to average over replicates before.
+    end: the target's spec. partials: (axis, placement in the source, Partial) of every axis that becomes Partial.
+    An axis that shards a dim keeps the shard until its MakePartial, as the minor axis of the dim: MakePartial surrounds
+    the shard with the op's identity. An average has no identity: before MakePartial(op="avg") the axis replicates.
     """
     steps: list[MakePartial] = []
     order = [axis for cut in start for axis in cut]
@@ -222,8 +224,9 @@ class Candidates:
                 yield self.moves.slices(src, sliced) + gathers
 
     def _specs_around_exchange(self, src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec]]:
-        """Pairs of specs, before and after an exchange: `src` is sliced into the first, `dst` gathered from the second.
+        """Pairs of specs, before and after an exchange.
 
+        Slices lead from `src` to the first spec, gathers from the second spec to `dst`.
         An axis that replicates in `dst` may shard a dim after the exchange, and be gathered last.
         """
         shardable = sharding_axes(src) | {*self.task.replicated}  # the other axes are Partial at this point
@@ -291,8 +294,8 @@ class Candidates:
     def _dims(self, axis: str) -> list[int]:
         """The dims to scatter or slice `axis` over: the dim sharded by the axis at the end, where there is one.
 
-        Otherwise all dims, or only the first if the search is not thorough. Evenly divisible dims come first, then
-        dims that can be gathered to the end spec, then larger dims.
+        Otherwise all dims, or only the best if the search is not thorough. Dims that the axis divides evenly are better
+        than others; among equals, dims from which a gather leads to the end spec; among these, larger dims.
         """
         for dim, order in enumerate(self.task.end):
             if axis in order:

@@ -21,7 +21,9 @@ from ..world.rendezvous import patience
 from ..world.world import world
 from .pending_gradient import Form, Forms, Leaf
 
-_SLOTS = 64  # keys of a rank, used in turn: the most rounds between two ranks, as hosts do not wait for a GPU
+# Keys of a rank in the store, used in turn: a message is overwritten after this many rounds. A rank may be ahead of
+# another by fewer rounds: hosts do not wait for their GPUs.
+_SLOTS = 64
 _PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3  # seconds between two reads of the store; doubled up to the second
 
 Result = TypeVar("Result")
@@ -36,9 +38,11 @@ class Message:
 
     round: int  # number of the round
     done: bool  # whether the rank has come to the end of the round; the message is final then
-    reads: bool  # whether the rank reads the other ranks' messages of the round
+    reads: bool  # whether the rank reads the others' messages, and so gives zeros for gradients that only they have
     leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
-    unexpected: frozenset[int]  # indices of the leaves whose gradients this rank sends after the expected ones
+    # Indices of the leaves with a gradient that this rank sends in `wait()`, after all leaves of the step's send order:
+    # a leaf outside that order, or a second gradient of a leaf that was sent in backward.
+    unexpected: frozenset[int]
 
 
 class GradientPresence:
@@ -59,9 +63,10 @@ class GradientPresence:
             self._world, self._name = world(), _unique_name(leaves)
 
     def publish_early(self, leaf_forms: tuple[Forms, ...], *, repeat: bool) -> None:
-        """Publishes, during backward, which gradients this rank has sent; once in a round.
+        """Publishes, during backward, which gradients this rank has sent; once in a round unless `repeat`.
 
-        repeat: publish even if an early message of this round was published.
+        A rank without any gradient, which is in `wait()` already, can then give zeros before this rank is in `wait()`.
+        repeat: publish each time, as in the first step: from these messages the other rank learns the zeros' forms.
         """
         if self.has_peers and (repeat or not self._published_early):
             self._published_early = True

@@ -1,6 +1,6 @@
-"""A collective's kind, group and received bytes, read from the call.
+"""A collective's kind, group and received bytes, read from the call of torch's op.
 
-Used by recording.py and by weft.models' observer of a real step: both see calls of torch's ops, and count alike.
+recording.py and weft.models' observer of a real step both count by these functions.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def count_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
 
 
 def kind_of_op(namespace: str, name: str) -> str | None:
-    """The kind of collective issued by torch's op of this name; None for none."""
+    """The kind of collective issued by torch's op, as "all-reduce"; None for an op which sends no tensor.
+
+    Inside `count_as`, the kind given there. A collective missing in `_NAMES` has the op's name as kind.
+    """
     name = name.lstrip("_").replace("all_", "all")
     if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT):
         return None

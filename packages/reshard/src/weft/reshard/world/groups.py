@@ -25,8 +25,8 @@ RANKS = "ranks"  # the first word of a group's name in a graph, where the name l
 def device_mesh(mesh: ProcessMesh, device_type: str, unpermuted: ProcessMesh | None = None) -> DeviceMesh:
     """The DeviceMesh of a process mesh: made once in each world of process groups, found by content afterwards.
 
-    unpermuted: where `mesh` is a permutation, made to state an order of shards: the mesh before its axes were permuted.
-        `process_mesh` of the result then returns `unpermuted`.
+    unpermuted: given if the caller has permuted the axes of its mesh, because in a DTensor the earlier axes are major:
+        the mesh before. `process_mesh` of the result then returns `unpermuted`.
 
     Communication: the first call on a rank of the mesh makes the groups along each axis, axis after axis, each as in
     `group_of`. Ranks outside the mesh communicate with nobody.
@@ -106,10 +106,10 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def group_for(purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> dist.ProcessGroup:
-    """A separate process group of `ranks`, ascending, for a purpose, as messages between two pipeline stages.
+    """A process group of `ranks`, ascending, used for one purpose only, such as messages between pipeline stages.
 
-    Collectives on this group do not wait for collectives on another group of the same ranks.
-    purpose: any text, a group for each. axes: the mesh axes along which the ranks differ.
+    Its collectives and messages do not wait for those on another group of the same ranks.
+    purpose: any text; each text has its own group. axes: the mesh axes along which the ranks differ.
     Communication: the first call makes the group, as `group_of`.
     """
     current, key = world(), ("for", purpose, ranks)

@@ -40,7 +40,10 @@ def matmul(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
 ) -> Tensor:
-    """`act(alpha * a @ b + bias) + beta * residual`, in one kernel on a GPU where more than a bias follows the product.
+    """`act(alpha * a @ b + bias) + beta * residual`.
+
+    On a GPU, an epilogue of more than a bias is computed in the kernel of the product, unless torch's GEMM and a
+    further pass were measured to be faster.
 
     a: [..., M, K].
     b: [K, N], or [..., K, N] with the leading dims of a.
@@ -48,15 +51,16 @@ def matmul(
     rounded once.
     bias: [N], in the dtype of the factors or of the output.
     activation: as in `linear`.
-    residual: any shape that broadcasts to the output. Without all leading dims, it is expanded in memory.
+    residual: any shape that broadcasts to the output. If it broadcasts along some of the dims flattened below, but not
+    along all of them, the residual is first copied to full size.
     accumulate_into: a tensor of the output's shape, float32 for 16-bit factors. Adds a @ b to this tensor in place and
     returns it, for a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
     a_scale, b_scale: float32 factors of 8-bit a and b: one number, or one for each row of a and each column of b. 8-bit
     factors have no gradient.
 
-    Any strides. A factor of two dims is never copied. Leading dims are flattened into one dim. With a b of two dims,
-    M is flattened together with the leading dims of a. A factor is copied where no view has the flattened shape:
-    a transposed a of three dims with a b of two, or heads [B, T, h, D].transpose(1, 2).
+    Any strides. Leading dims are flattened: if b has two dims, a becomes [rows, K]; otherwise both factors get a single
+    batch dim. A factor is copied where no view has that shape, as a transposed a of three dims with a b of two,
+    or heads [B, T, h, D].transpose(1, 2). A factor of two dims is never copied.
     float32 is multiplied in tf32 only where `torch.set_float32_matmul_precision` says so.
     Saved for backward: a, b and, with an activation, the pre-activation; for relu without a residual the output
     instead.
