@@ -1,6 +1,7 @@
 """LoRA adapters on disk, in the folder layout that `peft` reads and writes.
 
-A folder holds adapter_config.json and adapter_model.safetensors.
+A folder holds adapter_config.json and adapter_model.safetensors. `save_lora` and `load_lora` are for scripts: no `weft`
+command calls them.
 """
 
 from __future__ import annotations
