@@ -355,7 +355,7 @@ def test_pefts_adapter_of_a_fused_layer_is_one_of_queries_keys_and_values_each(t
     peft.get_peft_model(their_gpt(tmp_path / "gpt"), mixed).save_pretrained(str(tmp_path / "mixed"))
     with pytest.raises(
         ValueError,
-        match=r"adapter of transformer\.h\.0\.attn\.c_attn is none of .*q_proj and .*its B is not block diagonal",
+        match=r"adapter of transformer\.h\.0\.attn\.c_attn cannot be split .*q_proj and .*its B is not block diagonal",
     ):
         load_lora(make_gpt(), tmp_path / "mixed")
     plain = peft.LoraConfig(r=2, target_modules=["c_fc"], rank_pattern={"c_fc": 4}, init_lora_weights=False)

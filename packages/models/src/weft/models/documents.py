@@ -90,6 +90,9 @@ def check_plain_name(name: str, where: str) -> None:
 def links_outside(path: Path) -> bool:
     """Whether a file is a link out of its folder, except a link into the blobs of a Hugging Face cache.
 
+    By such a link, a folder from elsewhere could bring any file of this machine into a saved model or a copy. Tokenizer
+    files behind such links are skipped, and chat templates and folders to copy are refused. Weights are read; `convert`
+    then warns.
     A cache has snapshots/REVISION/NAME as a link into blobs. If the folder itself is a link, the folder behind the
     link counts.
     """
@@ -149,7 +152,7 @@ def _as_dataclass(kind: type, value: object, where: str) -> object:
 
 
 def types_of(kind: Any) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, by name."""
+    """The types of a dataclass's fields, by name, for callers that convert a single field with `as_type`."""
     return _types_of(kind)
 
 

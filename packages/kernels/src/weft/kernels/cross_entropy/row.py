@@ -1,4 +1,7 @@
-"""Device functions of the kernels for one row of logits: addresses, statistics, and storing the gradient."""
+"""Device functions of kernel.py for one row of logits: addresses, statistics, and storing the gradient.
+
+For RAGGED rows, scale and cap, and arguments that are None, see kernel.py.
+"""
 
 import triton
 import triton.language as tl
@@ -23,19 +26,27 @@ def plus(a, b):
 
 @triton.jit
 def split(x):
-    """A float64 as two float32: a `head` and its tail, which is 0 if x is infinite."""
+    """A float64 as two float32: a `head` and its tail, which is 0 if x is infinite.
+
+    Used for the factors of the gradient of float32 logits, which are computed in float64.
+    """
     x_head = head(x.to(tl.float32))
     return x_head, tl.where(x == x_head, 0.0, x - x_head).to(tl.float32)
 
 
 @triton.jit
 def row_offset(row, T, stride_b, stride_t):
+    """The offset in memory of row t of batch b, in elements, where `row` = b * T + t."""
     return (row // T) * stride_b + (row % T) * stride_t
 
 
 @triton.jit
 def aligned_span(ptr, offset, V, RAGGED: tl.constexpr):
-    """First column and number of columns in a row's aligned 16-byte words. All columns for rows that are not RAGGED."""
+    """The columns that a loop over a row visits, as (first, count). `unaligned_cols` has the remaining columns.
+
+    For a RAGGED row, the columns in aligned 16-byte words; otherwise all V columns.
+    offset: of the row, from `row_offset`.
+    """
     if not RAGGED:
         return 0, V
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
@@ -45,7 +56,10 @@ def aligned_span(ptr, offset, V, RAGGED: tl.constexpr):
 
 @triton.jit
 def unaligned_cols(ptr, first, count, V):
-    """The columns of a RAGGED row outside `aligned_span`, one for each lane, and a mask of the lanes in use."""
+    """The columns of a RAGGED row before and after its `aligned_span`, and a mask of the lanes in use.
+
+    Each lane gets one column: the first half of the lanes those before the span, the second half those after.
+    """
     size: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     lanes = tl.arange(0, 2 * size)
     cols = tl.where(lanes < size, lanes, first + count + lanes - size)
@@ -119,6 +133,8 @@ def row_statistics(
 ):  # fmt: skip
     """lse_hi, lse_lo, target_logit, logit_sum, logit_sum_lo and rival of a row: see `kernel.statistics`.
 
+    SUM: compute logit_sum and logit_sum_lo, for label smoothing. RIVAL: compute the rival, for the token accuracy: the
+    largest logit other than the target's, or the next float above if a column before the target has this largest logit.
     The sum is taken over logit - shift, with the row's first logit as shift: a sum of large logits would be rounded
     at their magnitude.
     """

@@ -19,9 +19,12 @@ def rows_by_group(
 ):  # fmt: skip
     """out [N, M] = epilogue(a [N, K] @ b[g] [K, M]) for the rows of group FIRST + g, g < COUNT.
 
-    Rows of other groups stay as they are in out.
-    The epilogue is `finish`; z has the strides of out. stride_sn: between a's row scales; stride_sg, stride_sm: between
-    b's group and column scales.
+    offsets: the end row of every group. b, bias and b_scale hold only groups FIRST to FIRST + COUNT - 1, such as one
+    rank's experts. In out, the rows of the remaining groups stay unchanged.
+    Each program computes every num_programs-th tile, so any grid size is correct.
+    The epilogue is `finish`, where alpha, beta and PARTS are explained; alpha or beta of 1 is passed as None. z has the
+    strides of out. stride_sn: between a's row scales; stride_sg, stride_sm: between b's group and column scales.
+    GROUP_N: the GROUP_M of `tile_of`.
     DESCRIPTORS: load tiles by TMA. a is contiguous along K, b along M where B_BY_ROWS and along K elsewhere, and
     every other stride is a multiple of 16 bytes. A tile of a may include rows of the next group; their products are
     not stored.
@@ -92,6 +95,7 @@ def weights_by_group(
 ):  # fmt: skip
     """out[g] [K, M] = alpha * a[rows].T @ grad[rows] for the rows of group FIRST + g. Grid: tiles of [K, M], groups.
 
+    offsets: the end row of every group. out holds only the groups of the grid. An alpha of 1 is passed as None.
     ACCUMULATE: add to out instead of overwriting it.
     DESCRIPTORS: load tiles by TMA; rows of a and grad are contiguous, at strides of a multiple of 16 bytes. Each
     group has a descriptor of its own rows, so TMA reads zeros behind the group's end.

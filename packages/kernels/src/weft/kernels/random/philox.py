@@ -47,13 +47,12 @@ def as_uniform(words: Words) -> Tensor:
 def as_normal(words: Words) -> Tensor:
     """Standard normal float32 numbers by the Box-Muller transform: words [...] -> [..., 4].
 
-    Elements 2j and 2j + 1 are the cosine and the sine of one pair. Computed in float64: functions of different devices
-    differ in the last place, and then round to the same float32 in all but rare cases.
+    Elements 2j and 2j + 1 are the cosine and the sine of one pair. Computed in float64, because log and cos differ in
+    the last place between devices: two float64 results that differ so almost always round to the same float32.
     """
     uniforms, angles = (torch.stack(pairs, -1).to(torch.float64) for pairs in (words[0::2], words[1::2]))
-    radius = (
-        ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
-    )  # sqrt(-2 log u) with u uniform in 0 < u <= 1; [..., 2]
+    # sqrt(-2 log u) with u uniform in 0 < u <= 1: [..., 2]
+    radius = ((uniforms + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
     angle = angles * (2 * math.pi * 2.0**-32)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).to(torch.float32).flatten(-2)  # [..., 4]
 

@@ -80,7 +80,8 @@ def normal_(tensor: Tensor, key: int, *, std: float = 1.0) -> Tensor:
             dense = torch.empty_like(local, memory_format=torch.contiguous_format)
             _fill_normal(dense, _part(tuple(tensor.shape), layout), key, std)
             local.copy_(dense)
-    torch.autograd.graph.increment_version(tensor)  # a kernel, or a write to a DTensor's local tensor, does not
+    # Autograd must see the write: neither a kernel nor a write to a DTensor's local tensor counts as one.
+    torch.autograd.graph.increment_version(tensor)
     return tensor
 
 

@@ -89,8 +89,8 @@ def normalize_and_turn(
     first, second = load_pairs(x_ptr, token * stride_xn + head * D, is_there, D, INTERLEAVED, HALF)
     rrms = 1.0 / tl.sqrt(tl.sum(first * first + second * second, 2, keep_dims=True) / D + eps)
     tl.store(rrms_ptr + token * heads + head, rrms, mask=is_there)
-    once = tl.zeros((1, 1, 1), tl.int32)
-    weight_first, weight_second = load_pairs(weight_ptr, once, once == 0, D, INTERLEAVED, HALF)
+    origin = tl.zeros((1, 1, 1), tl.int32)
+    weight_first, weight_second = load_pairs(weight_ptr, origin, origin == 0, D, INTERLEAVED, HALF)
     first, second = first * rrms * weight_first, second * rrms * weight_second
     turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
     store_pairs(y_ptr, (token * heads + head) * D, is_there, D, turned_first, turned_second, INTERLEAVED, HALF)
@@ -108,8 +108,8 @@ def normalize_and_turn_backward(
     dweight: [programs, D], each program's addend of the weight's gradient.
     """
     program = tl.program_id(0)
-    once = tl.zeros((1, 1, 1), tl.int32)
-    weight_first, weight_second = load_pairs(weight_ptr, once, once == 0, D, INTERLEAVED, HALF)
+    origin = tl.zeros((1, 1, 1), tl.int32)
+    weight_first, weight_second = load_pairs(weight_ptr, origin, origin == 0, D, INTERLEAVED, HALF)
     dweight_first = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
     dweight_second = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
     for part in range(program, tl.cdiv(N, TOKENS) * tl.cdiv(heads, HEADS), tl.num_programs(0)):
@@ -131,5 +131,5 @@ def normalize_and_turn_backward(
     if dweight_ptr is not None:
         first = tl.sum(tl.sum(dweight_first, 0, keep_dims=True), 1, keep_dims=True)
         second = tl.sum(tl.sum(dweight_second, 0, keep_dims=True), 1, keep_dims=True)
-        start = once + program.to(tl.int64) * D
-        store_pairs(dweight_ptr, start, once == 0, D, first, second, INTERLEAVED, HALF)
+        start = origin + program.to(tl.int64) * D
+        store_pairs(dweight_ptr, start, origin == 0, D, first, second, INTERLEAVED, HALF)

@@ -133,9 +133,10 @@ def _norm_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict
 def rope_layout(
     name: str, x: Layout, cos: Layout, sin: Layout, shape: tuple[int, ...], table: tuple[int, ...]
 ) -> Layout:
-    """The output's layout, which is x's. Raises LayoutError for other tables, and for shards with a part of a head.
+    """The output's layout, which is x's. Called by the layout rules of the ops here and of `qkv_linear`.
 
     shape: of x. table: the shape of a table. name: the op, for the message.
+    Raises LayoutError for tables that are not sharded as x's rows and tokens are, and for shards with a part of a head.
     """
     tokens = ascii_lowercase[: len(shape) - 1]
     table_dims = tokens[1 - len(table) :] + "y"

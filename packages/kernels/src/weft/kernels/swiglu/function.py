@@ -20,7 +20,8 @@ from ..dispatch import backend
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 
-ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}  # the kernel's numbers; gelu by its `approximate` option
+# The kernel's number of each activation: silu, and gelu under the names of its `approximate` option.
+ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}
 SLOPE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # constants of gelu's "tanh" form
 ELEMENTS_AT_ONCE = 2**18  # 1 MB of float32, the size of a core's second-level cache
 
@@ -43,16 +44,19 @@ def inference(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 
 
 def native(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor | None:
-    """activation(gate) * up by torch's functions with torch's gradients, where `runs_natively` allows; else None."""
+    """activation(gate) * up by torch's functions with torch's gradients, where `runs_natively` allows; else None.
+
+    `swiglu` and `geglu` call this first: on small CPU tensors, an `Op` would take longer than the computation.
+    """
     if not backend.runs_natively(gate, up) or gate.shape != up.shape:
         return None
     return plain_forward(gate, up, activation=activation, keep=True)[0]
 
 
 def _saves_activation(gate: Tensor, up: Tensor) -> bool:
-    """Whether `forward` saves activation(gate) for backward: eager, on a CPU, with 32 bits or more and equal dtypes.
+    """Whether `forward` saves activation(gate) for backward: only for float32 or float64 on a CPU, both of one dtype.
 
-    Under torch.compile the compiler decides what backward recomputes.
+    Never under torch.compile, where the compiler decides what backward recomputes.
     """
     return gate.dtype == up.dtype and not (backend.is_short_of_memory(gate) or backend.is_compiling())
 
@@ -118,9 +122,10 @@ def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, acti
     assert gate is not None and up is not None, "forward saves both"
     if saved_activation:
         assert saved_activation[0] is not None, "forward saves the activation"
-        return _multiply_by_derivative(grad * up, gate, activation) if needed[0] else None, grad * saved_activation[
-            0
-        ] if needed[1] else None
+        return (
+            _multiply_by_derivative(grad * up, gate, activation) if needed[0] else None,
+            grad * saved_activation[0] if needed[1] else None,
+        )
     if activation != "none" and any(needed):
         both = _compute_by_one_sigmoid(gate, up, grad, activation)
         return tuple(each if need else None for each, need in zip(both, needed, strict=True))

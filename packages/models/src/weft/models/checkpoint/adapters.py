@@ -1,6 +1,7 @@
 """LoRA adapters on disk, in the folder layout that `peft` reads and writes.
 
-A folder holds adapter_config.json and adapter_model.safetensors.
+A folder holds adapter_config.json and adapter_model.safetensors. `save_lora` and `load_lora` are for scripts: no `weft`
+command calls them.
 """
 
 from __future__ import annotations
@@ -191,8 +192,9 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
             own = _sources(pair, len(layers[name]), config["r"])
             if own is None:
                 raise ValueError(
-                    f"{folder / FILE}: the adapter of {name} is none of {' and '.join(layers[name].values())}: its B "
-                    f"is not block diagonal; merge it in peft, and read the model"
+                    f"{folder / FILE}: the adapter of {name} cannot be split into adapters of "
+                    f"{' and '.join(layers[name].values())}: its B is not block diagonal; merge the adapter into the "
+                    f"base model in peft, and read the merged model"
                 )
             sources.update({layers[name][part]: source for part, source in own.items()})
         _check_patterns(config, file_tensors, folder / CONFIG_FILE)
@@ -236,10 +238,12 @@ class _Source:
 
 
 def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] | None:
-    """Splits a stored layer's adapter among our `parts` layers: part number -> source. None where no split exists.
+    """Splits a stored layer's adapter among our `parts` layers, as c_attn's among q, k and v. Part number -> source.
 
-    An adapter of the config's rank applies to every part, except to parts whose rows of B are all zero. An adapter of
-    a higher rank must be block diagonal, with a block of ranks for each part.
+    An adapter of the config's rank: every part uses the whole A, and its own rows of B. A part whose rows are all zero
+    gets no adapter, unless all of B is zero, as before training. An adapter of a higher rank must be block diagonal,
+    with a block of ranks for each part.
+    Returns None where no split exists.
     """
     outputs, wide = pair["B"].get_shape()
     rows = [slice(part * (outputs // parts), (part + 1) * (outputs // parts)) for part in range(parts)]
@@ -285,7 +289,10 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _check_patterns(config: dict[str, Any], file_tensors: dict[str, dict[str, Any]], file: Path) -> None:
-    """Raises ValueError for ranks or scales of single layers, except where one adapter joins several of ours."""
+    """Raises ValueError for a rank_pattern or alpha_pattern that gives a layer a rank or alpha of its own.
+
+    An adapter that joins n of our layers must have both patterns: n times the config's rank, and n times its alpha.
+    """
     multiples = {name: pair["B"].get_shape()[1] // config["r"] for name, pair in file_tensors.items()}
     for field, value_per_part in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
         value = config.get(field)
@@ -296,7 +303,10 @@ def _check_patterns(config: dict[str, Any], file_tensors: dict[str, dict[str, An
 
 
 def _join_adapters(parts: dict[int, tuple[Tensor, Tensor]], num_parts: int) -> tuple[Tensor, Tensor]:
-    """A and B of a stored layer of `of` parts. parts: part number -> (A, B), for the parts that have an adapter."""
+    """A and B of a stored layer that joins `num_parts` of our layers: B's blocks on the diagonal, see `save_lora`.
+
+    parts: part number -> (A, B), for the parts that have an adapter.
+    """
     if num_parts == 1:
         return parts[0]
     pairs = [parts[part] for part in sorted(parts)]

@@ -67,7 +67,11 @@ def part_of(tensor: Tensor) -> TensorPart:
 
 
 class PartSavePlanner(DefaultSavePlanner):
-    """Plans a save in which each part is written once. Among the ranks with a part, the least loaded writes."""
+    """Plans a save in which each part is written once.
+
+    Each rank plans all of its parts. Of the ranks with the same part, torch's `create_global_plan` then picks the one
+    with the fewest bytes to write.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -26,8 +26,9 @@ OpenTensor = Callable[[], Any]  # returns the slices of a tensor
 def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: FolderChecksums) -> dict[str, OpenTensor]:
     """Stored tensor's name -> a function returning the tensor's slices. `sums` records each read.
 
-    prefix: of the tensor names in a model with a head. Where no stored name has this prefix, the file holds the model
-    without a head, like the published GPT-2, and the prefix is added.
+    prefix: the family's, such as "transformer.", before all tensor names of a model with a head, except the head's.
+    Where no stored name has this prefix, the file holds the model without a head, like the published GPT-2, and the
+    prefix is put before every name.
     Raises ValueError for a missing file, a file in another format, and a tensor in two files.
     """
     tensors: dict[str, OpenTensor] = {}
@@ -85,8 +86,11 @@ def _slices(sums: FolderChecksums, file: Any, name: str) -> Any:
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, OpenTensor], folder: Path, weights: Any) -> None:
-    """Raises ValueError unless the files hold the model's tensors, in the model's shapes, and else only repetitions.
+    """Raises ValueError if the files lack a tensor of the model, or hold a further tensor that is no repetition.
 
+    Also for a tensor of the model with another shape, or with a dtype outside WEIGHT_DTYPES. Called before any weight
+    is loaded or converted.
+    weights: the module of the model's family; its `stored` and `repetition` are called.
     A repetition is a tensor whose values follow from the config or from another tensor, like the head of a tied
     model. Its values are read and compared, because other values would mean a network that config.json does not
     describe. A tensor of zeros is accepted as an unfilled placeholder.

@@ -20,7 +20,7 @@ from ..terminal import PROGRAM, printable, wrap_lines
 from .arguments import parse, report_bad_input
 
 MIB = 1 << 20
-NAMED = 3  # left-out files whose names are printed
+NAMED = 3  # at most so many names of left-out files or entries are printed
 HELP = f"""\
 usage: {PROGRAM} data COMMAND [ARGUMENTS]
 
@@ -159,6 +159,7 @@ class VerifyOptions:
 
 
 def run(arguments: list[str]) -> int:
+    """Runs `weft data` with the arguments after `data`. Returns the exit status."""
     command, *command_arguments = arguments or ["--help"]
     if command in ("-h", "--help", "help"):
         print(wrap_lines(HELP, shutil.get_terminal_size().columns))
@@ -255,8 +256,8 @@ def _verify(arguments: list[str]) -> int:
 
         manifest = verify(options.folder)
     print(
-        f"{options.folder} is what was prepared: {_count(len(manifest.shards), 'shard')}, every checksum as in the "
-        f"manifest"
+        f"{options.folder} is unchanged since it was prepared: {_count(len(manifest.shards), 'shard')}, every checksum "
+        f"as in the manifest"
     )
     return 0
 

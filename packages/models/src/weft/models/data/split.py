@@ -1,4 +1,7 @@
-"""Which tokens are trained on, and which are held out: runs of tokens, cut into sequences."""
+"""Which tokens are trained on, and which are held out: runs of tokens, cut into sequences.
+
+A place is the index of a token in the stream.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ HELD_OUT_PART = 20  # one sequence in 20 is held out
 HELD_OUT_MOST = 128  # at most; reading 128 sequences takes as long as a few steps
 DOCUMENTS_PART = 10  # held-out documents have at most a tenth of the tokens
 
-Runs = list[tuple[int, int]]
+Runs = list[tuple[int, int]]  # places (start, stop) of each run, in ascending order
 
 
 class Samples:
-    """The sequences within runs of tokens: `length` tokens and the next token, all within one run."""
+    """The sequences that fit into runs of tokens, numbered from 0.
+
+    A sequence is `length` tokens, and the next token as the last one's target; all lie in one run. The next sequence
+    of the run begins at this next token.
+    """
 
     def __init__(self, runs: Sequence[tuple[int, int]], length: int) -> None:
         self._runs = [run for run in runs if run[1] - run[0] > length]
@@ -42,11 +49,13 @@ class Split:
 
 
 def split(stream: Stream, length: int) -> Split:
-    """Hold out whole documents, evenly spaced through the tokens: a sequence in 20, at most 128.
+    """Divide a source into samples for training and held-out samples. Called for each source of the data.
 
-    Where documents are so few or so long that this would hold out more than a tenth of the tokens, fewer documents
-    are held out. Where even a single place would hold out more than half of the tokens, evenly spaced sequences are
-    held out instead. Nothing held out is trained on: no token is a target in both.
+    Whole documents are held out, around evenly spaced places: one place for 20 sequences, at most 128 places. While
+    these documents have more than a tenth of the tokens, the number of places is halved. If the documents around a
+    single place have more than half of the tokens, evenly spaced sequences are held out instead. At most 128 held-out
+    sequences become samples.
+    Nothing held out is trained on: no token is a target in both.
     """
     count = (stream.num_tokens - 1) // length
     assert count >= 2, "check_enough was called before"
@@ -63,8 +72,10 @@ def split(stream: Stream, length: int) -> Split:
 
 
 def _held_out_runs(stream: Stream, length: int, num_places: int) -> Runs | None:
-    """Runs of whole documents around evenly spaced tokens, each run longer than a sequence; None if the runs hold
-    too much.
+    """Runs of whole documents around at most `num_places` evenly spaced places.
+
+    A run is long enough for a sequence, except at the end of the stream. Returns None if even the documents around a
+    single place have too many tokens, or leave no sequence to train on.
     """
     while num_places:
         runs: Runs = []

@@ -49,9 +49,9 @@ class Corpus(BytesOfText):
     files: tuple[Path, ...]
     num_bytes: int
     skipped: tuple[Path, ...] = ()  # files of the folder without text
-    prompt: str = "def "  # with which a sample of similar text may begin
+    prompt: str = "def "  # the beginning of the sample that a run generates; the default suits the standard library
     sha256: str = ""  # of the texts, when they were found
-    passed: tuple[str, ...] = ()  # entries of the folder that are no files
+    passed: tuple[str, ...] = ()  # see `Entries`
 
     @property
     def num_tokens(self) -> int:
@@ -88,10 +88,10 @@ def find_corpus(path: Path | None) -> Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The content of a folder: files, and descriptions of entries that are neither files nor folders."""
+    """The content of a folder, from `entries_under`."""
 
     files: tuple[Path, ...]
-    passed: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()  # descriptions of the entries passed over, as links to folders, pipes and the like
 
 
 def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
@@ -137,7 +137,10 @@ def _describe_entry(entry: Path) -> str:
 
 
 def first_words(text: str) -> str:
-    """The first two words of a text and a space, at most 40 characters; "" for a text without words."""
+    """The first two words of a text and a space, at most 40 characters; "" for a text without words.
+
+    Used as the prompt of a corpus that contains the text.
+    """
     words = printable(text.removeprefix("\ufeff")[:1000]).split()[:2]
     return f"{' '.join(words)[:39]} " if words else ""
 

@@ -1,4 +1,4 @@
-"""The folder of `--from`, with a new run's model: find it, read its config, and compare it with the run.
+"""`--from` begins a run with a folder's model: find the folder, read the model's config, compare both with the run.
 
 The command calls these functions before torch is imported; the weights are loaded later, by initial_weights.py.
 """

@@ -42,7 +42,7 @@ class Stacking:
     padded_shape: tuple[int, ...]  # shape of the tensor, padded so that all parts have the shape `part`
     axes_of_dim: tuple[tuple[int, ...], ...]  # for each dim, the axes that cut it, as indices of `sizes`, major first
     split_shape: tuple[int, ...]  # each dim of `padded_shape` split into its axes' sizes and its size in a part
-    dim_order: tuple[int, ...]  # the dims of [*sizes, *part] in the order of `split_shape`
+    dim_order: tuple[int, ...]  # permutes the dims of [*sizes, *part] to `split_shape`
 
     @property
     def parts_are_rows(self) -> bool:
@@ -65,7 +65,7 @@ class Stacking:
         """Pairs of views, of `rows` and `tensor`, with the same elements, for copying between the two; without padding.
 
         rows: [parts, elements of a part]. tensor: contiguous, no larger than `padded_shape`.
-        positions: the position in the stack of the part in each row.
+        positions: of each row's part, the position in the stack; a range if the rows are in the stack's order.
         """
         if tuple(tensor.shape) == self.padded_shape and isinstance(positions, range):
             yield rows.view(*self.sizes, *self.part), self.as_stacked(tensor)

@@ -38,7 +38,7 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
     Raises RuntimeError inside for collectives that read data or wait for ranks: of Python objects, stores, global
     barriers.
     """
-    dynamo.allow()
+    dynamo.allow()  # the program inside may use DTensors
     recorded = Recorded(mesh, rank)
     try:
         with enter_world(recorded), _Functional(recorded):
@@ -49,7 +49,10 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
 
 
 class Recorded:
-    """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`."""
+    """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`.
+
+    For the attributes, and for methods without a docstring, see `World`.
+    """
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
         self.rank, self.size, self.device_type, self.prefers_all_to_all = rank, mesh.size, "cpu", False
@@ -99,7 +102,7 @@ class Recorded:
             if part.size == len(ranks) and part.ranks == ranks:
                 return self.groups[name]
         group = self.group_of(ProcessMesh(ranks, ["ranks"]))
-        self.axes[group.group_name] = ()
+        self.axes[group.group_name] = ()  # asked for by ranks, so along no axes of the program's mesh
         return group
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> _Group:

@@ -84,14 +84,16 @@ def linear_cross_entropy(
     compute_dtype: the dtype to cast the GEMMs' factors to. The logits are never narrower than float32. By default the
         input's dtype, which the weight must then have. If given, the gradients have the operands' own dtypes: the
         gradient of a float32 weight is the float32 sum. Under autocast, autocast's dtype.
-    chunk_tokens: the tokens of a chunk. By default as few chunks as fit in 1 GiB (64 MiB on a CPU), which holds the
-        gradient of a chunk's logits, a part's logits, and the lower bits of the weight gradient's sum. The first two
-        get at least half. The vocabulary counts as evenly sharded. chunk_tokens and the dtype of the weight's
-        gradient must be the same on every rank.
-    inplace_backward: backward returns the very tensors computed in forward even if it may run again, with
-        retain_graph or in a CUDA graph. A second backward then raises autograd's error, and a CUDA graph must be
-        replayed as a whole. If backward cannot run again, it returns these tensors anyway. Under torch.compile it
-        always copies.
+    chunk_tokens: the number of tokens in a chunk, whose logits' gradient is in memory at once. A chunk is computed in
+        parts: only a part's logits are in memory at once. By default, chunks are as long as a limit of 1 GiB allows
+        (64 MiB on a CPU). Within the limit are the gradient of a chunk's logits, a part's logits, and the lower bits
+        of the weight gradient's sum; the first two get at least half. To choose equally on every rank, the default
+        assumes an evenly sharded vocabulary. chunk_tokens and the dtype of the weight's gradient must be the same on
+        every rank.
+    inplace_backward: do not copy the gradients computed in forward. By default backward copies them if it may run
+        again, with retain_graph or in a CUDA graph; otherwise it returns the tensors themselves. With
+        inplace_backward a second backward raises autograd's error, and a CUDA graph must be replayed as a whole.
+        Under torch.compile backward always copies.
 
     The gradients of weight and bias have the dtype of their `grad_dtype`, an attribute of leaves in torch. In float32
     the weight's gradient is the sum itself. Under torch.compile the gradients are rounded to the weight's dtype
@@ -209,9 +211,10 @@ def vocab_parallel_linear_cross_entropy(
     torch.compile(fullgraph=True) works. Invalid options then raise while tracing.
     Raises ValueError as `linear_cross_entropy` does, on every rank of the group if any rank fails. Also if the ranks
     together do not hold each class of the vocabulary exactly once, or differ in tokens, chunks or bytes per token. On
-    a GPU this is checked the first time a group and sizes are used; later the host waits for no device. A rank which
-    fails later raises alone, at once. The other ranks cannot learn of the failure: they wait in their next gather
-    until the launcher or the group's timeout ends them.
+    a GPU the host reads the ranks' sizes, and waits for the device, only in the first call with a group and these
+    sizes. In later calls, sizes that differ between ranks make the loss NaN instead. A rank which fails after the
+    comparison raises alone, at once. The other ranks cannot learn of the failure: they wait in their next gather until
+    the launcher or the group's timeout ends them.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
@@ -256,13 +259,16 @@ def vocab_parallel_linear_cross_entropy(
         options=parsed, wanted=wanted, chunk_tokens=chunk_tokens, compute_dtype=compute_dtype,
         vocab_start=vocab_start, vocab_size=vocab_size, shards=shard.shards, gather=VocabGather((group,)),
     )  # fmt: skip
-    if gather.on_gpu(input):  # on a CPU the host has checked the sizes
+    if gather.on_gpu(input):  # adds 0, or NaN if the ranks' sizes differ; on a CPU the host has checked the sizes
         loss = loss + disagreement
     return (loss, *further) if further else loss
 
 
 def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, disagreement: Tensor) -> Tensor:
-    """The input of all tokens. Its gradient arrives Partial(sum) over the group, and is summed in backward."""
+    """The input of all tokens. Its gradient arrives Partial(sum) over the group, and is summed in backward.
+
+    disagreement: the scalar from `compare_sizes`; a compiled graph must compute this scalar before the all-gather.
+    """
     whole: Tensor
     if sequence_parallel:
         whole = GatheredInput.apply(input, target.shape[0], group, disagreement)  # type: ignore[no-untyped-call]
