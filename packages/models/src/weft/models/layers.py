@@ -227,8 +227,8 @@ class DotProductAttention(nn.Module):
         documents: [B, T] ints, the number of each token's document; tokens attend within their document only. With a
             cache: [B, capacity]. None: every row is one document.
         cache: keys and values of earlier tokens; extended by this call's. order: as for `Dropout.forward`.
-        received: keys and values on their way from other ranks, which know what each query sees: window and documents
-            are not used. A hook of context parallelism gives `order` or `received`; layers do not.
+        received: keys and values on their way from other ranks. This object also states which keys each query sees, so
+            window and documents are not used. A hook of context parallelism gives `order` or `received`; layers do not.
         """
         options: dict[str, Any] = {"scale": self.scale, **self.dropout.attention_options(dropout_key)}
         if received is not None:

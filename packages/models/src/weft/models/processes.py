@@ -56,8 +56,8 @@ def run_together(
     function: defined at the top level of a module. The function and the arguments are pickled.
     folder: for the pickled call and the tracebacks of failed processes.
     preload: modules to import once, in the fork server.
-    patience: seconds for the processes to end by themselves, after an interrupt of this process has sent them
-    SIGTERM.
+    patience: seconds from SIGTERM to SIGKILL when this process is interrupted (KeyboardInterrupt, SystemExit). When a
+    process fails, GRACE_SECONDS apply instead.
     If this process ends, even by SIGKILL, all end: a thread in each waits for the parent's end.
     Raises ProcessFailed for the first failure, after ending all processes.
     """
@@ -158,7 +158,8 @@ def _call(rank: int, folder: str) -> None:
 def end_with_parent() -> None:
     """End this process once the parent is gone, whatever this process is doing then.
 
-    For processes of a launcher, which does not cooperate: a thread compares the parent's id.
+    Called in a process started by torchrun, srun or mpirun. Unlike `run_together`, these launchers give the process no
+    pipe to wait for, so a thread looks at the parent's id every LOOK_SECONDS.
     """
     parent = os.getppid()
 

@@ -21,8 +21,9 @@ def compute_rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles of positions 0 to rows - 1: [rows, D // 2] float32 each.
 
-    length: of the sequence read, where the frequencies depend on it. Computed in float32 like Hugging Face's tables,
-    because the published weights were trained with these.
+    Called in a traced graph; elsewhere `rotary_tables` caches the result. Computed in float32 like Hugging Face's
+    tables, because the published weights were trained with these.
+    length: number of tokens up to the last of this call, for dynamic scaling; None: at most max_seq_len.
     """
     frequencies = compute_rotary_frequencies(rotary, device, length)
     angle = torch.outer(torch.arange(rows, device=device).float(), frequencies)
@@ -34,7 +35,8 @@ def compute_rotary_tables(
 def compute_rotary_frequencies(rotary: Rotary, device: torch.device, length: int | Tensor | None = None) -> Tensor:
     """The rotation of each pair of elements from one token to the next, in radians: [D // 2] float32.
 
-    length: of the sequence read, as an int or a scalar on the device; used by dynamic scaling only.
+    length: number of tokens up to the last of this call, an int or a scalar on the device; used by dynamic scaling
+        only. None: at most max_seq_len.
     """
     exponent = torch.arange(0, rotary.head_dim, 2, device=device).float() / rotary.head_dim  # [D // 2]
     match rotary.scaling:
@@ -53,7 +55,10 @@ _ALL_POSITIONS = "_positions_of_all_parts"  # attribute of a microbatch's positi
 
 
 def link_positions_of_batch(parts: Sequence[Tensor]) -> None:
-    """Links the positions of all microbatches of a batch: `length_of` any of them is the batch's length."""
+    """Links the positions of a batch's microbatches, before the first forward of a step.
+
+    For dynamic rope scaling: `length_of` the positions of any microbatch is then the length of the whole batch.
+    """
     # Detached aliases: a tensor referring to itself by an attribute would live until garbage collection.
     aliases = tuple(
         [wrap_with_spec(x.to_local(), dtensor_spec(x)) if isinstance(x, DTensor) else x.detach() for x in parts]
@@ -124,5 +129,8 @@ def rotary_tables(rotary: Rotary, rows: int, device: torch.device, length: int |
 @torch.inference_mode(False)
 @torch.no_grad()
 def rotary_frequencies(rotary: Rotary, device: torch.device) -> Tensor:
-    """`compute_rotary_frequencies` for lengths up to max_seq_len, cached. Not for a traced graph."""
+    """`compute_rotary_frequencies` for lengths up to max_seq_len, cached. Not for a traced graph.
+
+    For a model called with `positions`, whose tables `kernels.rope_tables` makes from the frequencies.
+    """
     return compute_rotary_frequencies(rotary, device)

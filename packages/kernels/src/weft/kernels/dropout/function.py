@@ -24,7 +24,10 @@ DROPS_ALL = 2**16  # a threshold above every number of 16 bits
 
 
 def number_of(key: Tensor) -> int:
-    """The number in a random key, a tensor of one uint64 on the CPU: reading it waits for no device."""
+    """The number in a random key given as a tensor, to dropout or attention: one uint64 on the CPU.
+
+    Reading the number waits for no device.
+    """
     return int(key.view(torch.int64)) % 2**64
 
 
@@ -54,21 +57,25 @@ def forward(
     box: tuple[tuple[int, ...], tuple[slice, ...]] | None = None,
     saved_mask: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Dropout of x, plus the residual. The graph saves only the key.
+    """Dropout of x, plus the residual; called by the op `DROPOUT` (sharded.py) with this rank's part of each operand.
 
-    Backward draws the mask again, or takes it from `saved_mask`.
+    Returns the output, and the tensors saved for backward: the key, if given as a tensor. Backward draws the mask
+    again, or takes the mask from `saved_mask`.
 
-    key, number, name: the random key is `key`, or `number` where that is None; with a name it is derive_key(key, name).
+    key, number: the random key, as a tensor; or as an int, where `key` is None. With a name, derive_key(key, name)
+        takes the key's place.
     residual: added to the output; of the shape of x, or None.
-    part: which box of the global tensor x is; None means all of it.
-    order: the stored order of the tokens (dim -2), where it is not the sequence's.
-    parts: with an order, for each of x's runs of tokens, which box of the global tensor it is, in the sequence's order.
-    orders: the stored order of the tokens of each row of x [B, T, H], where the rows differ. by_row: whether given.
-    box: with orders, the shape of the global tensor and this rank's slices of it; None means x is the global tensor.
-    saved_mask: an empty list in which forward leaves the mask for backward, one byte an element. Used for float32 and
-        float64 on a CPU, where drawing the mask takes longer than everything else. The mask is not a saved tensor of
-        the graph: under activation recomputation, reading one would recompute the layer up to here, with its
-        communication, for a mask that exists already.
+    part: the box of the global tensor held in x; None: x is the global tensor.
+    order: with tokens (dim -2) stored in this order, not in the sequence's; takes the place of `part`.
+    parts: with `order`, a box for each of x's runs of tokens. The boxes count tokens in the sequence's order. None: x
+        is the global tensor.
+    orders: for x [B, T, H], an order for each row, where the rows differ; takes the place of `order`.
+    box: with `orders`, the shape of the global tensor and this rank's slices; None: x is the global tensor.
+    by_row: whether `orders` is given. Read by the layout rule of the op, which does not receive `orders` (`varying`).
+    saved_mask: an empty list, the same in forward and backward: forward puts the mask there, one byte an element. Used
+        for float32 and float64 on a CPU, where drawing the mask takes longer than everything else. As a saved tensor of
+        the graph the mask would be recomputed under activation recomputation, with all of the layer up to here and its
+        communication.
     """
     if orders is not None:
         parts, rows = parts_of_rows(x.shape, box, orders), (1, -1, x.shape[-1])
@@ -120,16 +127,17 @@ def backward(
 
 
 def _parts(x: Tensor, part: Part | None, order: Runs | None, parts: tuple[Part, ...] | None) -> tuple[Part, ...]:
-    """For each of x's runs of tokens, which box of the global tensor it is. Without an order, x is a single run."""
+    """The box of the global tensor for each of x's runs of tokens. Without an order, x is a single run."""
     if order is None:
         return (Part.of(x.shape) if part is None else part,)
     return parts_of(x.shape, tuple(slice(0, size) for size in x.shape), order) if parts is None else parts
 
 
 def parts_of(shape: Sequence[int], box: Sequence[slice], runs: Runs) -> tuple[Part, ...]:
-    """For each run of tokens, which box of a global tensor of `shape`, [..., T, H], it is.
+    """For each run of tokens, the box in a global tensor of `shape`, [..., T, H], with tokens in the sequence's order.
 
-    box: this rank's slices of the stored tensor; its token slice is replaced by the runs.
+    box: this rank's slices of the tensor as stored. Its slice of dim -2 counts stored tokens, so a run replaces it.
+    runs: this rank's tokens, [start, stop) in the sequence's order.
     """
     *lead, _, width = box
     return tuple([Part.of(shape, (*lead, slice(*run), width)) for run in runs])
@@ -138,7 +146,7 @@ def parts_of(shape: Sequence[int], box: Sequence[slice], runs: Runs) -> tuple[Pa
 def parts_of_rows(
     shape: Sequence[int], box: tuple[tuple[int, ...], tuple[slice, ...]] | None, orders: tuple[Runs, ...]
 ) -> tuple[Part, ...]:
-    """`parts_of` for each row of x in turn, with the row's own order. shape: of x, [B, T, H]. box: see `forward`."""
+    """`parts_of` for each row of x in turn, with the row's own order. shape: of x, [B, T, H]. box: as in `forward`."""
     whole, (rows, tokens, width) = (shape, [slice(0, size) for size in shape]) if box is None else box
     return tuple(
         [

@@ -46,8 +46,9 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with types of its arguments, as Triton specializes the kernel for one launch. Ops list variants in
-    `VARIANTS`.
+    """One compilation of a kernel: the types of the arguments, the compile-time constants, and the launch options.
+
+    Triton compiles a kernel anew for each of these. Ops list variants in `VARIANTS`, for `compile_variant`.
     """
 
     name: str
@@ -99,13 +100,13 @@ class Report:
 
 
 def variants() -> Iterator[Variant]:
-    """The main variants of every op: together they contain all code of the op's launches."""
+    """The main variants of every op. Each branch of a kernel that a launch can take is in one of these variants."""
     for module in MODULES:
         yield from importlib.import_module(module).VARIANTS
 
 
 def extra_variants() -> Iterator[Variant]:
-    """Further variants, of the ops with more launch configurations of the same code."""
+    """Further variants, of some ops: branches of the main variants, compiled for other launch configurations."""
     for module in MODULES:
         yield from getattr(importlib.import_module(module), "EXTRA_VARIANTS", ())
 
@@ -234,11 +235,12 @@ def as_json(reports: Iterable[Report]) -> str:
 def as_table(reports: Iterable[Report]) -> str:
     """The reports as a table to read, each variant above its targets.
 
-    The occupancy column shows the programs at once on a multiprocessor and their share of its warp slots.
+    The occupancy column shows how many programs run at once on a multiprocessor, and their share of the warp slots. The
+    inner loop column counts all instructions of the innermost loops, the next column the tensor-core ones by kind.
     """
     line = "  {:8}{:>9}{:>9}{:>8}{:>7}{:>13}{:>11}{:>12}  {:60}  {:50}  {}"
     names = ("", "registers", "spilled", "shared", "warps", "occupancy", "flop/byte", "inner loop")
-    lines = [line.format(*names, "of it tensor cores", "accesses, in bits", "of them in loops")]
+    lines = [line.format(*names, "tensor cores in inner loop", "accesses, in bits", "accesses in loops")]
     for variant, target_reports in groupby(reports, key=lambda report: report.variant):
         lines.append(variant)
         for report in target_reports:

@@ -1,4 +1,7 @@
-"""Layer norm in one pass forward and one backward. Rows, tiles and programs are those of rms_norm.kernel."""
+"""Layer norm in one pass forward and one backward.
+
+Tiles, programs and KEEP_WEIGHT as in rms_norm.kernel; KEEP_WEIGHT also keeps the bias in registers.
+"""
 
 import triton
 import triton.language as tl
@@ -59,7 +62,9 @@ def backward(
 ):  # fmt: skip
     """With n = (x - mean) * rstd and g = grad * weight: dx = rstd * (g - mean(g) - n * mean(g * n)) + grad_sum.
 
-    dweight, dbias: [programs, H], each program's addends, as in rms_norm.kernel.backward.
+    grad is the gradient of y, grad_sum the gradient of `sum` from its other uses.
+    dweight, dbias: [programs, H] in float32, a row for each program: the sums of grad * n and of grad over the rows of
+    x in this program. The launch adds up the programs.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_H)[None, :]
@@ -87,8 +92,8 @@ def backward(
                 if not KEEP_WEIGHT:
                     weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0)
                 grad *= weight.to(tl.float32)
-            of_mean, of_scale = tl.sum(grad, 1, keep_dims=True) / H, tl.sum(grad * n, 1, keep_dims=True) / H
-            dx = rstd * (grad - of_mean - n * of_scale)  # grad is 0 beyond H, where n is not
+            mean_g, mean_gn = tl.sum(grad, 1, keep_dims=True) / H, tl.sum(grad * n, 1, keep_dims=True) / H
+            dx = rstd * (grad - mean_g - n * mean_gn)  # grad is 0 beyond H, where n is not
             if grad_sum_ptr is not None:
                 dx += tl.load(grad_sum_ptr + row * stride_sn + cols, mask=in_tile, other=0.0).to(tl.float32)
             tl.store(dx_ptr + row * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=in_tile)

@@ -14,7 +14,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, tor
 
 
 def check_activation_name(op: str, activation: str | None) -> None:
-    """Raises ValueError unless the activation is None or in ACTIVATIONS. op: for the message, here and below."""
+    """Raises ValueError unless the activation is None or in ACTIVATIONS. op: the op's name, for messages."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
             f"{op}: activation is {activation!r}; give one of {', '.join(map(repr, ACTIVATIONS))}, or None"
@@ -58,7 +58,7 @@ def check_matmul(
 
 
 def check_residual(op: str, residual: Tensor | None, out: tuple[int, ...]) -> None:
-    """Raises ValueError for a residual that does not broadcast to shape `out`, or has no floating-point values."""
+    """Raises ValueError for a residual that does not broadcast to shape `out`, or whose dtype is not floating."""
     if residual is None:
         return
     if not _broadcasts(tuple(residual.shape), out):
@@ -92,15 +92,15 @@ def check_bias_dtype(op: str, bias: Tensor | None, factor: Tensor, out_dtype: to
 
 
 def check_dtypes(op: str, a: Tensor, b: Tensor) -> None:
-    """Raises ValueError unless both factors have one floating dtype, or both have 8 bits (two dtypes allowed)."""
+    """Raises ValueError unless both factors have the same floating dtype, or 8-bit dtypes, which may differ."""
     if not _have_one_wide_dtype(a, b) and not (a.dtype in EIGHT_BITS and b.dtype in EIGHT_BITS):
         raise _cannot_be_multiplied(op, a, b)
 
 
 def check_wide(op: str, a: Tensor, *factors: Tensor) -> None:
-    """Raises ValueError unless all factors have one floating dtype of 16 bits or more.
+    """Raises ValueError unless all factors have the same floating dtype of 16 bits or more.
 
-    For ops without scale arguments, so 8-bit factors are refused.
+    For ops without scale arguments, such as `linear`: these refuse 8-bit factors.
     """
     for b in factors:
         if _have_one_wide_dtype(a, b):
@@ -125,7 +125,7 @@ def _cannot_be_multiplied(op: str, a: Tensor, b: Tensor) -> ValueError:
 
 
 def check_no_gradient(op: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> None:
-    """Raises ValueError where an 8-bit factor or a scale requires a gradient: they have none."""
+    """Raises ValueError where an 8-bit factor or a scale requires a gradient, which products do not compute."""
     if a.dtype.itemsize > 1 or not torch.is_grad_enabled():
         return
     for name, each in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
@@ -139,9 +139,9 @@ def check_no_gradient(op: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_s
 def check_scale(
     op: str, name: str, scale: Tensor | None, factor: Tensor, shapes: tuple[tuple[int, ...], ...], what: str
 ) -> None:
-    """Raises ValueError unless the scale is float32, of one of `shapes`, and the factor has 8 bits.
+    """Raises ValueError unless the scale is float32, its shape is in `shapes`, and the factor has 8 bits.
 
-    what: the part of the factor with one number each, as "row of a", for the message.
+    what: the part of the factor with a scale of its own, as "row of a", for the message.
     """
     if scale is None:
         return
@@ -179,13 +179,16 @@ def check_accumulation(a: Tensor, b: Tensor, total: Tensor, *options: object) ->
 
 
 def check_no_overlap(op: str, total: Tensor) -> None:
-    """Raises ValueError where elements of `total` share memory, as in an expanded tensor: their sums would mix."""
+    """Raises ValueError where elements of `total`, the op's accumulate_into, share memory: their sums would mix."""
     if any(step == 0 and size > 1 for step, size in zip(total.stride(), total.shape, strict=True)):
         raise _strides_error(op, total, "several elements share their memory")
 
 
 def rows_in_place(op: str, total: Tensor) -> Tensor:
-    """A view [N, M] of total [..., M]. Raises ValueError where no view has this shape, and as `check_no_overlap`."""
+    """The op's accumulate_into `total` [..., M] as a view [N, M], into which a kernel adds.
+
+    Raises ValueError where no view has this shape, and as `check_no_overlap`.
+    """
     check_no_overlap(op, total)
     if total.ndim == 2:
         return total

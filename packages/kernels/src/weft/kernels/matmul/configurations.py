@@ -30,8 +30,8 @@ class Configuration:
     parts: int = 1  # a tile goes through its epilogue in this many parts
     splits: int = 1  # of K; a second kernel adds up the splits' products
     descriptors: bool = True  # load tiles by TMA, where memory is aligned for it
-    # Separate warps load and multiply. Needs 4 warps, as Triton 3.6 and 3.7 silently ignore the option with 8; and
-    # one part, as Triton 3.6 cannot split a tile of such a loop.
+    # Some warps load tiles while others multiply (Triton's warp_specialize). Needs warps=4, because Triton 3.6 and 3.7
+    # silently ignore the option with 8 warps; and parts=1, because Triton 3.6 cannot split a tile in such a loop.
     specialized: bool = False
 
     def __post_init__(self) -> None:
@@ -161,9 +161,9 @@ def find_measured(of: ProductClass, measured: Mapping[ProductClass, Measurement]
 def is_kernel_faster(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> bool:
     """Whether the kernel computes products of this class, instead of torch's GEMM and the epilogue in torch.
 
-    The faster by measurement. For a class which was not measured, only kinds in ONE_PASS take the kernel, as their
-    epilogue then needs no pass of its own. A gated product would save two of six passes over its output, and torch's
-    better GEMM may save more.
+    Measured classes take the faster. Other classes take the kernel only for kinds in ONE_PASS, whose epilogue in torch
+    is a further pass over the output. Gated products are not among these: the kernel saves two of six passes over the
+    output, but torch's GEMM may be faster by more than two passes.
     """
     row = measured.get(of)
     return of.kind in ONE_PASS if row is None else row.seconds < row.torch_seconds
@@ -173,16 +173,17 @@ def is_kernel_faster(of: ProductClass, measured: Mapping[ProductClass, Measureme
 LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
-EIGHT_BITS = Configuration(
-    tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2
-)  # `multiplied` keeps two sums
+# tile_n is half of LARGE's: `kernel.multiplied` keeps two sums of 8-bit products in registers, by tile_k and over K.
+EIGHT_BITS = Configuration(tile_m=128, tile_n=128, tile_k=128, warps=8, stages=4, parts=2)
 BY_POINTERS = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=3, parts=4, descriptors=False)
 NOT_ALIGNED = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=4, stages=3, parts=4, descriptors=False)
 ON_AMD = Configuration(tile_m=128, tile_n=128, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 # float32 without tensor cores
 SINGLE = Configuration(tile_m=64, tile_n=64, tile_k=32, warps=8, stages=2, parts=2, descriptors=False)
 INTERPRETED = Configuration(tile_m=16, tile_n=32, tile_k=16, warps=1, stages=1, group_m=2, parts=2)
-WAVES, SPLIT_K, MOST_SPLITS = 2, 1024, 8
+# K is split where the output has few tiles: into at most MOST_SPLITS splits of at least SPLIT_K, and only while each
+# split of each tile has PROCESSORS_PER_SPLIT multiprocessors.
+PROCESSORS_PER_SPLIT, SPLIT_K, MOST_SPLITS = 2, 1024, 8
 
 
 @lru_cache(maxsize=65536)
@@ -204,15 +205,16 @@ def choose_by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: i
         chosen = FLAT
     else:
         chosen = LARGE if _tiles(LARGE, M, N) >= processors else MIDDLE
-    idle = processors // max(1, WAVES * _tiles(chosen, M, N))
-    splits = min(idle, MOST_SPLITS, K // SPLIT_K)
+    splits_to_fill = processors // max(1, PROCESSORS_PER_SPLIT * _tiles(chosen, M, N))
+    splits = min(splits_to_fill, MOST_SPLITS, K // SPLIT_K)
     return _replace(chosen, splits=splits) if splits > 1 else chosen
 
 
 def halve_tiles(configuration: Configuration) -> Configuration:
     """Return the configuration for a gated product: tiles with half the columns.
 
-    The two sums then take as many registers as one; the gate takes a few more.
+    The two products' sums then take as many registers as the sum of a full tile. The gate takes a few more, so the
+    tiles of MIDDLE get 8 warps instead of 4.
     """
     if configuration.tile_n <= 16:
         return configuration
@@ -222,7 +224,10 @@ def halve_tiles(configuration: Configuration) -> Configuration:
 
 
 def adapt_to_groups(configuration: Configuration) -> Configuration:
-    """Return the configuration for grouped products: K is not split, and the search for the group takes registers."""
+    """Return the configuration for grouped products: K is not split, and tiles of MIDDLE get 8 warps instead of 4.
+
+    A program's search for its group takes registers.
+    """
     unsplit = _replace(configuration, splits=1, specialized=False)
     has_middle_tiles = (unsplit.tile_m, unsplit.tile_n, unsplit.warps) == (MIDDLE.tile_m, MIDDLE.tile_n, MIDDLE.warps)
     return _replace(unsplit, warps=8) if has_middle_tiles else unsplit

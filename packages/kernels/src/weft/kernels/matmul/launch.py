@@ -47,7 +47,7 @@ def product(
     a: [M, K] or [B, M, K]; b with as many dims; any strides. bias: [N]. residual: expands to out.
     a_scale: one number or [M]; b_scale: one number or [N]; float32. out and z have the same strides.
     accumulate: out += a @ b, without an epilogue.
-    slope: the name of an activation: out = a @ b times its derivative at the residual, without any other epilogue.
+    slope: the name of an activation f: out = (a @ b) * f'(residual), without any other epilogue.
     More batches than MOST_IN_GRID are launched in parts.
     """
     if a.ndim == 3 and len(a) > MOST_IN_GRID:
@@ -148,9 +148,10 @@ def gated(
 
 
 def grid(tiles: int, processors: int, batches: int = 1, splits: int = 1) -> tuple[int, int, int]:
-    """(programs for each product, batches, splits): one program a multiprocessor in all, or more with more products.
+    """(programs for each product, batches, splits), where each batch and each split of K is a product by itself.
 
-    Each program loops over tiles of its product.
+    Programs loop over the tiles of a product. All products together get about one program for each multiprocessor, and
+    each product at least one program.
     """
     assert max(batches, splits) <= MOST_IN_GRID, "the caller launches more batches in parts"
     return min(tiles, max(1, -(-processors // (batches * splits)))), batches, splits
@@ -164,8 +165,8 @@ def parts_of(batches: int) -> list[slice]:
 def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> ProductClass:
     """The class of the product of a [..., M, K] and b [..., K, N].
 
-    Where b has no leading dims, those of a count as rows. groups: the groups share M, or K for "grouped_weights",
-    evenly.
+    Where b has no leading dims, the leading dims of a count as rows. groups: the number of groups of M, or of K for
+    "grouped_weights"; the class has the size of one group, as if all were equal.
     """
     M, N, K = a.shape[-2] if b.ndim == a.ndim else math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     if kind == "grouped":
@@ -182,7 +183,7 @@ def dtype_of(a: Tensor, b: Tensor) -> str:
 
 
 def choose_configuration(of: ProductClass, a: Tensor, aligned: bool, sizes: tuple[int, int, int]) -> Configuration:
-    """The class' measured configuration where memory is aligned; else that of `choose_by_rule`. sizes: M, N and K."""
+    """The measured configuration of the class, if memory is aligned; else by `choose_by_rule`. sizes: M, N and K."""
     measured = find_measured(of) if aligned else None
     return measured or adapt_to_kind(
         of.kind, choose_by_rule(of.chip, a.itemsize, aligned, *sizes, chip_of(a.device)[1])

@@ -1,9 +1,14 @@
 """Philox 4x32-10 in Triton, as defined in plain torch by `philox`. `uniform` and `normal` only write, and read nothing.
 
-A part is a set of runs of N consecutive elements; run r has index (r // R2 // R1, r // R2 % R1, r % R2) in the outer
-dims. A program computes a tile of ROWS runs by LANES * GROUPS lanes: GROUPS Philox blocks of each run, where a block
-gives LANES elements, its 4 words or their 8 halves. SHIFTED: runs may start inside a block; the tile then begins up
-to LANES - 1 lanes before the run. Indices and offsets are 64-bit.
+The kernels of dropout and attention call the functions before them, too.
+
+A part (part.py) is `rows` runs of N consecutive elements, in three outer dims; R1 and R2 are the sizes of the last two.
+Run number r has the index (r // R2 // R1, r // R2 % R1, r % R2) in the outer dims.
+
+A program computes a tile of ROWS runs by LANES * GROUPS lanes: GROUPS Philox blocks of each run, where a block gives
+LANES elements, its 4 words or their 8 halves. SHIFTED: runs may start inside a block; the tile then begins up to
+LANES - 1 lanes before the run. Indices and offsets are 64-bit. Below, `row` is run numbers, `start` the global index of
+the first element of each of these runs, and `first` the first lane of the tile within its runs.
 """
 
 import triton
@@ -31,13 +36,13 @@ TURN = tl.constexpr(6.283185307179586 * 2.0**-32)  # from 32 bits to an angle, r
 
 @triton.jit
 def run_start(row, R1, R2, stride_0, stride_1, stride_2):
-    """The offset of run `row`, from the strides of the outer dims. row: int64, as R1 * R2 can pass 2**31."""
+    """The offset of run number `row`, by the strides of the outer dims. row: int64, as R1 * R2 can pass 2**31."""
     return (row // R2 // R1) * stride_0 + (row // R2 % R1) * stride_1 + (row % R2) * stride_2
 
 
 @triton.jit
 def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The numbers of this program's runs, int64 [ROWS], and its first lane within a run, a multiple of LANES."""
+    """(row, first) of this program: its run numbers, int64 [ROWS]; and its first lane, a multiple of LANES."""
     lanes = tl.cast(N, tl.int64) + (LANES - 1 if SHIFTED else 0)  # N may be 2**31 - 1
     across = tl.cdiv(lanes, LANES * GROUPS)
     program = tl.program_id(0).to(tl.int64)
@@ -46,14 +51,17 @@ def tile(N, SHIFTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, LAN
 
 @triton.jit
 def columns(start, first, SHIFTED: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The position of each lane within its run: int64 [ROWS, LANES * GROUPS], or [1, LANES * GROUPS] unless SHIFTED."""
+    """Each lane's index within its run, negative for lanes before the run.
+
+    Returns int64 [ROWS, LANES * GROUPS], or [1, LANES * GROUPS] unless SHIFTED.
+    """
     cols = first + tl.arange(0, LANES * GROUPS)[None, :]
     return cols - (start & (LANES - 1))[:, None] if SHIFTED else cols
 
 
 @triton.jit
 def blocks(start, first, key, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The four words of the tile's blocks, each uint32 [ROWS, GROUPS]. start: global index of a run's first element."""
+    """The four words of each Philox block in the tile: four tensors, uint32 [ROWS, GROUPS]."""
     shift: tl.constexpr = 2 if LANES == 4 else 3
     counter = ((start + first) >> shift)[:, None] + tl.arange(0, GROUPS)[None, :]
     b0, b1, b2, b3 = tl.randint4x(key, counter)  # Philox 4x32-10 of (counter, key), 64 bits each

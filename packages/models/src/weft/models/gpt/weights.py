@@ -88,8 +88,8 @@ def repetition(tensor: str, config: GPTConfig) -> Repeats | None:
         )
     if re.search(r"\.attn\.masked_bias$", tensor):
         return Repeats(
-            what="a score that no key has, -10000 or less",
-            remedy="another score of masked keys is not supported here",
+            what="a score of masked keys, -10000 or less",
+            remedy="a higher score of masked keys is not supported here",
             accepts=lambda stored: bool((stored <= -1e4).all()),
         )
     return None

@@ -25,7 +25,8 @@ CONFIG = "config.toml"  # the run's configuration, the first file written into t
 def check_new(folder: Path) -> None:
     """Raise ValueError if `folder` exists or cannot be made.
 
-    Makes and removes a trial folder of the same relative path, as the only reliable test.
+    The only reliable test is to make a folder: below a temporary folder in the nearest existing parent, this makes the
+    missing part of the path, and removes all again.
     """
     try:
         if folder.exists():
@@ -106,8 +107,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 def find_checkpoint(folder: Path) -> Path:
     """The newest model in the folder of a run: a checkpoint, or the final model; `folder` if it holds neither.
 
-    The final model is the newest if the run is complete and kept no checkpoint of the last step.
-    Commands use it to accept the folder of a run or of a single checkpoint.
+    Commands call this function to accept the folder of a run or of a single checkpoint.
+    Between a final model and a complete checkpoint, the last line of metrics.jsonl decides. The checkpoint is the
+    newest if its step is the last, or if the run is not finished: a complete run may be resumed for more steps.
+    A damaged checkpoint is returned only if there is no complete one and no final model.
     """
     saved, (newest, _) = checkpoints(folder), newest_complete(folder)
     if not (folder / CHECKPOINT).is_dir():

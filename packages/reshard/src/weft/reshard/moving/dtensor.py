@@ -1,7 +1,7 @@
 """Layouts and DTensors: `layout_of` a DTensor, DTensors of a local part (`wrap`) or of a whole tensor (`distribute`).
 
-Ops of weft.kernels and weft.models call `wrap` and `dtensor_spec` too. All goes through DTensor's public API, except
-`_spec`.
+Ops of weft.kernels and weft.models call `wrap` and `dtensor_spec` too. Only `dtensor_spec`, `wrap_with_spec`, `_spec`
+and `STRIDED` depend on private parts of DTensor.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ def layout_of(dtensor: DTensor) -> Layout:
 
 
 def is_strided(dtensor: DTensor) -> bool:
-    """Whether torch states the order of shards by a `_StridedShard`, where Weft permutes the axes of the mesh."""
+    """Whether the DTensor states an order of shards by torch's `_StridedShard`, as FSDP2 does.
+
+    Weft states the order by a permuted mesh instead. For a strided DTensor, `reshard` gives the gradient the DTensor's
+    own placements.
+    """
     return any(type(placement).__name__ == STRIDED for placement in dtensor.placements)
 
 
 def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
-    """The layout given by `placements` on a DeviceMesh, where earlier axes are major.
+    """The layout given by `placements` on a DeviceMesh. Of the axes that shard a dim, earlier axes are major.
 
-    On a DeviceMesh made by permuting a ProcessMesh: the layout on the ProcessMesh, shards in the DeviceMesh's axis
-    order.
+    For a DeviceMesh that `torch_layout` made with permuted axes, this is a layout on the ProcessMesh before the
+    permutation; its shards are in the DeviceMesh's order of axes.
     """
     return _layout(process_mesh(mesh), axis_names(mesh), tuple(placements))
 
@@ -142,7 +146,8 @@ def memory_of(dtensor: DTensor) -> Tensor:
     `to_local()` of a parameter returns a new view each time (torch 2.13). The attribute's name comes from torch's
     protocol for tensor subclasses that hold tensors (`__tensor_flatten__`). A call takes 5 us, and is made once for
     each class.
-    A DTensor with weak references keeps this tensor object.
+    torch refuses to swap a tensor that has weak references for another (`torch.utils.swap_tensors`). So a DTensor keeps
+    this tensor object while a weak reference to the DTensor exists.
     """
     name = _names_of_memory.get(type(dtensor))
     if name is None:
@@ -236,11 +241,11 @@ def distribute(
 ) -> DTensor:
     """Makes a DTensor of a global tensor, whole on every rank: each rank keeps its part.
 
-    layout: a Layout, or a mesh beside `placements`, as in torch's `distribute_tensor`; `device_mesh` is torch's name
-        for the mesh.
+    layout: a Layout; or a mesh, to which `placements` belongs, as in torch's `distribute_tensor`.
+    device_mesh: the mesh by torch's name for the argument.
 
-    Where the layout is Partial, the value stays at index 0 of the axis, and the other ranks hold the operation's
-    identity.
+    Where the layout is Partial over an axis, the value stays at index 0 of the axis, and the other ranks hold the
+    operation's identity. For Partial("avg"), all ranks of the axis keep the value.
     Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """

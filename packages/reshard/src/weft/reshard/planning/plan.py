@@ -29,9 +29,9 @@ MOST_LISTED = 16  # ranks at most whose bytes are listed rank by rank
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps that bring a tensor from the layout `src` to the layout `dst`; the same on every rank.
+    """The steps from the layout `src` of a tensor to the layout `dst`; made by `plan()`, the same on every rank.
 
-    `plan()` makes it. shape, dtype: of the global tensor. topology: the links assumed by the search.
+    shape, dtype: of the global tensor. topology: the links assumed by the search.
     """
 
     src: Layout
@@ -57,7 +57,7 @@ class Plan:
         return tuple(layouts[:-1])
 
     def __str__(self) -> str:
-        way = ", ".join(step_text(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
+        way = ", ".join(_step_text(step, layout) for step, layout in zip(self.steps, self.layouts, strict=True))
         return f"({self.src}) -> ({self.dst}) of {self.dtype} {self.shape}: {way or 'nothing to do'}"
 
     @cached_property
@@ -76,7 +76,7 @@ class Plan:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes received by the busiest rank under any plan, at least; see `costs.py`."""
+        """A bound from below: under any plan, some rank receives at least so many bytes; see `costs.py`."""
         return self.dtype.itemsize * lower_bound_elements(
             drop_trivial_axes(self.src), drop_trivial_axes(self.dst), self.shape
         )
@@ -126,7 +126,7 @@ class Plan:
         width: the columns that the pictures should fit in. Pictures too wide to stand side by side stand below each
             other.
         """
-        lines = [*self._figures(), *picture_lines(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
+        lines = [*self._figures(), *_picture_lines(self.steps, self.layouts, self.shape, self.dtype.itemsize, width)]
         if not self.steps:
             lines += ["nothing to do", *draw(self.src, self.shape, width=width)]
         return "\n".join(lines)
@@ -148,7 +148,7 @@ class Plan:
         ]
 
     def _bytes_by_rank(self) -> list[str]:
-        """A line with the bytes received by each rank; no line where all are equal, or for more than LISTED ranks."""
+        """A line with the bytes received by each rank. No line if all are equal, or for more than MOST_LISTED ranks."""
         received = {rank: self.received_bytes(rank) for rank in self.ranks[:MOST_LISTED]}
         if len(self.ranks) > MOST_LISTED or len(set(received.values())) == 1:
             return []
@@ -177,8 +177,8 @@ def plan(
 
     Computed from global metadata alone, so every rank makes the same plan; cached by its arguments.
 
-    topology: the links of the axes. With it, the plan has the fewest predicted seconds. Without it, the plan has the
-        fewest bytes received by the busiest rank.
+    topology: the links of the axes: the plan then has the fewest predicted seconds. None: the plan has the fewest
+        bytes received by the busiest rank.
     memory_limit: bytes that may be alive at the same time on a rank: the source, a step's input, its result and
         buffers.
     Raises LayoutError where a layout shards a dim outside the shape, and where the reductions of the
@@ -234,7 +234,7 @@ def _differ_only_in_axis_order(src: Layout, dst: Layout) -> bool:
     return set(dst.mesh.axis_names) == set(names) and dst.mesh.permute(*names) == src.mesh
 
 
-def picture_lines(
+def _picture_lines(
     steps: Sequence[Step], layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, width: int
 ) -> list[str]:
     """For each step, a line with the most bytes received by any rank, and pictures of the layouts around the step.
@@ -246,12 +246,12 @@ def picture_lines(
         after = layout_after(step, layout)
         ranks = {*layout.mesh.ranks, *after.mesh.ranks}
         most = itemsize * max(received_elements(step, layout, shape, rank) for rank in ranks)
-        lines += ["", f"{number}. {step_text(step, layout)}: {most:,} bytes"]
+        lines += ["", f"{number}. {_step_text(step, layout)}: {most:,} bytes"]
         lines += [f"{INDENT}{line}".rstrip() for line in _join_pictures(layout, after, shape, width - len(INDENT))]
     return lines
 
 
-def step_text(step: Step, layout: Layout) -> str:
+def _step_text(step: Step, layout: Layout) -> str:
     """The step as code on a single line, without arguments at their defaults.
 
     A target is written as its placements, and its mesh where the step changes the mesh.

@@ -28,13 +28,16 @@ from .hooks import backward_is_running, weak_hook
 class GatheringUnit(Protocol):
     """A group of parameters gathered together: the methods of unit.py's `Unit` that this file calls."""
 
-    goes_backward: bool
+    goes_backward: bool  # whether backward has ever come to this unit; if not, backward does not prefetch it
 
-    def prefetch(self) -> None: ...
+    def prefetch(self) -> None:
+        """Starts to gather parameters ahead of the module's call, where full copies are missing or out of date."""
 
-    def on_grad_accumulated(self, full: FullParameter) -> None: ...
+    def on_grad_accumulated(self, full: FullParameter) -> None:
+        """Called when backward has added the last gradient to a full copy."""
 
-    def end_pass(self) -> None: ...
+    def end_pass(self) -> None:
+        """Called when a backward pass is over: no more gradients will come."""
 
 
 def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
@@ -49,10 +52,11 @@ def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], r
 class FullParameter:
     """The full-size copy of a sharded parameter, with which the parameter's module computes.
 
-    An autograd leaf over a buffer that is freed and refilled. Tensors saved for backward share the buffer. With
-    `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes a view into the buffer, and
-    takes no memory of its own. A shard of which the program has views keeps its memory, because the views must stay
-    valid.
+    Made by `ModelGathering.find_or_make`. An autograd leaf over a buffer that is freed and refilled. Tensors saved for
+    backward share the buffer. With `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes
+    a view into the buffer, and takes no memory of its own. A shard of which the program has views keeps its memory,
+    because the views must stay valid.
+    layout: of the full copy.
     keep_between_calls: keep the buffer between calls (ZeRO 1, 2).
     accumulate_grad: let the gradient accumulate over backward passes (ZeRO 1).
     """
@@ -110,6 +114,7 @@ class FullParameter:
         """
         self.pass_filled = pass_number
         if self._last_filled_state is not None and self._last_filled_state != state:
+            # A backward that saved the old values now raises, as after any in-place change.
             torch.autograd.graph.increment_version((self.leaf, self._local))
         self.filled_state = self._last_filled_state = state
         is_unshared = self._shard_view is None and _storage_uses(self._shard) == _USES_WHEN_UNSHARED
@@ -171,8 +176,8 @@ class ModelGathering:
         self._full_leaves = WeakTensorKeyDictionary()  # a set: `FullParameter.leaf` of each full copy -> True
         self.units: list[GatheringUnit] = []
         self.keep_gathered_blocks = 0  # number of running `keep_gathered` blocks; above 0, full copies are not freed
-        # Rises at each forward pass without a promise, and at each `promise_fixed()` of a new holder. A full copy
-        # filled in an earlier pass is out of date.
+        # Rises at each forward pass without a promise, and just before the first promise. A full copy filled in an
+        # earlier pass is out of date.
         self.pass_number = 0
         # Those who promise that parameters do not change: a GradientSync, or a `fixed_parameters` block. While there is
         # a holder, a full copy that is filled is out of date only if `state_of` shows a change of the shard.

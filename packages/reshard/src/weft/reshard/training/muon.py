@@ -27,11 +27,8 @@ from ..planning.plan import plan
 from ..world.groups import device_mesh, device_type, group_over, this_rank
 from .fused_adam import reshard_to_layout_of
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the iteration's polynomial, chosen by Jordan et al. for a steep slope at 0
+# Coefficients of the iteration's polynomial, chosen by Jordan et al. for a steep slope at 0.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 MOVED = torch.bfloat16  # the iterations compute in this dtype, so moving the momentum in it loses nothing
 
 
@@ -43,15 +40,16 @@ class Muon(torch.optim.Optimizer):
 
     params: matrices [n, m] and stacks of matrices [k, n, m], or groups of parameters. Each matrix of a stack is
         orthogonalized by itself. Every option can be set for a group:
-    lr, weight_decay: of both; the decay is decoupled, as AdamW's.
+    lr, weight_decay: of Muon and AdamW; the decay is decoupled in both.
     momentum, nesterov, ns_coefficients, eps, ns_steps: of Muon, as in `torch.optim.Muon`.
     rows: orthogonalizes each block of so many rows of a matrix by itself, for example each attention head's; None: the
         whole matrix.
     adamw: updates the group by AdamW, with `betas` and `adamw_eps`; with `fused`, by torch's fused kernel.
     State: `momentum_buffer` of a matrix; `step`, `exp_avg` and `exp_avg_sq` under AdamW; in the parameter's layout.
 
-    With equal gradients, weights are equal to the bit on every mesh. A rank with a whole matrix computes the update
-    alone, also where ranks hold copies. Besides the states, a rank holds at most two whole matrices, in bfloat16.
+    With equal gradients, weights are equal to the bit on every mesh. A rank that holds a matrix whole computes the
+    update by itself: ranks with copies of the matrix all compute the same update. Besides the states, a rank holds at
+    most two whole matrices, in bfloat16.
     Communication of `step`: as `update_matrices`; also a reshard of each gradient whose layout is not the parameter's.
     Raises ValueError where a group without `adamw` has parameters besides floating-point matrices and stacks, and where
     `rows` does not divide a matrix.
@@ -101,10 +99,13 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_matrices(self) -> None:
-        """Updates the matrices by Muon, as part of `step`. All ranks with shards of a matrix call this function.
+        """Updates the matrices by Muon; called by `step`, on all ranks with shards of a matrix.
 
-        Communication: for each stack of equal sharded matrices, two exchanges in bfloat16. In the first, each owner
-        receives the missing elements of a matrix; in the second, each rank receives the missing elements of its shards.
+        Also called without `step`, to record the communication for the matrices.
+
+        Communication: for each `Stack` of a round (matrices of equal shape and layout), two exchanges in bfloat16. In
+        the first, each owner receives the missing elements of a matrix; in the second, each rank receives the missing
+        elements of its shards.
         Where several axes shard a matrix, the first call also makes the group of the ranks.
         """
         sharded: list[_Matrix] = []
@@ -243,7 +244,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Moving:
-    """A stack of matrices, moved to the owners and back.
+    """The exchanges of a `Stack` of a round: its matrices move to the owners and back.
 
     Calls come in this order: construction, `orthogonalize`, `update`. Each call waits for the exchange started before.
     """

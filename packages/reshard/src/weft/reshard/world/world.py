@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before init_process_group(): default arguments would hold the world's group
+
+# Imported before init_process_group(): the default arguments of these functions would otherwise hold the world's group.
+import torch.distributed.nn.functional
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
@@ -22,7 +24,8 @@ from weft.mesh import ProcessMesh
 from . import dynamo
 from .rendezvous import make_group, publish, published, wait_for_message
 
-# The position of each member of a group along mesh axes, major axis first; a range where members are in that order.
+# For each member of a group, in the order of the group's ranks: its index along some mesh axes, row-major. A range
+# where the two orders are the same.
 Positions = Sequence[int]
 
 
@@ -56,9 +59,10 @@ class World(Protocol):
         """`group_of` for ranks, ascending, that need not be a part of a mesh."""
 
     def group_for(self, purpose: str, ranks: tuple[int, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """A new group of `ranks`, ascending, for a purpose. Communication: as `group_of`.
+        """A new group of `ranks`, ascending, for a purpose, such as the messages between two pipeline stages.
 
-        axes: the mesh axes along which the ranks are.
+        Collectives on this group do not wait for collectives on other groups of these ranks.
+        axes: the mesh axes along which the ranks differ. Communication: as `group_of`.
         """
 
     def publish(self, name: str, value: bytes) -> None:

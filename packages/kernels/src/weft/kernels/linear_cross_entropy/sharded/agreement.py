@@ -1,6 +1,7 @@
-"""The checks of `vocab_parallel_linear_cross_entropy` before its gathers: of each rank's operands, and among ranks.
+"""The checks that `vocab_parallel_linear_cross_entropy` makes before the ranks gather the tokens' statistics.
 
-One all-gather compares the ranks' sizes and tells all ranks of a failure, before the gathers of the parts.
+Each rank checks its own operands. Then an all-gather compares the ranks' sizes and tells all ranks of a failure.
+Otherwise, after a failure of one rank, the remaining ranks would wait forever in the gathers of the statistics.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Sizes(NamedTuple):
-    """The sizes which decide how many bytes are gathered, and how often. They must be equal on all ranks."""
+    """The numbers behind how many bytes of statistics the ranks gather, and how often. Required equal on all ranks."""
 
     tokens: int = 0
     chunk: int = 0  # tokens of a chunk
@@ -31,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 def classes_of(linear_weight: Tensor, vocab_start: int, vocab_size: int) -> ShardClasses:
-    """The classes of a rank's weight, for a weight not checked yet."""
+    """This rank's classes, for `compare_sizes`. The weight is not checked yet: a scalar counts as no classes."""
     return ShardClasses(vocab_start, linear_weight.shape[0] if linear_weight.ndim else 0, vocab_size)
 
 
@@ -45,7 +46,8 @@ def sizes_of(
     shards: int,
     options: Options,
 ) -> Sizes:
-    """The sizes of this rank. dtype: of the GEMMs."""
+    """The sizes of this rank. dtype: of the GEMMs. shards: number of ranks that share the vocabulary."""
+    # Two buffers of logits: the statistics of a part of a chunk are gathered during the GEMM of the next part.
     chunks, _ = cut_chunks(input, target, dtype, wanted, chunk_tokens, vocab_size, shards, 2)
     wide = torch.promote_types(dtype, torch.float32)
     return Sizes(target.numel(), chunks[0].stop if chunks else 0, options.columns * wide.itemsize)
@@ -110,7 +112,10 @@ def check_and_size(
     ranks: int,
     sequence_parallel: bool,
 ) -> Sizes:
-    """Check this rank's arguments, and return its sizes. Raises ValueError for arguments which do not fit together."""
+    """Check this rank's arguments, and return its sizes; called in `attempt` of `compare_sizes`.
+
+    Raises ValueError for arguments that do not fit together.
+    """
     check_part(input, target, rank, ranks, sequence_parallel)
     form = replace(cast_form(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))
     check_factors(form, linear_weight, linear_bias, chunk_tokens, compute_dtype)
@@ -122,11 +127,13 @@ def check_and_size(
 def compare_sizes(
     attempt: Callable[[], tuple[Result, Sizes]], group: dist.ProcessGroup, classes: ShardClasses, device: torch.device
 ) -> tuple[Result, Tensor]:
-    """Call `attempt` and compare the ranks' sizes. Returns the result, and a scalar: 0, or NaN if the sizes differ.
+    """Call `attempt` and compare the ranks' sizes. Returns the result of `attempt`, and a scalar to add to the loss.
 
+    The scalar is 0, or NaN if the sizes differ. The NaN is for calls in which the host does not read the sizes: on a
+    GPU, `check_gathered` reads sizes only once for each value.
     attempt: returns a result and this rank's sizes, or raises.
-    Communication: one all-gather of 36 bytes per rank, also if a rank has failed.
-    Raises as `run_or_report` does, and ValueError if the sizes differ and `check_gathered` checks them.
+    Communication: an all-gather of 36 bytes per rank, also if a rank has failed.
+    Raises as `run_or_report`; ValueError if the host reads the sizes and finds a difference.
     """
     (result, sizes), gather = run_or_report(attempt, group, classes, lambda: _row(Sizes(), device))
     gathered = gather(_row(sizes, device))()[:, 0]  # [ranks, 3]
