@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import Parameter
 from weft.reshard.extension import is_compiling as is_compiling
 
-WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-TOKEN_DTYPES = (torch.int32, torch.int64)
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of an op's floating-point operands
+TOKEN_DTYPES = (torch.int32, torch.int64)  # dtypes of the token ids that `embedding` looks up
 
-INTERPRETED_PROGRAMS = 3  # few, so that each program computes several tiles
+# Programs in a launch, where each program loops over tiles, in Triton's interpreter: few, so that the loop runs.
+INTERPRETED_PROGRAMS = 3
 # Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PLAIN = frozenset((Tensor, Parameter))
@@ -39,15 +40,17 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Whether the tensor is in CPU memory. False for a meta tensor.
 
-    On a CPU no GEMM multiplies 16-bit factors to a float32 product.
+    Asked, among others, by matrix products that need a float32 result of 16-bit factors: a CPU has no such GEMM, so
+    they cast the factors first.
     """
     return tensor.device.type == "cpu"
 
 
 def is_short_of_memory(tensor: Tensor) -> bool:
-    """Whether recomputing an output of this dtype, on this device, is worth its time.
+    """Whether backward recomputes what forward could save: the output of a norm or gate, or a dropout mask.
 
-    False for float32 and float64 on a CPU, where recomputing is slow and memory is plentiful. Otherwise True.
+    tensor: for the device and the dtype. False for float32 and float64 on a CPU, where recomputing is slow and memory
+    is plentiful. Otherwise True.
     """
     return not on_cpu(tensor) or tensor.dtype.itemsize <= 2
 
@@ -68,7 +71,7 @@ def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
 
 
 def refuse_jit_trace(name: str) -> None:
-    """Raise RuntimeError while `torch.jit.trace` records.
+    """Raise RuntimeError while `torch.jit.trace` records. Called before an op runs by an `Op`.
 
     torch.jit.trace keeps what the host decided from one call's values and shapes, and never decides again.
     name: of the op.
@@ -95,8 +98,8 @@ def chip_of(device: torch.device) -> tuple[str, int]:
 def multiplies(chip: str, dtype: torch.dtype) -> bool:
     """Whether Triton compiles matrix products of `dtype` for `chip`, a Triton target name.
 
-    Of the 8-bit dtypes NVIDIA chips multiply float8_e5m2, and from sm_89 on float8_e4m3fn. A name without "sm_" is
-    AMD's.
+    True for dtypes of more than 8 bits. Of the 8-bit dtypes, NVIDIA's chips (sm_...) multiply float8_e5m2, and from
+    sm_89 on float8_e4m3fn. True for any other name: AMD's chips and the interpreter.
     """
     if dtype.itemsize > 1 or not chip.startswith("sm_"):
         return True
@@ -123,7 +126,11 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether the current CUDA stream is capturing a graph. False for a CPU tensor. A replay runs no host code."""
+    """Whether the current CUDA stream is capturing a graph. False for a CPU tensor.
+
+    A replay runs the kernels again without the host code. So a caller neither caches a tensor made during the capture,
+    nor counts on being called once for each backward.
+    """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

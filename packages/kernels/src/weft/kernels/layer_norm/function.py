@@ -50,7 +50,7 @@ def is_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: T
 
 
 def recompute(saved: Tensors, *, eps: float) -> Tensor:
-    """Recomputes the output of `forward` from its saved tensors."""
+    """Recomputes the layer norm from the tensors saved by `forward`, or by `add_forward`, whose first is the sum."""
     x, weight, bias, *_ = saved
     assert x is not None, "forward saves x"
     return forward(x, weight, bias, eps=eps)[0]
@@ -81,7 +81,11 @@ def add_forward(
 def add_backward(
     saved: Tensors, grads: tuple[Tensor | None, Tensor | None], needed: Sequence[bool], *, eps: float
 ) -> Tensors:
-    """The gradients of x, residual, weight and bias. x and residual share one: grad_sum plus the norm's gradient."""
+    """The gradients of x, residual, weight and bias.
+
+    grads: the upstream gradients of the two outputs, the sum and the norm; None stands for zeros.
+    x and residual have the same gradient: that of the sum, plus the gradient that comes through the norm.
+    """
     grad_sum, grad = grads
     if grad is None:
         return (*(grad_sum if need else None for need in needed[:2]), None, None)
@@ -155,7 +159,11 @@ def plain_forward(
 
 
 def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps: float) -> Tensors:
-    """dx, dweight = sum(grad * n) and dbias = sum(grad), where n = (x - mean) * rstd; dx in one pass, by aten."""
+    """The gradients of x, weight and bias, in plain torch; None where not needed.
+
+    dweight = sum(grad * n) and dbias = sum(grad) over all rows, where n = (x - mean) * rstd. dx is computed by aten,
+    in a single pass over x.
+    """
     x, weight, bias, mean, rstd = saved
     assert x is not None and mean is not None and rstd is not None, "forward saves x, mean and rstd"
     sums = tuple(each is not None and need for each, need in zip((weight, bias), needed[1:], strict=False))

@@ -52,7 +52,9 @@ def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual`, and the `layer_norm` of this sum, in one pass, for a layer's output that joins the stream.
+    """`x + residual`, and the `layer_norm` of this sum, in one pass.
+
+    For a transformer block: x is a layer's output, residual the residual stream, and the norm begins the next layer.
 
     x, residual: [..., H], of the same shape.
     weight, bias: [H], or None.

@@ -45,8 +45,9 @@ class Companions:
 
     @classmethod
     def saved(cls, folder: Path, config: Mapping[str, Any], manifest: Manifest) -> Companions:
-        """The companions in a checkpoint of a run.
+        """Reads the companions in a checkpoint of a run, for `load_checkpoint` and `weft convert`.
 
+        config: the checkpoint's config.json; empty for a checkpoint without one.
         Raises DamagedCheckpoint for a damaged file, ValueError as `read_companions`.
         """
         names = [name for name in (*FILES, GENERATION_FILE) if name in manifest.files]
@@ -56,11 +57,11 @@ class Companions:
         )
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> Companions:
-        """The companions with the files of the tokenizer that the caller names for the folder; None changes nothing.
+        """The companions to save when the caller of a save gives a tokenizer, as every run does; unchanged for None.
 
-        The tokenizer's files replace files of the same names. Its end token becomes eos_token_id where no end token
-        is known. If the companions hold a different tokenizer.json, all companions are dropped: their ids belong to
-        another vocabulary.
+        The tokenizer's files replace files of the same names. The tokenizer's end token becomes eos_token_id if the
+        companions have no eos_token_id. If the companions hold a different tokenizer.json, all of them are dropped:
+        their token ids belong to another vocabulary.
         """
         if tokenizer is None:
             return self
@@ -76,7 +77,7 @@ class Companions:
 
     @property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files: all companion files except generation_config.json."""
+        """The tokenizer's files, for a folder of adapters: all companion files except generation_config.json."""
         return {name: content for name, content in self.files.items() if name != GENERATION_FILE}
 
 
@@ -85,6 +86,7 @@ def read_companions(
 ) -> dict[str, bytes]:
     """Reads the named files of a folder, byte for byte; a later save writes these bytes unchanged.
 
+    Called for a folder with a model, and by `save_lora` for the base model's folder. A missing file is skipped.
     A link out of the folder (see `links_outside`) is skipped with a warning. check: raises for a damaged file.
     Named chat templates are merged into tokenizer_config.json, see `with_named_templates`.
     Raises ValueError for a .json file without an object, and for a chat template linking out of the folder.
@@ -114,7 +116,11 @@ def companions_of(model: nn.Module) -> Companions:
 
 
 def attach_companions(model: nn.Module, companions: Companions) -> None:
-    """Attach a folder's companions to the model. Where the folder has none, the model's earlier companions stay."""
+    """Attach the companions of the folder just read to the model.
+
+    The model's earlier companions stay where the folder has none: after `load_checkpoint` reads a folder without a
+    tokenizer, a model made by `from_pretrained` keeps its tokenizer. Fields and files are judged apart.
+    """
     before = companions_of(model)
     fields = companions.fields if any(each is not None for each in companions.fields.values()) else before.fields
     merged = replace(before, fields=fields, files=companions.files or before.files)

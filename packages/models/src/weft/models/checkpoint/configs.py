@@ -21,22 +21,24 @@ def _may_lengthen(saved: ModelConfig, target: ModelConfig) -> bool:
     return saved.is_length_independent and target.is_length_independent and target.max_seq_len >= saved.max_seq_len
 
 
-# Fields that do not affect the function of given weights, each with the condition for two configs to differ.
+# Fields in which two configs may differ although the same weights compute the same under both; each with a condition.
 MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "initializer_range": _always,  # for drawing fresh weights, which a checkpoint replaces
     # Dropout acts in training only: a run may choose its own, as fine-tuning commonly does.
     "attention_dropout": _always,
     "dropout": _always,
     "embedding_dropout": _always,
-    "mistral": _always,  # the model_type in Hugging Face's files; the window is compared by itself
+    # Only chooses the model_type of a Hugging Face folder. A Mistral's attention window is a field of its own.
+    "mistral": _always,
     "max_seq_len": _may_lengthen,  # may grow, where each position is computed the same for every max_seq_len
 }
 
 
 def differences(saved: ModelConfig, target: ModelConfig) -> dict[str, tuple[object, object]]:
-    """The fields in which two configs differ with an effect on the function of given weights: name -> (saved, given).
+    """The fields because of which the same weights compute something else under `target` than under `saved`.
 
-    Configs of two families give the single entry "family". Fields in MAY_DIFFER are left out where they may differ.
+    Returns name -> (saved value, target value); the single entry "family" for configs of two families. A field in
+    MAY_DIFFER is left out where its condition holds.
     """
     if type(saved) is not type(target):
         return {"family": (saved.title, target.title)}
@@ -90,7 +92,7 @@ def checkpoint_config(manifest: Manifest, folder: Path) -> ModelConfig | None:
 
 
 def model_config(model: object) -> ModelConfig | None:
-    """The model's config if its class is exactly a family's config class, else None."""
+    """`model.config`, if the config's class is a family's config class; None for a subclass or any other value."""
     config = getattr(model, "config", None)
     known = {family.config_class for family in FAMILIES.values()}
     return config if isinstance(config, ModelConfig) and type(config) in known else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..terminal import one_line
 from .manifest import StoredFile
 
-STORED_DTYPES = {
+STORED_DTYPES = {  # by the name of a dtype in a safetensors header
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -30,9 +30,11 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}  # the name of a dtype in a safetensors header
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ALIGNED = 64  # bytes, as torch allocates: on differently aligned memory, torch sums a tensor in another order
+# The header is padded to a multiple of these bytes, so that the data of a mapped file begins where torch could allocate
+# memory. torch's sum over differently aligned memory adds in another order, with another rounding.
+ALIGNED = 64
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer headers
 _BLOCK = 1 << 20  # elements that `positional_sum` sums at once: 8 MiB of int64
 
@@ -44,6 +46,7 @@ def write_shard(
 
     tensors: the tensors named in `shapes`, in the same order, on any device. Each is requested after the previous
         tensor was written.
+    Returns the file's size, and the SHA-256 of its header only: the values are checked by `positional_sum`.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -116,11 +119,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
-    """A checksum of part of a tensor: the sum over elements of w * (2 i + 1), modulo 2**64.
+    """A checksum of a piece of a stored part of a tensor: the sum over elements of w * (2 i + 1), modulo 2**64.
 
-    w: an element's bits, as an integer. i: the element's flat index in the stored part of shape `shape`.
-    values: the piece of this stored part beginning at `starts`.
-    Pieces covering the part exactly once have sums adding up to the part's sum, so several readers can each sum their
+    A part is a block of a tensor, stored as one tensor of a file. A piece is a block of a part, as one rank reads it;
+    a writer sums the whole part.
+    w: an element's bits, as an integer. i: the element's flat index in the part.
+    values: the piece. shape: of the part. starts: where the piece begins in the part.
+    The sums of pieces that cover the part exactly once add up to the part's sum, so several readers can each sum their
     own piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show because
     each element is weighted by its position, as in Fletcher's checksum (1982).
     """

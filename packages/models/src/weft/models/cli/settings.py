@@ -34,8 +34,10 @@ DEFAULT_RECIPE = "llama-tiny"
 def read_configuration(
     arguments: Sequence[str], file: Path | None, *, command: str, about: str
 ) -> tuple[str | None, TrainConfig]:
-    """The recipe's name (None without a recipe) and the configuration.
+    """The recipe's name (None without a recipe) and the configuration, for `weft train` and `weft explain`.
 
+    arguments: the command's arguments, without its own options such as --config. file: the value of --config.
+    command: "train" or "explain", for the help text.
     Later sources override earlier ones: the recipe, the resumed run's config.toml, the --config file, the command
     line.
     about: the help text, with {recipes} for the list of recipes and {default} for the default recipe.
@@ -131,7 +133,10 @@ def origin_of(config: TrainConfig) -> Path | None:
 
 
 def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
-    """The configuration with all plan options filled in for the mesh. Raises ValueError for an impossible plan."""
+    """The configuration with all plan options filled in for the mesh, for `weft train` and `weft explain`.
+
+    Raises ValueError for an impossible plan.
+    """
     check_tensor_parallel(config.model, tp)
     return replace(config, plan=complete_plan(config.plan, config, dp=dp, cp=cp, tp=tp))
 
@@ -236,10 +241,10 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
 
 
 def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Names of the options to leave out of a resumed run's config.toml: options with a place to write or send to.
+    """Names of the options of a resumed run's config.toml that do not apply again: where to write and where to send.
 
-    The file may come from a stranger. If --resume has no PATH, the folder is --output itself, and the trackers are
-    kept.
+    The file may come from a stranger, and must not choose these places. With --resume PATH, "track" is left out, too.
+    Without PATH, the file lies in --output, the folder of the user's own run, and its trackers apply again.
     """
     options, _ = resume_options().parse_known_args(arguments)
     return ("output", "resume", "profile", *(() if options.resume == NEWEST else ("track",)))

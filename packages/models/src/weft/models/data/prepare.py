@@ -39,10 +39,10 @@ from .manifest import (
 from .text import first_words
 from .tokenizer import TOKENIZER_FILE, Tokenizer
 
-PART_BYTES = 64 << 20  # of input for a shard; these give some 30 MB of tokens, for which a process needs about a GB
+PART_BYTES = 64 << 20  # input for a shard: some 30 MB of tokens, for which a process needs about 1 GB of memory
 TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
 PROGRESS = "progress.json"
-UNUSABLE, STOPPED = 3, 4  # exit statuses after writing an error: of the input; of the disk
+UNUSABLE, STOPPED = 3, 4  # exit statuses of a worker process: input that cannot be used; output that cannot be written
 POLL_SECONDS = 0.2
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes of all inputs)
@@ -81,7 +81,7 @@ def prepare(
     bos, eos: the tokens around each document, see `boundary_tokens`; kept in the manifest's request.
     workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard its
         main module.
-    progress: called with the number of bytes read, and the bytes of all inputs.
+    part_bytes: bytes of input for each shard, about. progress: called while inputs are read; see `Progress`.
     Raises ValueError for unusable input, for an output that holds something else or that another process is
     preparing, and where the output cannot be written.
     """

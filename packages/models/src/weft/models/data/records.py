@@ -28,9 +28,9 @@ class Records(BytesOfText):
     parts: tuple[Part, ...]
     num_tokens: int  # the end of each document included
     sha256: str  # of the texts, when they were found
-    prompt: str  # with which a sample of similar text may begin
+    prompt: str  # the first words of the texts, with which a run begins its sample
     skipped: tuple[Path, ...]  # files without text
-    passed: tuple[str, ...]  # entries of folders that are no files
+    passed: tuple[str, ...]  # descriptions of folder entries passed over because they are no files, such as pipes
 
     def open(self) -> RecordStream:
         """The tokens, read again. Raises ValueError where the files have changed since they were found."""
@@ -92,6 +92,6 @@ def find_records(path: Path) -> Records:
 
 
 def texts_of(parts: tuple[Part, ...], left_out: LeftOut) -> Iterator[str]:
-    """The texts of all parts."""
+    """The texts of all parts. left_out: an empty `LeftOut`, which is filled while the texts are read."""
     for part in parts:
         yield from read_part(part, COLUMNS, left_out)

@@ -15,7 +15,7 @@ from .manifest import ANEW, Shard
 from .tokenizer import BYTE_END
 
 OPEN_SHARDS = 256  # memory-mapped at once; Linux allows a process 65,530 maps
-CHECKED_AT_ONCE = 1 << 20  # tokens compared together with the size of the vocabulary
+CHECKED_AT_ONCE = 1 << 20  # tokens that `ShardStream.check` reads into memory together
 
 
 class Stream(Protocol):
@@ -31,14 +31,14 @@ class Stream(Protocol):
         ...
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The ends of the documents that overlap the tokens [start, stop).
+        """The ends of the documents overlapping the tokens [start, stop).
 
         An end is the place after a document's last token. The last of these ends is `stop` or later.
         """
         ...
 
     def document_start(self, position: int) -> int:
-        """The place of the first token of the document that contains the token at `position`."""
+        """The place where the document of the token at `position` begins."""
         ...
 
 
@@ -71,11 +71,11 @@ class TextStream:
         return tokens
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
+        """The ends of the documents overlapping the tokens [start, stop); see `Stream`."""
         return _overlapping_ends(self._ends, start, stop)
 
     def document_start(self, position: int) -> int:
-        """The place of the first token of the document that contains the token at `position`."""
+        """The place where the document of the token at `position` begins."""
         number = int(np.searchsorted(self._ends, position, side="right"))
         return int(self._ends[number - 1]) if number else 0
 
@@ -102,11 +102,11 @@ class RecordStream:
         return self._tokens[start:stop].astype(np.int64)
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
+        """The ends of the documents overlapping the tokens [start, stop); see `Stream`."""
         return _overlapping_ends(self._ends, start, stop)
 
     def document_start(self, position: int) -> int:
-        """The place of the first token of the document that contains the token at `position`."""
+        """The place where the document of the token at `position` begins."""
         number = int(np.searchsorted(self._ends, position, side="right"))
         return int(self._ends[number - 1]) if number else 0
 
@@ -115,8 +115,8 @@ class ShardStream:
     """The tokens of a prepared folder's shards, memory-mapped when read.
 
     vocab_size: every token is below this number.
-    Reading raises ValueError where a file contradicts the manifest: for documents that do not end one after
-    another, the last with the last token; and for tokens outside of the vocabulary.
+    Reading raises ValueError where a file contradicts the manifest: if the ends of documents do not increase, or the
+    last end is not the shard's number of tokens; and for a token outside the vocabulary.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str, vocab_size: int) -> None:
@@ -127,7 +127,7 @@ class ShardStream:
         self._map = lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
 
     def check(self) -> None:
-        """Read everything. Raises ValueError as reading does."""
+        """Read all shards, for `weft data verify` and the check when a run begins. Raises ValueError as reads do."""
         for number in range(len(self._shards)):
             tokens, _ = self._map(number)
             for start in range(0, len(tokens), CHECKED_AT_ONCE):
@@ -148,7 +148,7 @@ class ShardStream:
         return np.concatenate(parts)
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The ends of the documents that overlap the tokens [start, stop); see `Stream`."""
+        """The ends of the documents overlapping the tokens [start, stop); see `Stream`."""
         parts = []
         for number, first in self._overlapping_shards(start, stop):
             ends = self._map(number)[1]
@@ -157,14 +157,14 @@ class ShardStream:
         return np.concatenate(parts)
 
     def document_start(self, position: int) -> int:
-        """The place of the first token of the document that contains the token at `position`."""
+        """The place where the document of the token at `position` begins."""
         ((number, first),) = self._overlapping_shards(position, position + 1)
         ends = self._map(number)[1]
         before = int(np.searchsorted(ends, position - first, side="right"))
         return first + (int(ends[before - 1]) if before else 0)
 
     def _overlapping_shards(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The shards that overlap the tokens [start, stop): their numbers, and the place of each
+        """The shards overlapping the tokens [start, stop): their numbers, and the place of each
         shard's first token.
         """
         first = int(np.searchsorted(self._ends, start, side="right"))

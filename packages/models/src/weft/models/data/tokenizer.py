@@ -46,12 +46,12 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 MODEL_FILE = "config.json"
 _OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that change the tokens of tokenizer.json
 BYTE_END = 256  # the token after each document, where a token is a byte
-BYTE_VOCAB_SIZE = 257  # odd: its shards are uneven
+BYTE_VOCAB_SIZE = 257  # the bytes and BYTE_END; an odd number, so every sharding of the vocabulary is uneven
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, as its files. The files are what is pickled; the library reads them when a text is first encoded."""
+    """A tokenizer, held as files. Only the fields are pickled; `tokenizers` parses the files at the first use."""
 
     files: tuple[tuple[str, bytes], ...]  # (name, content)
     end: int  # the token that ends a document
@@ -123,7 +123,7 @@ class Tokenizer:
         return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """The number of bytes of the tokens' text, in UTF-8.
+        """The number of bytes of the tokens' text, in UTF-8; for the bits per byte that a run prints last.
 
         Tokens added around a document count nothing; a cut character counts as U+FFFD.
         """
@@ -165,7 +165,7 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
 
     end: the token that ends a document. None: the folder's eos_token, or else the first of END_NAMES in the
         vocabulary.
-    Raises ValueError for a path without a tokenizer, for damaged files, for an end that the tokenizer lacks, and
+    Raises ValueError for a path without a tokenizer, for damaged files, for an end absent from the vocabulary, and
     without the library.
     """
     if path is None:
@@ -203,10 +203,11 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
 
 
 def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
-    """A folder's files by name, with the chat templates of its folder additional_chat_templates.
+    """A folder's files by name, with the named chat templates (`additional_chat_templates/NAME.jinja`) merged in.
 
-    Named templates are put into tokenizer_config.json, together with chat_template.jinja: transformers reads
-    templates there, too. Without named templates, all files stay as they are.
+    All templates, chat_template.jinja included, become the field chat_template of tokenizer_config.json, where
+    transformers finds them, too; chat_template.jinja is then left out. Without the folder additional_chat_templates,
+    all files stay as they are.
     """
     if not (folder / CHAT_FOLDER).is_dir():
         return files
@@ -275,7 +276,10 @@ def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def config_file(end: str) -> bytes:
-    """The tokenizer_config.json that transformers needs beside tokenizer.json."""
+    """The tokenizer_config.json for a tokenizer without one: transformers needs this file beside tokenizer.json.
+
+    end: the name of the token that ends a document.
+    """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,

@@ -85,6 +85,7 @@ class GPTConfig(ModelConfig):
 
     @property
     def num_looked_up(self) -> int:
+        """Parameters in lookup tables that take part in no product: positions, and an untied embedding."""
         return (0 if self.tie_embeddings else self.vocab_size * self.hidden_size) + self.max_seq_len * self.hidden_size
 
     @property

@@ -23,7 +23,7 @@ from ..schedules.schedule import Name as Schedule
 Context = Literal["all_gather", "ulysses"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
-# optimizers of torch which update each element by itself, and muon, for which sharded matrices move
+# optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on one rank
 OPTIMIZERS = (
     *("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd"),
     "muon",
@@ -38,8 +38,8 @@ NOT_ELEMENTWISE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh's axes; missing sizes fill the processes: one per GPU, 4 on a CPU, or a launcher's.
-    If the given sizes include --mesh.dp and cannot make up that number, their product is started instead.
+    """Sizes of the mesh's axes. Missing sizes are chosen to use all processes: one per GPU, 4 on a CPU, a launcher's.
+    If the given sizes include --mesh.dp and cannot use that number, only as many processes as their product start.
     """
 
     pp: int = 1

@@ -35,7 +35,7 @@ SIGNALED = 128  # added to a signal's number: the exit status of a process ended
 STOPPED = 3  # exit status of a process that has printed why the run stopped
 CPU_PROCESSES = 4  # processes on a machine without GPUs
 LOOPBACK = "lo"
-ECHO_SECONDS = 1.0  # delay of errors caused by another rank's failure, whose message should come first
+ECHO_SECONDS = 1.0  # wait before an error that another rank's failure has caused, so that its cause is printed first
 STOP_SECONDS = 30.0  # for the processes to save a checkpoint after the run was told to end
 
 
@@ -50,9 +50,9 @@ def launched_processes() -> int | None:
 def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
     """The number of processes to start for a mesh, without a launcher.
 
-    gpus: GPUs of this machine. The default is a process per GPU, or 4 without GPUs; missing sizes of the mesh adapt
-    to this number.
-    A product of given sizes that does not divide the default is itself the number of processes.
+    gpus: GPUs of this machine.
+    A process per GPU, or 4 without GPUs, if the product of the given sizes divides this number; `mesh_sizes` then
+    chooses the missing sizes, or uses fewer processes if no size is missing. Otherwise the product itself.
     """
     requested, machine = mesh.pp * (mesh.dp or 1) * mesh.cp * (mesh.tp or 1), gpus or CPU_PROCESSES
     return requested if machine % requested else machine
@@ -61,9 +61,10 @@ def processes_for(mesh: MeshConfig, *, gpus: int) -> int:
 def launch(run: Run, *, gpus: int) -> int:
     """Train on pp x dp x cp x tp processes of this machine, or as one of a launcher's processes.
 
-    Returns the exit status: 0, 1 after an error, 128 + N if a process of the run received signal N.
-    SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt, after the step in progress is saved; a second signal
-    ends the run at once.
+    Returns the exit status: 0; 1 after an error, also of a process killed by a signal; 130 or 143 if a process of the
+    run received SIGINT or SIGTERM, and the run was saved. A launcher's process exits with these statuses instead.
+    In this process SIGTERM raises SystemExit(143) and Ctrl-C KeyboardInterrupt, after the step in progress is saved; a
+    second signal ends the run at once.
     When a process fails, its error is printed with its rank and the other processes are ended.
     Every process ends with this process, and this process with the launcher.
     """
@@ -164,6 +165,7 @@ def _train(run: Run, local_rank: int, gpus: int, **world: Any) -> None:
 def adopt_launcher() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a process started by srun or mpirun.
 
+    `weft train` calls this first, before the configuration is read.
     Existing values are kept: torchrun sets all five, and a script may name the address or the port.
     Raises ValueError if mpirun has started processes on several machines and MASTER_ADDR is not set.
     """
@@ -180,7 +182,10 @@ def world_size(environ: Mapping[str, str]) -> int | None:
 
 
 def check_world(environ: Mapping[str, str]) -> None:
-    """Raise ValueError unless RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, if set, are complete and valid."""
+    """Raise ValueError unless RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, if set, are complete and valid.
+
+    `weft train` calls this before `launch`.
+    """
     ranks = world_size(environ)
     if ranks is None:
         return

@@ -71,7 +71,7 @@ def train(run: Run, device: torch.device) -> int:
 
 
 def find_parameter_layouts(trainer: Trainer) -> list[ParameterLayout]:
-    """Shape and layout of the parameters of all pipeline stages, in the order of the stages.
+    """Shape and layout of the parameters of all pipeline stages, in stage order; for the report and plan.txt.
 
     Communication: under a pipeline, an all-gather of each rank's parameter names, shapes and layouts.
     """

@@ -61,8 +61,8 @@ def find_class(name: str) -> type[nn.Module]:
 def config_class_of(name: str) -> type[ModelConfig]:
     """The class of the model's config, from the annotation of the first argument of __init__.
 
-    The annotation may be a type variable, as in a class derived from `Decoder`. Then its value in the class counts,
-    NetConfig for `class Net(Decoder[NetConfig])`.
+    The annotation may be a type variable, as in a class derived from `Decoder`. It is replaced by the type argument of
+    the base class: NetConfig for `class Net(Decoder[NetConfig])`.
     Raises ValueError if the annotation is not a dataclass derived from ModelConfig.
     """
     model_class = find_class(name)
@@ -135,7 +135,10 @@ def check_blocks(config: ModelConfig, name: str) -> None:
 
 
 def count_block_matrices(config: ModelConfig, name: str | None) -> int:
-    """The elements of the matrices of blocks; for a model of Weft, with the blocks' norms and biases."""
+    """The number of parameters in the matrices of blocks, which muon updates; for the run's memory estimate.
+
+    For a model of Weft approximate: all parameters outside the tables, norms and biases included.
+    """
     if name is None:
         return config.num_parameters - config.num_in_tables
     import torch
@@ -147,9 +150,9 @@ def count_block_matrices(config: ModelConfig, name: str | None) -> int:
 
 
 def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
-    """Count (all parameters, parameters in matrix products).
+    """Count (all parameters, parameters in matrix products): for a run's size, memory, and operations of a step.
 
-    The second excludes embedding tables used for look-ups only.
+    The second number excludes embedding tables used for look-ups only.
     For a class of the user, the parameters of the model itself are counted, on the meta device: the config may
     inherit the count of another model.
     """

@@ -85,9 +85,9 @@ def cross_entropy(
     inplace_backward: writes the gradient over the logits, which must be contiguous and not a leaf. Autograd raises in
         a second backward, and in the backward of another op that saved the logits.
 
-    Precision: the error of the logits' gradient is below a unit in the last place of their dtype. Label smoothing
-        subtracts two numbers, and then the unit is the larger one's. With a softcap or scale, float32 logits have the
-        error of float32 arithmetic.
+    Precision: the logits' gradient errs by less than a unit in the last place of its dtype. With label smoothing the
+        gradient is a difference, and the unit is that of the larger of the two numbers subtracted. With a softcap or
+        scale, the gradient of float32 logits has the error of float32 arithmetic.
 
     If one shard has all classes and inplace_backward is off, the gradient of a scalar loss is computed in forward,
     for a guess of the upstream gradient. Backward computes the gradient again if the guess was wrong.
@@ -98,9 +98,8 @@ def cross_entropy(
 
     Communication: for a sharded vocabulary, one all-gather in forward of 12 bytes per token and rank, plus 8 with
     label smoothing and 4 with the accuracy; none in backward. For "mean" without a denominator, one all-reduce of one
-    or two numbers over the axes that shard the tokens. On a mesh smaller than the world, several axes take one
-    collective each, because every process of the world would have to make a group over all of them. The host waits
-    for no device.
+    or two numbers over the axes that shard the tokens. Each is a single collective, also over several axes of the mesh.
+    The host waits for no device.
 
     torch.compile(fullgraph=True) sees the loss as a single node of the graph.
 
@@ -205,14 +204,14 @@ def vocab_parallel_cross_entropy(
     torch.compile(fullgraph=True) sees the loss as a single node of the graph.
 
     Raises ValueError as `cross_entropy` does, on every rank of the group if any rank fails. Also if the ranks
-    together do not hold each class of the vocabulary exactly once, for example with gathered logits. On a GPU this is
-    checked the first time a group and sizes are used. Later the loss is NaN instead, since the host waits for no
-    device.
+    together do not hold each class of the vocabulary exactly once, for example with gathered logits. On a GPU the
+    classes are checked in the first call with a group and its sizes. In later calls a misfit makes the loss NaN,
+    because the host waits for no device.
 
-    The number of tokens, label_smoothing, the accuracy and float64 logits determine the size of the gather, and are
-    not compared first. If they differ between ranks, the gather fails in the backend. With
-    TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares the sizes first, and every rank raises RuntimeError with the numbers
-    of elements.
+    Every rank must gather the same number of bytes, so the ranks must agree on the number of tokens, label_smoothing,
+    return_token_accuracy and whether the logits are float64. Weft does not compare these before the gather: where they
+    differ, NCCL or gloo fails. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares the sizes first, and every rank
+    raises RuntimeError with the numbers of elements.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; call this on its ranks alone")
@@ -249,8 +248,9 @@ def _check_local(*tensors: Tensor) -> None:
 
 
 def as_denominator(denominator: float | Tensor | None, weight: Tensor | None, logits: Tensor | Form) -> Tensor | None:
-    """The denominator as a scalar tensor on the logits' device, made without a copy for which the host would wait.
+    """The denominator as a scalar tensor on the logits' device. The host waits for no copy between devices.
 
+    Called by all four losses, linear ones included, before the loss runs. logits: only dtype and device are read.
     Raises ValueError for an invalid number, and if the denominator or the weight requires a gradient; LayoutError for
     a DTensor that is not replicated.
     """
@@ -290,7 +290,8 @@ def check_not_leaf(logits: Tensor, options: Options) -> None:
     if not options.inplace_backward or is_compiling():  # inplace_backward is ignored in a compiled graph
         return
     node, leaf = logits.grad_fn, logits if logits.is_leaf and logits.requires_grad else None
-    while node is not None and leaf is None:  # up to a node of several tensors, whose output has its own memory
+    # Follow the views back to their base. An op of several tensors is no view: its output has memory of its own.
+    while node is not None and leaf is None:
         leaf = getattr(node, "variable", None)
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         node = parents[0] if len(parents) == 1 else None

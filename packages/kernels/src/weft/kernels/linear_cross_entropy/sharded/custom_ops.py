@@ -46,11 +46,14 @@ def apply_custom_op(
     shard: VocabShard,
     disagreement: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of cross-entropy. tensors: in the order of TENSORS.
+    """The outputs of cross-entropy. Called by both public losses under torch.compile.
 
-    Each gradient has the dtype of its tensor: torch 2.13's compiler knows no `grad_dtype`. inplace_backward is
-    ignored: the compiler decides on memory.
-    disagreement: the result of `compare`, if called.
+    tensors: in the order of TENSORS.
+    wanted: None for each gradient that is not wanted. The dtypes are not used: each gradient has the dtype of its
+        tensor, because torch 2.13's compiler ignores `grad_dtype`.
+    options: inplace_backward is ignored, because the compiler decides on memory.
+    disagreement: the scalar from `compare`, added to the loss: 0, or NaN if the ranks' sizes differ. None for
+        `linear_cross_entropy`.
     """
     flags = [each is not None for each in wanted]
     outputs = forward(*tensors, disagreement, flags, chunk_tokens, compute_dtype, *shard, *options.flat())
@@ -65,13 +68,16 @@ def apply_custom_op(
     f"{SCHEMA}) -> Tensor",
 )
 def compare(*arguments: Any) -> Tensor:
-    """`compare_sizes`, for the single group of the shard."""
+    """Compare the ranks' sizes before the gathers of `vocab_parallel_linear_cross_entropy`, by `compare_sizes`.
+
+    Returns the scalar of `compare_sizes`: 0, or NaN if the sizes differ.
+    """
     *tensors, chunk_tokens, compute_dtype, sequence_parallel = arguments[:9]
     shard, options = parse_shard_and_options(arguments[9:])
     gather, vocab_size = VocabGather.from_names(shard.groups), shard.vocab_size
     assert gather is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
     (group,), classes = gather.groups, classes_of(tensors[1], shard.vocab_start, vocab_size)
-    # In a compiled graph the gradients have the inputs' dtypes, for which chunks are cut as without gradients.
+    # This op is not told which gradients are wanted. With None, chunks are cut as for a weight in the GEMMs' dtype.
     wanted = (None,) * 3
     _, disagreement = compare_sizes(
         lambda: (
@@ -102,7 +108,8 @@ def _(input: Tensor, *arguments: Any) -> Tensor:
 def forward(*arguments: Any) -> list[Tensor]:
     """The outputs, followed by the further tensors backward needs.
 
-    These are the gradients computed in forward, or else the denominator and the statistics.
+    If forward computes the gradients (`in_forward`): the gradients of input, linear_weight and linear_bias. Otherwise:
+    the denominator, unless given, and the statistics. An empty tensor stands for a missing one.
     """
     *tensors, disagreement, flags, chunk_tokens, compute_dtype = arguments[:10]
     shard, options = parse_shard_and_options(arguments[10:])
@@ -122,7 +129,7 @@ def forward(*arguments: Any) -> list[Tensor]:
         # Cast to the wanted dtype: the dtype of the sums depends on the number of chunks, unknown to a trace.
         for_backward = [None if part is None else part.to(dtype) for part, dtype in zip(saved[1:], wanted, strict=True)]
     else:
-        for_backward = [saved[5] if tensors[5] is None else None, saved[6]]
+        for_backward = [saved[5] if tensors[5] is None else None, saved[6]]  # the denominator, the statistics
     return [loss, *further, *(loss.new_empty(0) if each is None else each for each in for_backward)]
 
 
@@ -162,7 +169,13 @@ def backward(
     compute_dtype: torch.dtype | None,
     *flat: Any,
 ) -> list[Tensor]:
-    """The needed ones among the gradients of input, linear_weight and linear_bias."""
+    """The needed ones among the gradients of input, linear_weight and linear_bias.
+
+    tensors: the saved tensors of `function.forward`. With gradients computed in forward 4: an empty tensor and the
+        gradients of input, linear_weight and linear_bias. Otherwise 7: the operands, in the order of TENSORS, and the
+        statistics.
+    needed: whether each of the three gradients is needed.
+    """
     shard, options = parse_shard_and_options(flat)
     needed_of_tensors = (needed[0], needed[1], False, needed[2], False, False)
     gradients = function.backward(
@@ -179,7 +192,10 @@ def _(grads: list[Tensor | None], tensors: list[Tensor | None], needed: list[boo
 
 
 def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Saved tensors with the shapes and dtypes of the gradients of input, linear_weight and linear_bias."""
+    """Of the saved tensors, three with the shapes and dtypes of the gradients of input, linear_weight and linear_bias.
+
+    saved: 4 or 7 tensors, see `backward`. The three are the gradients from forward, or the operands themselves.
+    """
     return saved[1:] if len(saved) == 4 else (saved[0], saved[1], saved[3])
 
 
@@ -230,6 +246,7 @@ def _wanted(factors: Sequence[Tensor | None], flags: Sequence[bool]) -> Wanted:
 
 
 def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
+    """`forward` called with DTensors: run it on the local tensors, and wrap the results as DTensors."""
     *tensors, denominator, disagreement, flags, chunk_tokens, compute_dtype = args[:10]
     _, options = parse_shard_and_options(args[10:])
     operands = TracedOperands.unwrap(
@@ -256,6 +273,7 @@ def _forward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: An
 
 
 def _backward(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> list[Tensor]:
+    """`backward` called with DTensors: run it on the local tensors, and wrap the gradients as DTensors."""
     grads, tensors, needed, chunk_tokens, compute_dtype, *flat = args
     _, options = parse_shard_and_options(flat)
     local_grads = [to_local(grad) for grad in grads]

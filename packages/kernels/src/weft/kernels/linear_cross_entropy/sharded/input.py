@@ -38,7 +38,9 @@ class SharedInput(torch.autograd.Function):
 class GatheredInput(torch.autograd.Function):
     """Shard(0) -> Replicate: an all-gather. The dual is a reduce-scatter. Dim 0 is padded to equal parts for both.
 
-    tokens: of all ranks. after: a tensor to compute before the gather, also in a compiled graph.
+    tokens: the size of dim 0 over all ranks.
+    after: the scalar by which the ranks have compared their sizes. The gather does not read it; as an argument it makes
+        a compiled graph finish the comparison before the gather.
     """
 
     @staticmethod

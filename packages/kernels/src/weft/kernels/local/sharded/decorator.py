@@ -21,7 +21,7 @@ from .declaration import Declaration
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-Sizes = tuple[tuple[int, ...], ...]
+Sizes = tuple[tuple[int, ...], ...]  # a shape for each output
 
 
 def on_local_tensors(
@@ -53,9 +53,10 @@ def on_local_tensors(
     Communication: only the reshards of `reshard_inputs`, and the function's own. If the function cannot be called on
     meta tensors, also an all-reduce of one number over the mesh in each call.
 
-    Raises ValueError for a declaration that does not fit the function. Calls raise LayoutError for an input with
-    another layout, naming the reshard to insert; and, on every rank, if any rank's outputs do not have the declared
-    local shapes. Each rank checks this for all ranks, on meta tensors, once for each kind of inputs.
+    Raises ValueError for a declaration that does not fit the function. A call raises LayoutError for an input with
+    another layout; the message names the reshard to insert. A call also raises LayoutError if any rank's outputs have
+    other local shapes than declared, and then on every rank. For this check each rank calls the function on meta
+    tensors with every rank's local shapes, once for each kind of inputs.
 
         @on_local_tensors(in_layouts={"x": {"dp": "S(0)", "tp": "S(-1)"}}, out_layouts={"dp": "S(0)", "tp": "S(-1)"})
         def softcap(x):
@@ -65,6 +66,7 @@ def on_local_tensors(
     def decorator(function: Callable[P, Result]) -> Callable[P, Result]:
         declared = Declaration.from_function(function, in_layouts, out_layouts, grad_layouts)
         signature = inspect.signature(function)
+        # The option "call" is varying: an `_Invocation` belongs to one call, and is no part of the plan's cache key.
         op = Op(
             f"{function.__module__}.{declared.name}", partial(_forward, function, declared), None,
             partial(_rule, declared), dtype=lambda dtype, options: options["dtype"], varying=("call",),

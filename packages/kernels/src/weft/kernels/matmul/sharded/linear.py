@@ -67,7 +67,7 @@ def linear(
 
 
 def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for mismatched shapes, dtypes or devices. op: for the message."""
+    """Raises ValueError for operands of `linear` with mismatched shapes, dtypes or devices. op: for the message."""
     check_sizes(op, input, weight, bias)
     check_wide(op, input, weight)
     check_bias_dtype(op, bias, input)
@@ -75,7 +75,7 @@ def check_linear(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def check_sizes(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError for mismatched shapes. op: for the message."""
+    """Raises ValueError for mismatched shapes. Called by `check_linear` and `qkv_linear`. op: for the message."""
     if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op} takes input [..., K] and weight [M, K], got {tuple(input.shape)} and {tuple(weight.shape)}; their "
@@ -119,6 +119,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
 
 
 def _inference(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """The output alone, with nothing saved for backward: called when grad mode is off."""
     return function.linear(input, weight, bias, keep=False, **options)[0]
 
 
@@ -128,6 +129,6 @@ LINEAR = Op(
     function.linear_backward,
     _rule,
     inference=_inference,
-    weights=(1, 2),
+    weights=(1, 2),  # weight and bias, whose gradients may be delayed
     epilogue_backward=function.linear_epilogue_backward,
 )
