@@ -18,6 +18,7 @@ from weft.kernels import (
     vocab_parallel_linear_cross_entropy,
 )
 from weft.kernels.cross_entropy.sharded import gather
+from weft.kernels.linear_cross_entropy.sharded import custom_ops
 from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extents import chunk
 from weft.reshard import distribute, layout_of
@@ -89,6 +90,22 @@ def test_by_the_group_it_compiles_to_one_graph(pool: Pool, form, options):
 @pytest.mark.parametrize("form", ["logits", "sequence-parallel"])
 def test_by_the_group_inductor_takes_it(pool: Pool, form):
     pool.run(by_group, form, {}, "inductor", ranks=2)
+
+
+def compared_gradients() -> list[Any]:
+    """The dtypes of wanted gradients by which a rank sizes its chunks, where rank 1 has a frozen weight."""
+    loss, leaves = of_the_group("product", {})
+    leaves[1].requires_grad_(dist.get_rank() == 0)
+    torch._dynamo.reset()
+    with patch.object(custom_ops, "check_and_size", wraps=custom_ops.check_and_size) as check:
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
+    return [each.kwargs["wanted"] for each in check.call_args_list]
+
+
+def test_ranks_compare_the_chunks_that_their_own_gradients_need(pool: Pool):
+    """A frozen weight may mean other chunks than a weight with a gradient, and another number of gathers."""
+    dtype = torch.float32
+    assert pool.run(compared_gradients, ranks=2) == [[(dtype, dtype, dtype)], [(dtype, None, dtype)]]
 
 
 def collectives_of(loss: Callable[..., Any], leaves: list[Tensor]) -> list[int]:

@@ -64,21 +64,20 @@ def apply_custom_op(
 @library.custom_op(
     "weft::linear_cross_entropy_compare",
     mutates_args=(),
-    schema=f"({TENSORS}, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, {SHARD_SCHEMA}, "
-    f"{SCHEMA}) -> Tensor",
+    schema=f"({TENSORS}, bool[] wanted, int? chunk_tokens, ScalarType? compute_dtype, bool sequence_parallel, "
+    f"{SHARD_SCHEMA}, {SCHEMA}) -> Tensor",
 )
 def compare(*arguments: Any) -> Tensor:
     """Compare the ranks' sizes before the gathers of `vocab_parallel_linear_cross_entropy`, by `compare_sizes`.
 
     Returns the scalar of `compare_sizes`: 0, or NaN if the sizes differ.
     """
-    *tensors, chunk_tokens, compute_dtype, sequence_parallel = arguments[:9]
-    shard, options = parse_shard_and_options(arguments[9:])
+    *tensors, flags, chunk_tokens, compute_dtype, sequence_parallel = arguments[:10]
+    shard, options = parse_shard_and_options(arguments[10:])
     gather, vocab_size = VocabGather.from_names(shard.groups), shard.vocab_size
     assert gather is not None and vocab_size is not None, "vocab_parallel_linear_cross_entropy gives both"
     (group,), classes = gather.groups, classes_of(tensors[1], shard.vocab_start, vocab_size)
-    # This op is not told which gradients are wanted. With None, chunks are cut as for a weight in the GEMMs' dtype.
-    wanted = (None,) * 3
+    wanted = _wanted((tensors[0], tensors[1], tensors[3]), flags)
     _, disagreement = compare_sizes(
         lambda: (
             None,

@@ -231,13 +231,15 @@ def vocab_parallel_linear_cross_entropy(
     if is_compiling():
         parsed, scalar = parse_options()
         remaining = (linear_weight, target, linear_bias, weight, scalar)
+        wanted = _wanted(input, linear_weight, linear_bias)
+        flags = [each is not None for each in wanted]
         with torch.no_grad():
             disagreement = compare(
-                input, *remaining, chunk_tokens, compute_dtype, sequence_parallel, *shard, *parsed.flat()
+                input, *remaining, flags, chunk_tokens, compute_dtype, sequence_parallel, *shard, *parsed.flat()
             )
         whole = _whole(input, target, name, sequence_parallel, disagreement)
         outputs = apply_custom_op(
-            whole, *remaining, options=parsed, wanted=_wanted(input, linear_weight, linear_bias),
+            whole, *remaining, options=parsed, wanted=wanted,
             chunk_tokens=chunk_tokens, compute_dtype=compute_dtype, shard=shard, disagreement=disagreement,
         )  # fmt: skip
         return outputs if len(outputs) > 1 else outputs[0]
