@@ -64,7 +64,7 @@ BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
 
 @lru_cache(maxsize=1024)
 def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True) -> Launch:
-    """The blocks in the tables above; or the largest that fit registers and shared memory, and the most stages that fit.
+    """The blocks in the tables above, or the largest that fit registers and shared memory, with the most stages then.
 
     dtype: "tf32" for float32 that is multiplied in tf32. is_masked: with a softcap or dropout. is_aligned: whether a
     load moves 16 bytes; otherwise, one number.
