@@ -89,9 +89,8 @@ class Trainer:
             seed=run.config.seed,
             packed=data.pack and run.corpus.is_prepared,
         )
-        documents = None  # packed documents decide which ranks exchange keys
-        if self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile):
-            documents = self._batches.batch(0, slice(None)).documents
+        cuts = self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile)
+        documents = self._batches.batch(0, slice(None)).documents if cuts else None  # which decide who exchanges keys
         self.predicts_exchange = documents is not None
         self.prediction = outline.record_step(0, device.type, documents).communication if self.rank == 0 else None
         model = parallelize(outline.make_model(), self.mesh, self.plan)
