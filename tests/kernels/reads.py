@@ -29,7 +29,8 @@ CHECKING = tuple(
 )
 
 READING_ON_A_CPU = (
-    "weft.kernels.attention.compute.batch_for",
+    "weft.kernels.attention.options.batch_for",
+    "weft.kernels.attention.compute.are_finite",
     "weft.kernels.attention.blocks.forward",
     "weft.kernels.attention.blocks.backward",
     "weft.kernels.attention.options.number_of",  # of a key, which is on the CPU

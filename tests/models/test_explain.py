@@ -111,3 +111,14 @@ def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: 
     (line,) = err.splitlines()
     assert line.startswith("weft explain: ")
     assert message in line
+
+
+def test_packed_rows_under_context_parallelism_exchange_at_most_what_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    note = "packed rows of prepared data exchange keys by documents"
+    options = ("--mesh.dp", "1", "--mesh.tp", "1", "--mesh.cp", "2")
+    out = explained(capsys, *options)
+    assert note in out and "at most as many bytes" in out and "all-gather" in out
+    assert note not in explained(capsys, *options, "--data.no-pack")
+    assert note not in explained(capsys, *options, "--plan.context", "ulysses")

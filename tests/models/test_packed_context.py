@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,14 +23,12 @@ from weft.models import (
     initialize,
     lay_out_batch,
     parallelize,
-    record,
 )
+from weft.models.layers import DotProductAttention
 from weft.models.parallel.packed.rows import RowOrders
-from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, reshard, to_global
 
 from tests.models.cases import whole
-from tests.support.collectives import Collectives
 
 SIZES: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
 CONFIG = LlamaConfig(**SIZES, num_heads=8, num_kv_heads=4, max_seq_len=256)
@@ -42,7 +39,7 @@ DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
 def make(family: str = "llama", change: dict[str, Any] | None = None) -> Any:
     change = change or {}
     model: Any
-    if family == "llama":
+    if family in ("llama", "capped"):
         model = Llama(replace(CONFIG, **change))
     elif family == "gpt":
         model = GPT(GPTConfig(vocab_size=31, hidden_size=32, num_layers=2, num_heads=4, max_seq_len=256, **change))
@@ -50,6 +47,14 @@ def make(family: str = "llama", change: dict[str, Any] | None = None) -> Any:
         window = {"sliding_window": 5, "sliding_layers": (0,)}
         model = Qwen(QwenConfig(version=2, **SIZES, num_heads=8, num_kv_heads=4, **window, **change))
     initialize(model, seed=3)
+    return capped(model) if family == "capped" else model
+
+
+def capped(model: Any) -> Any:
+    """The model with a softcap, and with sinks as a parameter of each attention."""
+    for attend in [each for each in model.modules() if isinstance(each, DotProductAttention)]:
+        attend.softcap, attend.sinks = 0.5, torch.nn.Parameter(torch.linspace(-1, 2, CONFIG.num_heads))
+        attend.register_forward_pre_hook(lambda at, args, given: (args, {**given, "sinks": at.sinks}), with_kwargs=True)
     return model
 
 
@@ -158,9 +163,24 @@ def test_packed_rows_equal_their_documents_one_at_a_time(
 
 
 def check(name: str, found: Tensor, gradient: Tensor) -> None:
-    """Compares within a few units of float32 of the largest element, or of 1 for the zero gradients of key biases."""
-    allowed = 3e-6 * max(1.0, gradient.abs().max().item())
+    """Compares within 1e-6 of the gradient's largest element, or of 1 for key biases, whose gradient is 0.
+
+    Float32 itself errs by 7e-7 here: by so much gradients of the documents one at a time differ from float64's, and
+    those of one packed row on one process.
+    """
+    largest = gradient.abs().max().item()
+    allowed = 1e-6 * (1.0 if name.endswith("k_proj.bias") else largest)
     torch.testing.assert_close(found, gradient, rtol=0, atol=allowed, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen", "capped"])
+@pytest.mark.parametrize("length", [64, 61])
+def test_packed_rows_on_one_process_equal_their_documents(length: int, family: str) -> None:
+    expected, gradients = one_at_a_time(family, length, 2)
+    model = make(family)
+    assert stepped(model, **packed(length, 2)[0]).item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        check(name, parameter.grad, gradients[name])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +201,16 @@ def test_dropout_draws_the_masks_of_one_process(mesh: str, family: str, plan: di
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         for name, parameter in model.named_parameters():
             check(name, found[name], parameter.grad)
+
+
+def test_softcap_and_sinks_count_once_in_own_and_received_keys(pool: Any) -> None:
+    expected, gradients = one_at_a_time("capped", 61, 2)
+    assert gradients["layers.0.self_attn.attend.sinks"].abs().max() > 1e-3
+    for loss, found, _, is_cut in pool.run(on_mesh, {"cp": 4}, "capped", {}, {}, 61, 2, ranks=4):
+        assert is_cut
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, gradient in gradients.items():
+            check(name, found[name], gradient)
 
 
 @pytest.mark.parametrize("length", [1, 3, 5, 9])
@@ -210,85 +240,6 @@ def test_each_key_head_may_lie_on_several_ranks(heads: int, pool: Any) -> None:
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         for name, parameter in model.named_parameters():
             check(name, found[name], parameter.grad)
-
-
-def traffic(cp: int, family: str, length: int, rows: int, seed: int) -> Any:
-    """The kinds and received bytes of a step's collectives, forward and backward, and this rank's bound of each."""
-    grid, model = ProcessMesh.grid(cp=cp), make(family)
-    plan = replace(model.parallel_plan(), context="all_gather")
-    parallelize(model, grid, plan)
-    given, _ = packed(length, rows, seed)
-    laid = lay_out_batch(grid, plan, **given)
-    with Collectives() as seen:
-        logits = model(laid.tokens, KEY, positions=laid.positions, documents=laid.documents)
-        forward = list(zip(seen.kinds, seen.nbytes, strict=True))
-        logits.to_local().sum().backward()
-    return forward, list(zip(seen.kinds, seen.nbytes, strict=True))[len(forward) :], held(laid.order, cp)
-
-
-def held(order: Any, cp: int) -> list[Tensor]:
-    """For each row, the rank of each token."""
-    size = -(-sum(stop - start for start, stop in order.orders[0]) // cp)
-    return [torch.cat([torch.arange(*run) for run in runs]).argsort() // size for runs in order.orders]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen"])
-@pytest.mark.parametrize("cp", [2, 4])
-def test_a_layer_receives_the_keys_that_its_queries_see_and_it_does_not_hold(cp: int, family: str, pool: Any) -> None:
-    length, rows, width = 64, 2, 2 * 4 * (32 // 8) * 4  # keys and values, heads, their size, bytes
-    (given, _), token = packed(length, rows, 1), torch.arange(length)
-    documents = given["documents"]
-    for rank, (forward, backward, owners) in enumerate(pool.run(traffic, cp, family, length, rows, 1, ranks=cp)):
-        for layer in range(2):
-            window = 5 if family == "qwen" and layer == 0 else length
-            received = returned = 0
-            for row, owner in enumerate(owners):
-                sees = (documents[row][:, None] == documents[row]) & (token <= token[:, None])
-                sees &= token > token[:, None] - window
-                received += int((sees[owner == rank].any(0) & (owner != rank)).sum())
-                for other in set(range(cp)) - {rank}:
-                    returned += int((sees[owner == other].any(0) & (owner == rank)).sum())
-            assert forward[layer] == ("all-to-all", received * width)
-            assert backward[1 - layer] == ("all-to-all", returned * width)
-        assert len(forward) == len(backward) == 2
-
-
-def nothing_to_exchange() -> list[str]:
-    grid, model = ProcessMesh.grid(cp=2), make()
-    plan = replace(model.parallel_plan(), context="all_gather")
-    parallelize(model, grid, plan)
-    tokens, documents = torch.zeros(1, 16, dtype=torch.int64), torch.arange(4).repeat_interleave(4).unsqueeze(0)
-    laid = lay_out_batch(grid, plan, tokens, documents=documents)
-    with Collectives() as seen:
-        model(laid.tokens, positions=laid.positions, documents=laid.documents).to_local().sum().backward()
-    return seen.kinds
-
-
-def test_documents_that_are_whole_on_their_ranks_need_no_exchange(pool: Any) -> None:
-    assert pool.run(nothing_to_exchange, ranks=2) == [[], []]
-
-
-def predicted_and_issued() -> tuple[str, str]:
-    grid, model = ProcessMesh.grid(dp=2, cp=2), make()
-    plan = replace(model.parallel_plan(), context="all_gather")
-    given, _ = packed(64, 4)
-    rank = torch.distributed.get_rank()
-    inputs = {"documents": given["documents"]}
-    predicted = record(model, grid, plan, batch=(4, 64), rank=rank, inputs=inputs, microbatches=2)
-    parallelize(model, grid, plan)
-    sync = GradientSync(model)
-    with CollectiveCount() as count:
-        forward_backward(model, partial(cross_entropy, denominator=256.0), **given, microbatches=2, sync=sync)
-    exchanges = [each for each in count.take_each() if each.kind == "all-to-all"]
-    issued = sum(each.nbytes for each in exchanges), len(exchanges), {each.axes for each in exchanges}
-    of_keys = predicted.select(kind="all-to-all")
-    return str((of_keys.nbytes, of_keys.count, {each.axes for each in of_keys.entries})), str(issued)
-
-
-def test_the_exchange_is_predicted_as_it_is_issued(pool: Any) -> None:
-    for predicted, issued in pool.run(predicted_and_issued, ranks=4):
-        assert predicted == issued
-        assert "('cp',)" in issued
 
 
 def losses_of_microbatches() -> list[float]:

@@ -66,10 +66,10 @@ def owners(order: Runs, parts: int) -> Tensor:
     return owner
 
 
-def busiest(lengths: tuple[int, ...], parts: int, window: int | None = None) -> float:
-    """Work of the busiest shard over the mean. Work is the number of keys that the shard's queries see."""
-    sees = torch.arange(sum(lengths)) - first_seen(lengths, window) + 1
-    work = torch.bincount(owners(order_by_documents(lengths, parts), parts), sees, minlength=parts)
+def busiest(lengths: tuple[int, ...], parts: int, windows: tuple[int | None, ...] = (None,)) -> float:
+    """Work of the busiest shard over the mean: the number of keys that the shard's queries see, in all layers."""
+    sees = sum(torch.arange(sum(lengths)) - first_seen(lengths, window) + 1 for window in windows)
+    work = torch.bincount(owners(order_by_documents(lengths, parts, windows), parts), sees, minlength=parts)
     return float(work.max() / work.mean())
 
 
@@ -78,6 +78,23 @@ def busiest(lengths: tuple[int, ...], parts: int, window: int | None = None) -> 
 def test_the_busiest_of_8_ranks_has_at_most_1_05_of_the_mean_work(mixture: str, tokens: int) -> None:
     for seed in range(3):
         assert busiest(documents(mixture, tokens, seed), 8) <= 1.05
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param((16,), id="16"),
+        pytest.param((512,), id="512"),
+        pytest.param((4096,), id="4096"),
+        pytest.param((None, 1024, 1024, 1024), id="three-of-four-layers"),
+        pytest.param((128, 2048, None), id="three-kinds"),
+    ],
+)
+@pytest.mark.parametrize("mixture", [*MIXTURES, "one-document"])
+def test_the_work_of_windows_is_even_over_8_ranks(mixture: str, windows: tuple[int | None, ...]) -> None:
+    for seed in range(2):
+        lengths = (49999 + seed,) if mixture == "one-document" else documents(mixture, 32768, seed)
+        assert busiest(lengths, 8, windows) <= 1.05
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 16, 32])
@@ -106,7 +123,7 @@ def test_every_token_is_on_one_rank_and_runs_ascend(seed: int, parts: int) -> No
 
 
 def test_a_single_document_gets_the_balanced_order() -> None:
-    assert order_by_documents((1000,), 8) == balanced_order(1000, 8)
+    assert order_by_documents((1000,), 8) == balanced_order(1000, 8) == order_by_documents((1000,), 8, (1000, None))
 
 
 def test_short_documents_stay_whole() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels.attention.exchanged import Places, VisibleKeys, backward, forward
+from weft.kernels.attention.exchanged import Places, backward, forward
+from weft.kernels.attention.visible import VisibleKeys
 
 from tests.kernels.attention.dense import Dropped, dense, seen_by
 from tests.kernels.matmul.cases import assert_as_good_as_eager
@@ -60,32 +61,42 @@ class Received:
         return lambda dkey, dvalue: None
 
 
-def written_out(operands: list[Tensor], upstream: Tensor, window: int | None, p: float, dtype: torch.dtype) -> Any:
-    """The output of the rank's queries, and the gradients of these, and of all keys and values."""
-    q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in operands)
+def written_out(
+    operands: list[Tensor], upstream: Tensor, window: int | None, p: float, scores: dict[str, Any], dtype: torch.dtype
+) -> Any:
+    """The output of the rank's queries, and the gradients of these, of all keys and values, and of sinks."""
+    q, k, v, *sinks = (x.detach().to(dtype, copy=True).requires_grad_() for x in operands)
     index = torch.arange(B * HEADS * T * T).reshape(B, HEADS, T, T)
     seen = seen_by(T, T, window=window, documents=DOCUMENTS)
-    output, _ = dense(q, k, v, seen, head_dim=D, dropped=Dropped(p, KEY, index) if p else None)
+    dropped = Dropped(p, KEY, index) if p else None
+    output, _ = dense(q, k, v, seen, head_dim=D, dropped=dropped, sinks=sinks[0] if sinks else None, **scores)
     output = torch.stack([output[row, held] for row, held in enumerate(HELD)])
     output.backward(upstream.to(dtype))
     assert q.grad is not None
-    return output.detach(), torch.stack([q.grad[row, held] for row, held in enumerate(HELD)]), k.grad, v.grad
+    of_queries = torch.stack([q.grad[row, held] for row, held in enumerate(HELD)])
+    return output.detach(), of_queries, k.grad, v.grad, *(each.grad for each in sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("p", [0.0, P], ids=["", "dropout"])
-def test_values_and_gradients(p: float, window: int | None, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("scores", [{}, {"softcap": 0.8}, {"scale": 0.2}], ids=["", "softcap", "scale"])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_values_and_gradients(
+    has_sinks: bool, scores: dict[str, Any], p: float, window: int | None, dtype: torch.dtype, device: str
+) -> None:
     generator = torch.Generator().manual_seed(5)
     widths = (HEADS * D, KV_HEADS * D, KV_HEADS * D)
     whole = [torch.randn(B, T, width, generator=generator).to(dtype) for width in widths]
     own = [torch.stack([x[row, held] for row, held in enumerate(HELD)]).to(device) for x in whole]
     upstream = torch.randn(own[0].shape, generator=generator).to(dtype)
-    received = Received(*(x.to(device) for x in whole[1:]), window, device)
-    options: dict[str, Any] = {"head_dim": D, "scale": D**-0.5, "dropout": p, "number": KEY, "name": None}
+    received = Received(*(x.to(device) for x in whole[1:3]), window, device)
+    sinks = torch.linspace(-1, 2, HEADS).to(dtype) if has_sinks else None
+    options: dict[str, Any] = {"head_dim": D, "scale": D**-0.5, "dropout": p, "number": KEY, "name": None, **scores}
     options |= {"first_row": 0, "first_head": 0, "heads": HEADS, "tokens": T, "received": received}
-    output, saved = forward(*own, **options)
-    dq, dk, dv, _ = backward(saved, upstream.to(device), (True, True, True, False), **options)
+    operands = (*own, None, None if sinks is None else sinks.to(device))
+    output, saved = forward(*operands, **options)
+    dq, dk, dv, _, dsinks = backward(saved, upstream.to(device), (True, True, True, False, has_sinks), **options)
     gradients = []
     for of_own, of_others in zip((dk, dv), received.returned, strict=True):
         assert of_own is not None
@@ -95,7 +106,12 @@ def test_values_and_gradients(p: float, window: int | None, dtype: torch.dtype, 
             gradient[row, held], gradient[row, received.others[row]] = of_own[row].cpu(), others[row]
         gradients.append(gradient)
     assert dq is not None
-    found = (output.cpu(), dq.cpu(), *gradients)
-    eager, truth = (written_out(whole, upstream, window, p, each) for each in (dtype, torch.float64))
-    for one, other, exact in zip(found, eager, truth, strict=True):
+    found, given = [output.cpu(), dq.cpu(), *gradients], whole
+    if sinks is not None:
+        assert dsinks is not None
+        found, given = [*found, dsinks.cpu()], [*whole, sinks]
+    eager, truth = (written_out(given, upstream, window, p, scores, each) for each in (dtype, torch.float64))
+    for one, other, exact in zip(found[:4], eager[:4], truth[:4], strict=True):
         assert_as_good_as_eager(one, other, exact)
+    if sinks is not None:  # a few sums, which eager torch may have exact by luck: with them the gradient of the query
+        assert_as_good_as_eager(*(torch.cat((each[4], each[1].flatten())) for each in (found, eager, truth)))

@@ -299,3 +299,17 @@ def test_backward_saves_operands_the_output_and_a_number_a_row_and_head() -> Non
         least = 4 * tensors[0].nbytes + 4 * 2 * 4 * 64
         ids_and_ranges = 8 * 64 + 2 * 2 * 64 * 8
         assert least <= sum(saved.values()) <= least + ids_and_ranges
+
+
+@pytest.mark.parametrize("as_bounds", [False, True], ids=["ids", "bounds"])
+def test_documents_that_change_after_forward_do_not_change_the_gradients(as_bounds: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = numbers_of([4, 1, 7])[None]
+    documents = document_bounds(ids) if as_bounds else ids
+    *tensors, upstream = (torch.randn(1, 12, 16, generator=generator) for _ in range(4))
+    leaves = [each.requires_grad_() for each in tensors]
+    expected = torch.autograd.grad(attention(*leaves, head_dim=8, documents=documents.clone()), leaves, upstream)
+    output = attention(*leaves, head_dim=8, documents=documents)
+    documents.numpy()[:] = 0  # as a loader that fills its memory anew; autograd sees no change
+    for found, gradient in zip(torch.autograd.grad(output, leaves, upstream), expected, strict=True):
+        assert torch.equal(found, gradient)

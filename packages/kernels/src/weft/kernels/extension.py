@@ -5,8 +5,9 @@ tokens in another order, attention to received keys, and the choice of overlappe
 the changelog says how.
 """
 
-from .attention.exchanged import Places, ReceivedKeys, VisibleKeys
+from .attention.exchanged import Places, ReceivedKeys
 from .attention.sharded.exchanged import attention_to_received
+from .attention.visible import VisibleKeys
 from .cross_entropy.merged import weigh_targets
 from .dispatch.autocast import is_autocasting
 from .dispatch.backend import has_data, is_compiling

@@ -14,7 +14,7 @@ from weft.kernels.extension import has_data, is_compiling
 from .blocks import Attention, Block, GatedMLP
 from .config import ModelConfig, RotaryConfig
 from .initialization import Constant, Initial, Normal
-from .layers import Dropout, Embedding, Linear, RMSNorm
+from .layers import DotProductAttention, Dropout, Embedding, Linear, RMSNorm
 from .parallel.styles import ColwiseParallel, RowwiseParallel, Style, VocabParallel
 from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
 
@@ -54,6 +54,13 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
     def blocks(self) -> nn.ModuleList:
         """The transformer blocks, in order."""
         raise NotImplementedError
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of each layer, None for a layer without one; () if no layer has one."""
+        attends = [each for each in self.modules() if isinstance(each, DotProductAttention)]
+        windows = tuple([each.window for each in attends])
+        return windows if any(windows) else ()
 
     @property
     def final_norm(self) -> nn.Module:

@@ -192,7 +192,7 @@ class DotProductAttention(nn.Module):
 
     A layer may pass keys and values through `keys_and_values` before computing its queries.
     window: the number of most recent keys visible to a query, its own included; None: all.
-    scale: multiplies the scores; None: 1 / sqrt(head_dim).
+    scale: multiplies the scores; None: 1 / sqrt(head_dim). softcap: bounds the scores, as in Gemma 2; None: no bound.
     name: the module's path in the model.
     """
 
@@ -203,10 +203,11 @@ class DotProductAttention(nn.Module):
         dropout: float = 0.0,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         name: str,
     ) -> None:
         super().__init__()
-        self.head_dim, self.window, self.scale = head_dim, window, scale
+        self.head_dim, self.window, self.scale, self.softcap = head_dim, window, scale, softcap
         self.dropout = Dropout(dropout, f"{name}.dropout")
         self.keys_and_values = KeysAndValues()
 
@@ -220,6 +221,7 @@ class DotProductAttention(nn.Module):
         cache: KeyValueCache | None = None,
         order: Runs | None = None,
         received: ReceivedKeys | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """query [B, T, heads * D], key and value [B, T, kv_heads * D] -> [B, T, heads * D], by `kernels.attention`.
 
@@ -229,15 +231,18 @@ class DotProductAttention(nn.Module):
         cache: keys and values of earlier tokens; extended by this call's. order: as for `Dropout.forward`.
         received: keys and values on their way from other ranks. This object also states which keys each query sees, so
             window and documents are not used. A hook of context parallelism gives `order` or `received`; layers do not.
+        sinks: [heads], a learned logit of each head, as in gpt-oss; a parameter of the layer, sharded as its heads.
         """
-        options: dict[str, Any] = {"scale": self.scale, **self.dropout.attention_options(dropout_key)}
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": sinks}
+        options |= self.dropout.attention_options(dropout_key)
         if received is not None:
             return attention_to_received(query, key, value, received, head_dim=self.head_dim, **options)
         options |= {"window": self.window, "documents": documents, "cache": cache, "order": order}
         return kernels.attention(query, key, value, head_dim=self.head_dim, **options)
 
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, window={self.window}, scale={self.scale}"
+        softcap = "" if self.softcap is None else f", softcap={self.softcap}"
+        return f"head_dim={self.head_dim}, window={self.window}, scale={self.scale}{softcap}"
 
 
 def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:

@@ -1,12 +1,15 @@
 """Attention in plain torch, by blocks of queries: the scores of one block are in memory, and no others.
 
-Runs what torch's fused attention on a CPU does not know: a softcap, and dropout of the weights. Also float64 on a GPU.
+Runs what torch's fused attention on a CPU does not know: a softcap, and dropout of the weights. Also float64 on a GPU,
+and rows with numbers that are not finite.
 Backward computes each block's scores again. All of it is in float32 at least. For one head:
 
     scores = scale * query @ key.T, or with a softcap softcap * tanh(scale * query @ key.T / softcap)
     logsumexp = log(exp(sink) + the sum of exp(scores) over the keys seen)
     weights = exp(scores - logsumexp) for the keys seen, 0 for others
     output = dropped(weights) @ value, where dropout multiplies a weight by drop.scale or by 0
+
+Keys that a query does not see take no part in its row, also where they are NaN or infinite.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def forward(
         if sinks is not None:
             of_rows = torch.logaddexp(of_rows, sinks.to(wide).view(kv_heads, -1, 1))
         weights = _dropped(_weights(scores, of_rows), _keep_mask(drop, block, q), drop)
-        out[rows, :, :, queries] = (weights @ v[rows, :, :, keys].to(wide)).to(out.dtype)
+        out[rows, :, :, queries] = _product(weights, v[rows, :, :, keys].to(wide), block.seen).to(out.dtype)
         lse[rows, :, :, queries] = of_rows
     return output, lse.flatten(1, 2)
 
@@ -93,21 +96,27 @@ def backward(
     dq, dk, dv = (_grouped(x, kv_heads, head_dim) for x in totals)
     lse = lse.reshape(q.shape[:-1])
     for block in blocks_of(ranges.keys, q.shape[:3].numel(), k.shape[3]):
-        rows, queries, keys, _ = block
+        rows, queries, keys, seen = block
         upstream, of_keys, of_queries = (
             x.to(wide) for x in (g[rows, :, :, queries], k[rows, :, :, keys], q[rows, :, :, queries])
         )
         scores, keep = _scores(q, k, block, wide, scale, softcap), _keep_mask(drop, block, q)
         slope = None if softcap is None else 1 - (scores / softcap).square_()  # of softcap * tanh(x / softcap)
         weights = _weights(scores, lse[rows, :, :, queries])
-        dv[rows, :, :, keys] += (_dropped(weights.clone(), keep, drop).mT @ upstream).sum(2, keepdim=True)
+        if seen is not None:
+            weights.masked_fill_(~seen, 0)  # NaN of a query whose logsumexp is NaN
+        seen_by = None if seen is None else seen.mT
+        dropped_weights = _dropped(weights.clone(), keep, drop)
+        dv[rows, :, :, keys] += _product(dropped_weights.mT, upstream, seen_by).sum(2, keepdim=True)
         delta = (upstream * out[rows, :, :, queries]).sum(-1, keepdim=True)
         of_scores = _dropped(upstream @ v[rows, :, :, keys].to(wide).mT, keep, drop).sub_(delta).mul_(weights)
         if slope is not None:
             of_scores.mul_(slope.nan_to_num_(0.0, 0.0, 0.0))  # the scores of keys that are not seen are -inf
         of_scores.mul_(scale)
-        dq[rows, :, :, queries] = of_scores @ of_keys
-        dk[rows, :, :, keys] += (of_scores.mT @ of_queries).sum(2, keepdim=True)
+        if seen is not None:
+            of_scores.masked_fill_(~seen, 0)
+        dq[rows, :, :, queries] = _product(of_scores, of_keys, seen)
+        dk[rows, :, :, keys] += _product(of_scores.mT, of_queries, seen_by).sum(2, keepdim=True)
     dquery, dkey, dvalue = (total.to(query.dtype) for total in totals)
     return dquery, dkey, dvalue, None if sinks is None else sinks_gradient(grad, output, lse.flatten(1, 2), sinks)
 
@@ -156,6 +165,20 @@ def _scores(q: Tensor, k: Tensor, block: Block, wide: torch.dtype, scale: float,
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), written over the scores; 0 in rows that see nothing, whose scores and lse are -inf."""
     return scores.sub_(lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
+
+
+def _product(weights: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
+    """weights @ x, without the products of what is not `seen`: there a weight is 0, and 0 * NaN would be NaN.
+
+    weights: [..., n, m]. x: [..., m, D]. seen: bool, broadcast to the weights; None for all.
+    """
+    if seen is None:
+        return weights @ x
+    is_finite = x.isfinite()
+    if can_read(x) and bool(is_finite.all()):
+        return weights @ x
+    is_spoiled = seen.to(x.dtype) @ (~is_finite).to(x.dtype) > 0
+    return (weights @ x.masked_fill(~is_finite, 0)).masked_fill_(is_spoiled, torch.nan)
 
 
 def _dropped(weights: Tensor, keep: Tensor | None, drop: Drop | None) -> Tensor:

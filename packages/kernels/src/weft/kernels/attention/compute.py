@@ -16,8 +16,10 @@ from torch import Tensor
 from ..dispatch.backend import on_cpu, use_triton
 from ..dispatch.token_order import Runs, as_read
 from . import blocks, stretches
-from .options import Operands, Options, batch_for, drop_for, ranges_for
+from .drop import Drop
+from .options import Operands, Options, Scores, drop_for, visible_for
 from .ranges import Ranges
+from .visible import Visible
 
 
 class Way(Protocol):
@@ -46,15 +48,9 @@ def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Range
         return output, torch.full(shape, -torch.inf, dtype=wide, device=query.device), None
     q = ascending(flat(query), options.runs)
     k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    head_dim, scale, softcap, ranges = options.head_dim, options.factor, options.softcap, None
-    if is_fused(query, plain_scores=options.softcap is None and not options.dropout):
-        output, lse = stretches.forward(q, k, v, batch_for(operands, options), sinks, head_dim=head_dim, scale=scale)
-    else:
-        ranges, drop = ranges_for(operands, options), drop_for(operands, options)
-        output, lse = module_for(query).forward(
-            q, k, v, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap
-        )
-    return _like(as_stored(output, options.runs), query), lse, ranges
+    visible, scores = visible_for(operands, options), options.scores
+    output, lse = attend(q, k, v, visible, sinks, drop_for(operands, options), scores)
+    return _like(as_stored(output, options.runs), query), lse, visible.known_ranges
 
 
 def compute_backward(
@@ -67,20 +63,60 @@ def compute_backward(
         return dquery, dkey, dvalue, None if sinks is None else torch.zeros_like(sinks)
     g, q = ascending(flat(grad), options.runs), ascending(flat(query), options.runs)
     k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    out = ascending(flat(output), options.runs)
-    head_dim, scale, softcap = options.head_dim, options.factor, options.softcap
-    if is_fused(query, plain_scores=options.softcap is None and not options.dropout):
-        batch = batch_for(operands, options)
-        dq, dk, dv = stretches.backward(g, q, k, v, out, lse, batch, head_dim=head_dim, scale=scale)
-        dsinks = None if sinks is None else stretches.sinks_gradient(g, out, lse, sinks)
-    else:
-        ranges = ranges_for(operands, options) if ranges is None else ranges
-        drop = drop_for(operands, options)
-        dq, dk, dv, dsinks = module_for(query).backward(
-            g, q, k, v, out, lse, ranges, sinks, drop, head_dim=head_dim, scale=scale, softcap=softcap
-        )
+    out, visible = ascending(flat(output), options.runs), visible_for(operands, options, ranges)
+    dq, dk, dv, dsinks = attend_backward(
+        g, q, k, v, out, lse, visible, sinks, drop_for(operands, options), options.scores
+    )
     dkey, dvalue = _like(as_stored(dk, options.order), key), _like(as_stored(dv, options.order), value)
     return _like(as_stored(dq, options.runs), query), dkey, dvalue, dsinks
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks: Tensor | None, drop: Drop | None, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """q [B, T, heads * D], k and v [B, S, kv_heads * D] -> the output like q, the logsumexp [B, heads, T].
+
+    sinks: [heads], a further logit of every row, without a value; the logsumexp includes it.
+    """
+    way = module_for(q)
+    if is_fused(q, plain_scores=scores.softcap is None and drop is None):
+        batch = visible.batch(q.dtype)
+        fused = stretches.forward(q, k, v, batch, sinks, head_dim=scores.head_dim, scale=scores.scale)
+        if not stretches.has_masks(batch) or are_finite(fused[0]):
+            return fused
+        way = blocks  # a mask of torch's lets NaN pass, as 0 * NaN
+    return way.forward(q, k, v, visible.ranges, sinks, drop, **scores._asdict())
+
+
+def attend_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visible: Visible,
+    sinks: Tensor | None,
+    drop: Drop | None,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and sinks; see `attend`. g: of the output.
+
+    out, lse: of `attend`, or merged with those of further keys.
+    """
+    way = module_for(q)
+    if is_fused(q, plain_scores=scores.softcap is None and drop is None):
+        batch = visible.batch(q.dtype)
+        fused = stretches.backward(g, q, k, v, out, lse, batch, head_dim=scores.head_dim, scale=scores.scale)
+        if not stretches.has_masks(batch) or are_finite(*fused):
+            return *fused, None if sinks is None else stretches.sinks_gradient(g, out, lse, sinks)
+        way = blocks
+    return way.backward(g, q, k, v, out, lse, visible.ranges, sinks, drop, **scores._asdict())
+
+
+def are_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers of tensors on a CPU are finite. May be False where their sum is not."""
+    return all(math.isfinite(each.sum(dtype=torch.promote_types(each.dtype, torch.float32))) for each in tensors)
 
 
 def module_for(query: Tensor) -> Way:

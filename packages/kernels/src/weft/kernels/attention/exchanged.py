@@ -16,10 +16,10 @@ from weft.mesh import derive_key
 
 from ..dispatch.op import Tensors
 from ..dropout.function import number_of, quantized
-from . import stretches
-from .compute import is_fused, module_for
+from .compute import attend, attend_backward
 from .drop import Drop
-from .ranges import Ranges, ranges_from_keys
+from .options import Scores
+from .visible import VisibleKeys
 
 
 class Places(NamedTuple):
@@ -28,30 +28,6 @@ class Places(NamedTuple):
     queries: Tensor  # [N]: the place in its row of each of this rank's tokens, as query and as own key
     rows: Tensor  # [N]: the number of each token's row among this rank's rows
     received: Tensor  # [R]: the place in its row of each received key
-
-
-class VisibleKeys:
-    """Which of some keys each query sees, made once for all layers of a model."""
-
-    def __init__(self, ranges: Ranges) -> None:
-        self.ranges = ranges
-        self._batches: dict[torch.dtype, stretches.Batch] = {}
-
-    @classmethod
-    def of(cls, keys: Tensor, count: int) -> VisibleKeys:
-        """Of `count` keys. keys: int32 [queries, 2], the first key that each query sees, and the key after the last."""
-        return cls(ranges_from_keys(keys.unsqueeze(0), count))
-
-    def to(self, device: torch.device) -> VisibleKeys:
-        """The same on a device."""
-        return VisibleKeys(Ranges(*(each.to(device) for each in self.ranges)))
-
-    def batch(self, dtype: torch.dtype) -> stretches.Batch:
-        """The calls of torch's fused attention on a CPU. dtype: of the queries. The first call reads on the host."""
-        if dtype not in self._batches:
-            T, S = (each.shape[1] for each in self.ranges)
-            self._batches[dtype] = stretches.batch_of(self.ranges.keys, T, S, True, dtype)
-        return self._batches[dtype]
 
 
 class ReceivedKeys(Protocol):
@@ -86,8 +62,7 @@ class ReceivedKeys(Protocol):
 class Options(NamedTuple):
     """The options of one call, and what this rank computes of the global weights [B, heads, T, T]."""
 
-    head_dim: int
-    scale: float
+    scores: Scores
     dropout: float
     number: int  # the key of dropout, where no tensor is given
     name: str | None  # from which, with the key, the key of this layer's dropout is derived
@@ -115,67 +90,85 @@ def forward(
     key: Tensor,
     value: Tensor,
     dropout_key: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     received: ReceivedKeys,
+    head_dim: int,
+    scale: float,
+    softcap: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, Tensors]:
     """query [B, t, heads * D], key and value [B, t, kv_heads * D] of this rank's tokens -> the output like query.
 
-    given: the fields of `Options`. Saves the operands, the received keys and values, the output and a logsumexp a row
-    and head.
+    sinks: [heads], as for `compute.attend`. They are in the part of the own keys, so each row counts its sink once.
+    head_dim, scale, softcap: `Scores`. given: the other fields of `Options`.
+    Saves the operands, the received keys and values, the output and a logsumexp a row and head.
     """
-    options, places, queries = Options(**given), received.places, received.queries
+    options = Options(Scores(head_dim, scale, softcap), **given)
+    places, queries = received.places, received.queries
     q, k, v = (x.reshape(1, -1, x.shape[-1]) for x in (query, key, value))
     drop = options.drop(dropout_key, places, places.queries, slice(None))
-    output, lse = attend(q, k, v, received.own, drop, options)
+    output, lse = _attend(q, k, v, received.own, sinks, drop, options.scores)
     further_key, further_value = received.wait()
     if further_key.numel() and q.numel():
         drop = options.drop(dropout_key, places, places.received, queries)
-        further = attend(q[:, queries], further_key, further_value, received.received, drop, options)
+        further = _attend(q[:, queries], further_key, further_value, received.received, None, drop, options.scores)
         _merge(output[:, queries], lse[:, :, queries], *further)
     output = output.view(query.shape)
-    return output, (query, key, value, dropout_key, further_key, further_value, output, lse)
+    return output, (query, key, value, dropout_key, sinks, further_key, further_value, output, lse)
 
 
-def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, received: ReceivedKeys, **given: Any) -> Tensors:
-    """The gradients of query, key and value."""
+def backward(
+    saved: Tensors,
+    grad: Tensor,
+    needed: Sequence[bool],
+    *,
+    received: ReceivedKeys,
+    head_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    **given: Any,
+) -> Tensors:
+    """The gradients of query, key, value and sinks."""
     operands: Any = saved
-    query, key, value, dropout_key, further_key, further_value, output, lse = operands
-    options, places, queries = Options(**given), received.places, received.queries
+    query, key, value, dropout_key, sinks, further_key, further_value, output, lse = operands
+    options = Options(Scores(head_dim, scale, softcap), **given)
+    places, queries, scores = received.places, received.queries, options.scores
     g, q, k, v, out = (x.reshape(1, -1, x.shape[-1]) for x in (grad, query, key, value, output))
     sees = bool(further_key.numel() and q.numel())
     of_received, of_query = (torch.zeros_like(further_key), torch.zeros_like(further_value)), None
     if sees:
         drop = options.drop(dropout_key, places, places.received, queries)
         part = (q[:, queries], further_key, further_value, out[:, queries], lse[:, :, queries])
-        of_query, *gradients = attend_backward(g[:, queries], *part, received.received, drop, options)
+        of_query, *gradients, _ = _attend_backward(g[:, queries], *part, received.received, None, drop, scores)
         of_received = gradients[0], gradients[1]
     finish = received.return_gradients(*of_received)
     drop = options.drop(dropout_key, places, places.queries, slice(None))
-    dq, dk, dv = attend_backward(g, q, k, v, out, lse, received.own, drop, options)
+    dq, dk, dv, dsinks = _attend_backward(g, q, k, v, out, lse, received.own, sinks, drop, scores)
     if of_query is not None:
         dq[:, queries] += of_query
     finish(dk[0], dv[0])
-    every = (dq.view(query.shape), dk.view(key.shape), dv.view(value.shape), None)
+    every = (dq.view(query.shape), dk.view(key.shape), dv.view(value.shape), None, dsinks)
     return tuple([each if need else None for each, need in zip(every, needed, strict=False)])
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop | None, options: Options
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: VisibleKeys,
+    sinks: Tensor | None,
+    drop: Drop | None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """q [1, N, heads * D], k and v [1, S, kv_heads * D] -> the output like q, the logsumexp [1, heads, N]."""
-    head_dim, scale = options.head_dim, options.scale
+    """`compute.attend`, also of no queries, and on the meta device."""
     if not q.numel() or q.is_meta:
-        lse = q.new_empty((1, q.shape[-1] // head_dim, q.shape[1]), dtype=torch.promote_types(q.dtype, torch.float32))
-        return torch.empty_like(q), lse
-    if is_fused(q, plain_scores=drop is None):
-        return stretches.forward(q, k, v, visible.batch(q.dtype), None, head_dim=head_dim, scale=scale)
-    operands = (q, k, v, visible.ranges, None, drop)
-    output, lse = module_for(q).forward(*operands, head_dim=head_dim, scale=scale, softcap=None)
-    return output, lse
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return torch.empty_like(q), q.new_empty((1, q.shape[-1] // scores.head_dim, q.shape[1]), dtype=wide)
+    return attend(q, k, v, visible, sinks, drop, scores)
 
 
-def attend_backward(
+def _attend_backward(
     g: Tensor,
     q: Tensor,
     k: Tensor,
@@ -183,18 +176,15 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     visible: VisibleKeys,
+    sinks: Tensor | None,
     drop: Drop | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; see `attend`. out, lse: over the keys of all parts."""
-    head_dim, scale = options.head_dim, options.scale
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`compute.attend_backward`, also of no queries, and on the meta device. out, lse: over the keys of all parts."""
     if not q.numel() or q.is_meta:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if is_fused(q, plain_scores=drop is None):
-        return stretches.backward(g, q, k, v, out, lse, visible.batch(q.dtype), head_dim=head_dim, scale=scale)
-    operands = (g, q, k, v, out, lse, visible.ranges, None, drop)
-    dq, dk, dv, _ = module_for(q).backward(*operands, head_dim=head_dim, scale=scale, softcap=None)
-    return dq, dk, dv
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+    return attend_backward(g, q, k, v, out, lse, visible, sinks, drop, scores)
 
 
 def _merge(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:

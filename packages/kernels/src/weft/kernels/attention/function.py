@@ -34,9 +34,13 @@ def forward(
     options, operands = Options(**given), (query, key, value, documents, dropout_key, sinks)
     if is_traced(query):
         output, lse = custom_ops.forward(operands, options)
-        return output, (*operands, output, lse, None, None)
-    output, lse, ranges = compute(operands, options)
-    return output, (*operands, output, lse, *(ranges or (None, None)))
+        ranges = None
+    else:
+        output, lse, ranges = compute(operands, options)
+    if ranges is None and documents is not None and documents.device.type == "cpu":
+        documents = documents.clone()  # read in backward; a loader may fill the memory anew before, through numpy
+    saved = (query, key, value, documents, dropout_key, sinks, output, lse)
+    return output, (*saved, *(ranges or (None, None)))
 
 
 def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any) -> Tensors:

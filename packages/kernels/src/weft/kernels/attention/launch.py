@@ -52,6 +52,11 @@ MEASURED: dict[tuple[str, Kernel, int], Launch] = {
     ("sm_90", "backward_queries", 128): Launch(64, 32, warps=4, stages=3),
     ("sm_90", "backward_keys", 128): Launch(32, 64, warps=4, stages=3),
 }
+# Where the rule's blocks spill with a Triton that is supported (16 bytes with 3.6): no spill, as many programs at once,
+# and twice the flop a loaded byte.
+COMPILED: dict[tuple[str, Kernel, int], Launch] = {
+    ("sm_80", "backward_keys", 64): Launch(32, 128, warps=8, stages=2),
+}
 # Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the columns.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
 BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
@@ -59,16 +64,16 @@ BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
 
 @lru_cache(maxsize=1024)
 def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True) -> Launch:
-    """The measured blocks; or the largest that fit registers and shared memory, and the most stages that fit then.
+    """The blocks in the tables above, or the largest that fit registers and shared memory, with the most stages then.
 
     dtype: "tf32" for float32 that is multiplied in tf32. is_masked: with a softcap or dropout. is_aligned: whether a
     load moves 16 bytes; otherwise, one number.
     """
     if chip == "interpreted":
         return INTERPRETED
-    measured = MEASURED.get((chip, kernel, block_d))
-    if measured is not None and dtype in ("bfloat16", "float16") and is_aligned and not is_masked:
-        return measured
+    known = (MEASURED | COMPILED).get((chip, kernel, block_d))
+    if known is not None and dtype in ("bfloat16", "float16") and is_aligned and not is_masked:
+        return known
     if chip.startswith("sm_"):
         warps, shared = 8, SHARED_KIB.get(chip, FURTHER_CHIPS_SHARED_KIB) * 1024
         most_stages = 1 if dtype == "float32" else 3 if kernel == "forward" else 2

@@ -20,6 +20,14 @@ from .ranges import Ranges, document_bounds, explicit_ranges, keys_seen, ranges_
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
+class Scores(NamedTuple):
+    """How the score of a query and a key is computed."""
+
+    head_dim: int
+    scale: float  # the factor of query @ key.T
+    softcap: float | None = None  # a score x becomes softcap * tanh(x / softcap)
+
+
 class Options(NamedTuple):
     """The options of one call of attention, and what a rank computes of it."""
 
@@ -44,9 +52,30 @@ class Options(NamedTuple):
         return self.order if self.queries is None else self.queries
 
     @property
-    def factor(self) -> float:
-        """The factor of query @ key.T."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
+    def scores(self) -> Scores:
+        """How scores are computed."""
+        return Scores(self.head_dim, self.head_dim**-0.5 if self.scale is None else self.scale, self.softcap)
+
+
+def visible_for(operands: Operands, options: Options, ranges: Ranges | None = None) -> VisibleToCall:
+    """Which keys the queries see, with the queries in the sequence's order. ranges: where they are known."""
+    return VisibleToCall(operands, options, ranges)
+
+
+class VisibleToCall:
+    """`Visible` of one call of attention. Found where it is read, and cached by the arguments."""
+
+    def __init__(self, operands: Operands, options: Options, ranges: Ranges | None) -> None:
+        self._operands, self._options, self.known_ranges = operands, options, ranges
+
+    @property
+    def ranges(self) -> Ranges:
+        if self.known_ranges is None:
+            self.known_ranges = ranges_for(self._operands, self._options)
+        return self.known_ranges
+
+    def batch(self, dtype: torch.dtype) -> stretches.Batch:
+        return batch_for(self._operands, self._options)
 
 
 def ranges_for(operands: Operands, options: Options) -> Ranges:

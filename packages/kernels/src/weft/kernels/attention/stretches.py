@@ -176,6 +176,12 @@ def batch_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: torch.dty
     return [(each, list(pieces_of(seen[each][0], dtype))) for each in rows]
 
 
+def has_masks(batch: Batch) -> bool:
+    """Whether a call of the batch has a mask. Such a call multiplies what the mask hides by 0."""
+    pieces = [batch] if isinstance(batch, Piece) else [piece for _, of_rows in batch for piece in of_rows]
+    return any(piece.mask is not None for piece in pieces)
+
+
 def rows_alike(seen: Tensor) -> list[slice]:
     """All rows of the batch in one slice where their bounds are equal, otherwise a slice for each."""
     if len(seen) == 1 or seen.equal(seen[:1].expand_as(seen)):

@@ -5,6 +5,8 @@ With a sliding window in every layer, the same network is Mistral (Jiang et al. 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..decoder import TENSOR_STYLES, Decoder
 from ..layers import row_independent
 from ..parallel.plan import ParallelPlan
@@ -23,4 +25,4 @@ class Llama(Decoder[LlamaConfig]):
 
     def parallel_plan(self) -> ParallelPlan:
         """The plan that `parallelize` uses by default."""
-        return PLAN
+        return replace(PLAN, windows=self.windows)

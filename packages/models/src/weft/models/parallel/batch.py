@@ -14,7 +14,7 @@ from weft.kernels.extension import Runs, as_laid, as_read
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard.extension import as_process_mesh, this_rank, wrap
 
-from .packed.order import balanced_order
+from .packed.order import NO_WINDOW, order_by_documents
 from .packed.rows import RowOrders
 from .packed.transfer import prepare_exchanges
 from .plan import ParallelPlan
@@ -104,9 +104,10 @@ def lay_out_batch(
         hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
     compiled: whether blocks are compiled by torch.compile. All rows then have one order, whatever their documents: a
         graph holds for one order only.
-    With context="all_gather", tokens are laid out in an order in which causal attention is equal work for all ranks:
-    `balanced_order`, or for each row with documents on the CPU `order_by_documents`. In the second case attention
-    sends keys and values only to the ranks whose queries see them, and the model needs `documents=batch.documents`.
+    With context="all_gather", tokens are laid out in an order in which causal attention, with the plan's windows, is
+    equal work for all ranks: `order_by_documents`, for each row with documents on the CPU, or for all rows as for one
+    document. In the first case attention sends keys and values only to the ranks whose queries see them, and the model
+    needs `documents=batch.documents`.
     The order reaches the model with the batch's positions, or with the tokens if the model is called without
     positions. The loss needs no order: the logits and batch.targets are in the same order.
     T need not be divisible: shards are cut as `torch.chunk` cuts; the last ranks have fewer tokens, or none.
@@ -140,12 +141,12 @@ def lay_out_batch(
         )
     order: Runs | RowOrders | None = cut_rows(mesh, plan, documents, compiled=compiled)
     if order is None and plan.context == "all_gather" and ways > 1:
-        order = balanced_order(T, ways)
+        order = order_by_documents((T,), ways, plan.windows or NO_WINDOW)
     if order is not None and positions is None:
         positions = torch.arange(T, device=tokens.device).expand(tokens.shape)
     own_order = order.rows(own.start, own.stop) if isinstance(order, RowOrders) and rows is None else order
     if isinstance(own_order, RowOrders) and not own_order.orders:
-        own_order = balanced_order(T, ways)  # this rank has no rows
+        own_order = order_by_documents((T,), ways)  # this rank has no rows
 
     def laid(tensor: Tensor | None, layout: Layout) -> DTensor | None:
         if tensor is None:
@@ -181,7 +182,9 @@ def cut_rows(
     """
     if documents is None or documents.device.type != "cpu" or not len(documents):
         return None
-    return RowOrders.of(documents, mesh.axis_size(CONTEXT_AXIS)) if cuts_by_documents(mesh, plan, compiled) else None
+    if not cuts_by_documents(mesh, plan, compiled):
+        return None
+    return RowOrders.of(documents, mesh.axis_size(CONTEXT_AXIS), plan.windows or NO_WINDOW)
 
 
 def cuts_by_documents(mesh: ProcessMesh, plan: ParallelPlan, compiled: bool) -> bool:

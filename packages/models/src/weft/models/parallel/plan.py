@@ -24,6 +24,8 @@ class ParallelPlan:
     context: how tokens sharded over "cp" attend to the tokens of all ranks. "all_gather" gathers keys and values.
         "ulysses" (Jacobs et al. 2023) exchanges shards of tokens for shards of heads, for queries, keys and values,
         and back for the output. With None, tokens sharded over "cp" are refused.
+    windows: of the model's attention layers, None for a layer without one; () if none has one. With context=
+        "all_gather" `lay_out_batch` cuts rows into equal work of all layers together. The plan of a model has its own.
     pipeline: how the model is cut along the axis "pp", and in which order microbatches go through the stages.
     loss_parallel: leave the logits sharded on the vocabulary, for a loss that takes sharded logits.
     recompute: the activations that backward computes again, block by block, and forward need not keep. "full": the
@@ -44,6 +46,7 @@ class ParallelPlan:
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
     sequence: bool = False
     context: Context | None = None
+    windows: tuple[int | None, ...] = ()
     pipeline: PipelinePlan | None = None
     loss_parallel: bool = True
     recompute: Recompute = "none"
@@ -72,6 +75,8 @@ class ParallelPlan:
             )
         if self.zero_over is not None:
             object.__setattr__(self, "zero_over", tuple(self.zero_over))
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"ParallelPlan: windows is {self.windows!r}; give each layer's window, 1 or more, or None")
         for pattern, styles in self.tensor.items():
             as_styles(pattern, styles)
         if not self.parts:
@@ -110,7 +115,7 @@ class ParallelPlan:
         if self.parts:
             return "\n\n".join(f"[{prefix}]\n{plan}" for prefix, plan in self.parts.items())
         lines = [f"{pattern}: {_shown(style)}" for pattern, style in self.tensor.items()]
-        options = [each.name for each in fields(self) if each.name not in ("tensor", "parts")]
+        options = [each.name for each in fields(self) if each.name not in ("tensor", "parts", "windows")]
         return "\n".join([*lines, *(f"{name}: {_words(getattr(self, name))}" for name in options)])
 
 

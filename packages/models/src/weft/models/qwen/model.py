@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..decoder import TENSOR_STYLES, Decoder
 from ..layers import row_independent
 from ..parallel.plan import ParallelPlan
@@ -21,4 +23,4 @@ class Qwen(Decoder[QwenConfig]):
 
     def parallel_plan(self) -> ParallelPlan:
         """The plan that `parallelize` uses by default."""
-        return PLAN
+        return replace(PLAN, windows=self.windows)

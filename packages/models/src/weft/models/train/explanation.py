@@ -20,6 +20,7 @@ from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
 
 from ..parallel import ParallelPlan
+from ..parallel.batch import cuts_by_documents
 from ..parallel.parallelize import own_plan
 from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
@@ -56,7 +57,8 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     report.print_layout(parameters, "" if step.schedule is None else f" of rank {rank}'s stage")
     if step.schedule is not None:
         report.print_schedule(step.schedule)
-    report.print_prediction(step.communication, rank)
+    by_documents = config.data.pack and cuts_by_documents(outline.mesh, outline.plan, compiled=config.compile)
+    report.print_prediction(step.communication, rank, documents="unknown" if by_documents else None)
     states = count_states(outline.make_model(), config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
     report.print_line(_memory_table(memory, rank))

@@ -112,7 +112,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if trainer.pipeline is not None:
         report.print_schedule(trainer.pipeline.schedule)
     if trainer.prediction is not None:
-        report.print_prediction(trainer.prediction)
+        report.print_prediction(trainer.prediction, documents="known" if trainer.predicts_exchange else None)
     try:
         first_step = saver.resume()
         damaged = results.begin(

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
@@ -134,13 +135,28 @@ class Report:
         """Print the pipeline schedule."""
         self.print_line(f"schedule of the pipeline\n{schedule}")
 
-    def print_prediction(self, predicted: Communication, rank: int = 0) -> None:
-        """Print the predicted collectives of a step, with the bytes received by `rank`."""
+    def print_prediction(
+        self, predicted: Communication, rank: int = 0, *, documents: Literal["known", "unknown"] | None = None
+    ) -> None:
+        """Print the predicted collectives of a step, with the bytes received by `rank`.
+
+        documents: where ranks along "cp" exchange keys by the documents of packed rows, whether the prediction knows
+            those of the first step, or counts all-gathers of keys.
+        """
+        of_what = "of step 1, by its documents" if documents == "known" else "a step"
         self.print_line(
-            f"collectives a step, predicted by running the model on shapes; bytes that rank {rank} receives"
+            f"collectives {of_what}, predicted by running the model on shapes; bytes that rank {rank} receives"
         )
         for line in str(predicted).splitlines():
             self.print_line(f"  {line}")
+        if documents == "known":
+            self.print_line("  the all-to-alls over cp are exchanges of keys by documents; each step has its own")
+        elif documents == "unknown":
+            self.print_line(
+                "  packed rows of prepared data exchange keys by documents, in place of the all-gathers and "
+                "reduce-scatters\n  of keys over cp: at most as many bytes, and fewer the shorter the documents; "
+                "weft train prints those of step 1"
+            )
 
     def print_issued(self, predicted: Communication, issued: Communication) -> None:
         """Print the collectives issued by step 1, and whether each phase is as predicted."""

@@ -69,6 +69,7 @@ class Trainer:
     model, optimizer, mesh, plan, pipeline, rank: of this process; pipeline: None without one.
     report: prints on rank 0. activity: what the process does, in words, for `RollCall`.
     prediction: the predicted communication of a step, on rank 0; else None.
+    predicts_exchange: whether the prediction counts exchanges of keys by the documents of step 1.
     issued_collectives: the collectives of step 1, by phase.
     wait_timer: measures how long the device waits for communication.
     """
@@ -88,9 +89,9 @@ class Trainer:
             seed=run.config.seed,
             packed=data.pack and run.corpus.is_prepared,
         )
-        documents = None  # packed documents decide which ranks exchange keys
-        if self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile):
-            documents = self._batches.batch(0, slice(None)).documents
+        cuts = self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile)
+        documents = self._batches.batch(0, slice(None)).documents if cuts else None  # which decide who exchanges keys
+        self.predicts_exchange = documents is not None
         self.prediction = outline.record_step(0, device.type, documents).communication if self.rank == 0 else None
         model = parallelize(outline.make_model(), self.mesh, self.plan)
         if run.origin is None:

@@ -15,8 +15,9 @@ from ...dispatch.sharded.rules import check_heads
 from ...dropout.sharded import check_dropout
 from .. import exchanged
 from .layout_rule import Layouts, keys_sharded_as_query
+from .op import check_scores
 
-OPERANDS = ("the query", "the key", "the value")
+OPERANDS = ("the query", "the key", "the value", "the sinks")
 
 
 @autocasts("attention")
@@ -28,6 +29,8 @@ def attention_to_received(
     *,
     head_dim: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
     dropout_key: int | Tensor | None = None,
     dropout_name: str | None = None,
@@ -36,26 +39,32 @@ def attention_to_received(
 
     query [B, T, heads * D], key and value [B, T, kv_heads * D]: DTensors, sharded on the tokens and otherwise as for
     `attention`. received: which keys each query sees, of the own and of the received ones, and the exchange itself.
-    scale, dropout, dropout_key, dropout_name: as for `attention`.
+    scale, softcap, sinks, dropout, dropout_key, dropout_name: as for `attention`.
     Communication: in backward, the gradients of the received keys and values, sent back.
     Raises LayoutError as `attention`.
     """
+    check_scores(query, head_dim, scale, softcap, sinks)
     options: dict[str, Any] = {"head_dim": head_dim, "scale": head_dim**-0.5 if scale is None else scale}
+    options["softcap"] = softcap
     operand, number = check_dropout("attention", "dropout", dropout, dropout_key) if dropout else (None, 0)
     options |= {"dropout": float(dropout), "number": number, "name": dropout_name}
-    return apply(TO_RECEIVED, query, key, value, operand, received=received, **options)
+    return apply(TO_RECEIVED, query, key, value, operand, sinks, received=received, **options)
 
 
 def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule: all three operands are sharded alike, by rows, tokens and complete heads."""
-    query, shape, key_shape, head_dim = layouts[0], shapes[0], shapes[1], options["head_dim"]
+    """The layout rule: query, key and value are sharded alike, by rows, tokens and complete heads; sinks by heads."""
+    query, sinks, shape, key_shape, head_dim = layouts[0], layouts[4], shapes[0], shapes[1], options["head_dim"]
     assert query is not None and shape is not None and key_shape is not None, "there is a query and a key"
     for layout, its in zip(layouts[:2], shapes[:2], strict=True):
         assert layout is not None and its is not None, "there is a query and a key"
         check_heads("attention", layout, its, head_dim)
     inputs: Any = [query, *keys_sharded_as_query(query, layouts[1:3], shape, key_shape, head_dim)]
-    indices = (ascii_lowercase[: len(shape) - 2] + "th",) * 3
-    operation = terms.Operation("attention", indices, indices[0], terms.never, operands=OPERANDS)
+    indices = (*[ascii_lowercase[: len(shape) - 2] + "th"] * 3, "h")
+    if sinks is None:
+        indices = indices[:3]
+    else:
+        inputs.append(sinks)
+    operation = terms.Operation("attention", indices, indices[0], terms.never, operands=OPERANDS[: len(indices)])
     output = terms.infer(operation, inputs)
 
     def local(rank: int, mesh: DeviceMesh) -> dict[str, Any]:

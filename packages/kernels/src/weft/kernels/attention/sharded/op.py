@@ -88,7 +88,7 @@ def attention(
         )
     S = key.shape[-2] if cache is None else cache.capacity
     _check_seen(query, S, causal, window, documents)
-    _check_scores(query, head_dim, scale, softcap, sinks)
+    check_scores(query, head_dim, scale, softcap, sinks)
     window = None if window is None else min(window, MOST_WINDOW)
     options: dict[str, Any] = {
         "head_dim": head_dim, "causal": causal, "scale": scale, "window": window, "softcap": softcap
@@ -177,7 +177,7 @@ def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documen
         raise ValueError(f"attention: {T} queries have no documents among {S} keys; give at least as many keys")
 
 
-def _check_scores(
+def check_scores(
     query: Tensor, head_dim: int, scale: float | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
     """Raises ValueError for a scale or softcap that is no number above 0, and for sinks that do not fit the query."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,10 +23,20 @@ _SLACK = 0.015
 _SHORTEST = 128  # a rank's tokens over the fewest for which a document is cut, where the choice is free
 
 
-def work_before(place: int, window: int | None = None) -> int:
-    """The keys that the first `place` queries of a document see, in all: query i sees min(i + 1, window) keys."""
-    full = place if window is None else min(place, window)
-    return full * (full + 1) // 2 + (place - full) * full
+Windows = tuple[int | None, ...]  # of the model's attention layers; None for a layer without a window
+NO_WINDOW: Windows = (None,)
+
+
+def work_before(place: int, layers: Mapping[int | None, int]) -> int:
+    """The keys that the first `place` queries of a document see, in all layers: query i sees min(i + 1, window) keys.
+
+    layers: the number of layers with each window.
+    """
+    work = 0
+    for window, count in layers.items():
+        full = place if window is None else min(place, window)
+        work += count * (full * (full + 1) // 2 + (place - full) * full)
+    return work
 
 
 @lru_cache(maxsize=1024)
@@ -48,20 +59,22 @@ def balanced_order(tokens: int, parts: int) -> Runs:
 
 
 @lru_cache(maxsize=4096)
-def order_by_documents(lengths: tuple[int, ...], parts: int, window: int | None = None) -> Runs:
+def order_by_documents(lengths: tuple[int, ...], parts: int, windows: Windows = NO_WINDOW) -> Runs:
     """The order of a row's tokens in which each of `parts` contiguous shards is nearly the same causal work.
 
-    lengths: of the documents, in reading order. window: as for attention.
+    lengths: of the documents, in reading order. windows: of the model's attention layers, whose work counts together.
     Returns runs [start, stop) of the row, shard after shard, ascending within a shard. Shards are cut as `torch.chunk`
     cuts. The order depends on the arguments alone. A single document without a window gets `balanced_order`.
     """
-    if len(lengths) == 1 and window is None:
+    longest = max(lengths, default=0)
+    layers = Counter(None if window is None or window >= longest else window for window in windows)
+    if len(lengths) == 1 and [*layers] == [None]:
         return balanced_order(lengths[0], parts)
-    return tuple([run for runs in cut(lengths, parts, window) for run in runs])
+    return tuple([run for runs in cut(lengths, parts, layers) for run in runs])
 
 
-def cut(lengths: Sequence[int], parts: int, window: int | None = None) -> list[Runs]:
-    """The runs of each shard; see `order_by_documents`.
+def cut(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> list[Runs]:
+    """The runs of each shard; see `order_by_documents`. layers: the number of layers with each window.
 
     Longest processing time first (Graham 1969), with tokens as a second resource. Documents are dealt out from the one
     with the most work a token to the one with the least. A rank's need is its lacking work - its free tokens * the mean
@@ -70,7 +83,7 @@ def cut(lengths: Sequence[int], parts: int, window: int | None = None) -> list[R
     for which they can. A piece is a run from the document's head and a run from its tail, together of the document's
     mean work a token, so the remainder has this mean, too, and is dealt out next.
     """
-    return _Cut(lengths, parts, window).runs()
+    return _Cut(lengths, parts, layers).runs()
 
 
 class _Piece(NamedTuple):
@@ -89,10 +102,10 @@ class _Piece(NamedTuple):
 class _Cut:
     """A row being dealt out to the ranks; see `cut`."""
 
-    def __init__(self, lengths: Sequence[int], parts: int, window: int | None) -> None:
-        self._window = window
+    def __init__(self, lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> None:
+        self._layers = layers
         begins = [0, *accumulate(lengths)]
-        total, tokens = sum(work_before(length, window) for length in lengths), begins[-1]
+        total, tokens = sum(work_before(length, layers) for length in lengths), begins[-1]
         sizes = [stop - start for start, stop in (chunk(tokens, parts, part) for part in range(parts))]
         # Of each rank: the tokens and the work which it lacks, and the runs which it has.
         self._free = sizes
@@ -106,7 +119,7 @@ class _Cut:
         # The tokens and the work of the n shortest documents together.
         ascending = sorted(length for length in lengths if length)
         self._low_tokens = [0, *accumulate(ascending)]
-        self._low_work = [0, *accumulate(work_before(length, window) for length in ascending)]
+        self._low_work = [0, *accumulate(work_before(length, layers) for length in ascending)]
         self._slack = _SLACK * total / parts
         self._shortest = 1 + sizes[0] // _SHORTEST
 
@@ -208,7 +221,7 @@ class _Cut:
         return _Piece(-self._work(start, stop) / (stop - start), begin, start, stop)
 
     def _work(self, start: int, stop: int) -> int:
-        return work_before(stop, self._window) - work_before(start, self._window)
+        return work_before(stop, self._layers) - work_before(start, self._layers)
 
 
 def _merged(runs: list[tuple[int, int]]) -> Runs:

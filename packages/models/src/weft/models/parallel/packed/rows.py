@@ -11,9 +11,9 @@ from torch import Tensor
 from weft.kernels.extension import Runs
 
 from .exchange import Exchange, exchange_of, tokens_of
-from .order import order_by_documents
+from .order import NO_WINDOW, Windows, order_by_documents
 
-_LATEST = "_row_orders"  # attribute of documents: parts and the ids as bytes, and the `RowOrders` of these
+_LATEST = "_row_orders"  # attribute of documents: parts, windows and the ids as bytes, and the `RowOrders` of these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,16 +29,17 @@ class RowOrders:
     _exchanges: dict[object, Exchange] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, documents: Tensor, parts: int) -> RowOrders:
-        """The orders of rows with these documents: ids [B, T] on the CPU. Made once for a tensor and parts.
+    def of(cls, documents: Tensor, parts: int, windows: Windows = NO_WINDOW) -> RowOrders:
+        """The orders of rows with these documents: ids [B, T] on the CPU. Made once for a tensor, parts and windows.
 
+        windows: of the model's attention layers.
         Raises ValueError for a document that comes back after it ended.
         """
-        key = parts, documents.numpy().tobytes()  # a loader may fill the tensor's memory anew
-        latest: tuple[tuple[int, bytes], RowOrders] | None = getattr(documents, _LATEST, None)
+        key = parts, windows, documents.numpy().tobytes()  # a loader may fill the tensor's memory anew
+        latest: tuple[tuple[int, Windows, bytes], RowOrders] | None = getattr(documents, _LATEST, None)
         if latest is None or latest[0] != key:
             lengths = tuple([document_lengths(ids, row) for row, ids in enumerate(documents)])
-            orders = cls(tuple([order_by_documents(each, parts) for each in lengths]), lengths, parts)
+            orders = cls(tuple([order_by_documents(each, parts, windows) for each in lengths]), lengths, parts)
             latest = key, orders
             setattr(documents, _LATEST, latest)
         return latest[1]
