@@ -10,6 +10,8 @@ import pytest
 
 from tests.architecture.rules import PACKAGES, ROOT, sources
 
+pytestmark = pytest.mark.every_value
+
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text()
 WAYS, FILES = "Five ways through the packages", "Every file"  # sections of the page
