@@ -19,7 +19,7 @@ from weft.kernels import (
 )
 from weft.kernels.cross_entropy.sharded import gather
 from weft.mesh import Layout, ProcessMesh
-from weft.mesh.extents import chunk
+from weft.mesh.layout import chunk
 from weft.reshard import distribute, layout_of
 from weft.reshard.world.groups import device_mesh
 

@@ -17,8 +17,7 @@ from typing import TypeVar
 from weft.mesh import ProcessMesh
 
 from ..world.groups import format_ranks, this_rank, world_cache
-from ..world.rendezvous import patience
-from ..world.world import world
+from ..world.world import patience, world
 from .pending_gradient import Form, Forms, Leaf
 
 _SLOTS = 64  # keys of a rank, used in turn: the most rounds between two ranks, as hosts do not wait for a GPU
