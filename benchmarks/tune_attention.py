@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from weft.kernels.attention.choice import TABLE, CallClass, Measurement, read
+from weft.kernels.attention.plain import TABLE, CallClass, Measurement, read
 from weft.kernels.dispatch.backend import chip_of
 from weft.kernels.matmul.configurations import write
 

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import history
 from tests.architecture.rules import ROOT, code_blocks, nox_sessions, run_commands, unknown_sessions
 
+pytestmark = pytest.mark.every_value
+
 SESSIONS = nox_sessions((ROOT / "noxfile.py").read_text())
 PAGES = [page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md"))]
 WORKFLOWS = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob(".github/workflows/*.yml"))]

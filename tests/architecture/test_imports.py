@@ -26,6 +26,8 @@ from tests.architecture.rules import (
 )
 from tests.architecture.test_reference import public_names
 
+pytestmark = pytest.mark.every_value
+
 FACES = {"__init__.py", "extension.py"}  # of a package: they pass on the names of all rooms
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.architecture.rules import PACKAGES, ROOT, sources
 
+pytestmark = pytest.mark.every_value
+
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text()
 WAYS, FILES = "Five ways through the packages", "Every file"  # sections of the page
@@ -171,7 +173,7 @@ def test_the_page_is_linked() -> None:
 # The words of a reader's question, and the file with the answer: one row has all words.
 QUESTIONS = [
     ("shape padded shard", "reshard/planning/costs.py"),
-    ("uneven shard", "mesh/extents.py"),
+    ("uneven shard", "mesh/layout.py"),
     ("collective Partial to Shard", "reshard/planning/search.py"),
     ("layout gradient decided", "mesh/infer/gradients.py"),
     ("collective backend gloo", "reshard/moving/collectives.py"),

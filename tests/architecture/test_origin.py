@@ -9,6 +9,8 @@ import pytest
 
 from tests.architecture.rules import ROOT
 
+pytestmark = pytest.mark.every_value
+
 # The requirements, and how the names of their tests, of parameter ids and of classes begin.
 ROWS = {
     "Paddle 62125: a sub-mesh along any axis in one call": ["test_paddle_62125_get_mesh_with_dim", "TestPaddle62125"],

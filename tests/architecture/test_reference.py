@@ -8,6 +8,8 @@ import pytest
 
 from tests.architecture.rules import PACKAGES, ROOT
 
+pytestmark = pytest.mark.every_value
+
 
 def public_names(source: str) -> list[str]:
     """The names that a module's source lists in `__all__`."""

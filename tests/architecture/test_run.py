@@ -12,6 +12,8 @@ import pytest
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
 
+pytestmark = pytest.mark.every_value
+
 ECHO = '#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n'
 TOO_OLD = "#!/bin/sh\nexit 1\n"
 PYTHON_NAMES = ("python3", "python3.11", "python3.12", "python3.13")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.architecture.rules import ROOT
 
 # The last file starts processes.
@@ -20,6 +22,7 @@ def options() -> list[str]:
     return ["-n", "2", *ast.literal_eval(f"[{text}]")]
 
 
+@pytest.mark.exhaustive  # depends on the versions of pytest and pytest-xdist alone, which are pinned
 def test_a_file_stays_together_and_those_that_start_processes_come_first(tmp_path: Path) -> None:
     """An unfit pytest silently breaks both: pytest 9.2 ignores the groups of pytest-xdist 3.8."""
     for name in FILES:

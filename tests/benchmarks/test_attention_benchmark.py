@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.attention.choice import CallClass, faster_calls, read
+from weft.kernels.attention.plain import CallClass, faster_calls, read
 
 from benchmarks import attentions, truth, tune_attention
 from benchmarks import test_attention_speed as speed

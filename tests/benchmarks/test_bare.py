@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.architecture.rules import ROOT
 from tests.support.limits import PATIENCE
 
@@ -62,6 +64,7 @@ def test_a_bare_machine_collects_all_benchmarks_and_runs_one() -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.exhaustive  # collects thousands; the sample has the benchmarks, which import as much
 def test_a_bare_machine_collects_the_tests_that_need_a_gpu() -> None:
     done = bare("tests/kernels", "-q", "--collect-only", "-m", "gpu")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -93,6 +93,7 @@ def test_the_pages_show_a_layout_and_a_change_of_layout() -> None:
     assert len(COMMANDS) >= 2
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("guide", sorted((ROOT / "docs/guides").glob("*.md")), ids=lambda guide: guide.stem)
 def test_a_guide_has_something_that_runs(guide: Path) -> None:
     text = guide.read_text()
@@ -104,6 +105,7 @@ def test_every_kind_of_page_has_programs() -> None:
     assert {"quickstart", "mesh", "reshard", "kernels", "models", "guides"} <= names
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs/kernels").glob("*.md")))
 def test_a_page_of_kernels_begins_with_their_use(page: str) -> None:
     text = (ROOT / "docs/kernels" / f"{page}.md").read_text()

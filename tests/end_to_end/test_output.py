@@ -47,27 +47,37 @@ def is_whole(folder: Path) -> bool:
     )
 
 
+@pytest.mark.exhaustive  # the sample has the test below
 @pytest.mark.parametrize(
     ("line", "changes"),
     [
         pytest.param('"$@" | head -1', {}, id="reader-goes-away"),
-        pytest.param('"$@" >/dev/full', {}, id="disk-is-full", marks=pytest.mark.exhaustive),
-        pytest.param('"$@" >/dev/full 2>&1', {}, id="disk-of-both-is-full", marks=pytest.mark.exhaustive),
-        pytest.param('"$@" >&-', {}, id="closed", marks=pytest.mark.exhaustive),
-        pytest.param('"$@" <&- >&- 2>&-', {}, id="all-closed", marks=pytest.mark.exhaustive),
-        pytest.param('"$@"', {"PYTHONIOENCODING": "ascii"}, id="ascii", marks=pytest.mark.exhaustive),
+        pytest.param('"$@" >/dev/full', {}, id="disk-is-full"),
+        pytest.param('"$@" >/dev/full 2>&1', {}, id="disk-of-both-is-full"),
+        pytest.param('"$@" >&-', {}, id="closed"),
+        pytest.param('"$@" <&- >&- 2>&-', {}, id="all-closed"),
+        pytest.param('"$@"', {"PYTHONIOENCODING": "ascii"}, id="ascii"),
         pytest.param(
             '"$@"',
             {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
             id="c-locale",
-            marks=pytest.mark.exhaustive,
         ),
-        pytest.param('"$@"', {"PYTHONIOENCODING": "latin-1"}, id="latin-1", marks=pytest.mark.exhaustive),
+        pytest.param('"$@"', {"PYTHONIOENCODING": "latin-1"}, id="latin-1"),
     ],
 )  # fmt: skip
 def test_a_run_ends_well_whatever_becomes_of_its_output(line: str, changes: dict[str, str], folder: Path) -> None:
     done = shell(line, RUN, folder, **changes)
     assert (done.returncode, done.stderr) == (0, "")
+    assert is_whole(folder)
+
+
+def test_a_run_whose_reader_goes_away_ends_well(folder: Path) -> None:
+    with preloaded.Popen(RUN, cwd=folder, env=environment(), stdout=preloaded.PIPE, stderr=preloaded.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("llama-tiny: ")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(PATIENCE) == 0
     assert is_whole(folder)
 
 

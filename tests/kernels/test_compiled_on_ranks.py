@@ -20,7 +20,7 @@ from weft.kernels import (
 from weft.kernels.cross_entropy.sharded import gather
 from weft.kernels.linear_cross_entropy.sharded import custom_ops
 from weft.mesh import Layout, ProcessMesh
-from weft.mesh.extents import chunk
+from weft.mesh.layout import chunk
 from weft.reshard import distribute, layout_of
 from weft.reshard.world.groups import device_mesh
 
@@ -231,13 +231,14 @@ def after_other_groups(form: str, mesh: ProcessMesh, of_logits: dict[str, str], 
     compiles(*of_the_layout(form, mesh, of_logits, {}), "inductor")
 
 
+@pytest.mark.exhaustive  # the sample compiles by the layout without inductor, above
 @pytest.mark.parametrize(
     ("form", "mesh", "of_logits"),
     [
         pytest.param("logits", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="logits-1-D"),
-        pytest.param("product", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="product-1-D", marks=pytest.mark.exhaustive),
-        pytest.param("logits", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="logits-2-D", marks=pytest.mark.exhaustive),
-        pytest.param("product", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="product-2-D", marks=pytest.mark.exhaustive),
+        pytest.param("product", ProcessMesh.grid(tp=2), {"tp": "S(1)"}, id="product-1-D"),
+        pytest.param("logits", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="logits-2-D"),
+        pytest.param("product", MESH, {"dp": "S(0)", "tp": "S(1)"}, id="product-2-D"),
     ],
 )
 def test_by_the_layout_inductor_takes_it_and_gives_no_rank_what_it_kept_of_another(pool: Pool, form, mesh, of_logits):

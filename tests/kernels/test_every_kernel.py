@@ -76,6 +76,7 @@ class Launches:
         return self.kernel[grid]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", LAUNCHED_BY)
 def test_a_kernel_is_launched(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.kernels.matmul import launch

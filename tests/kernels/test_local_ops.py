@@ -160,6 +160,7 @@ def with_gradients(function, tensors, grad=None):
     return output.detach(), [leaf.grad if leaf is not None else None for leaf in leaves]
 
 
+@pytest.mark.every_value
 @each_case()
 def test_output_and_gradients_are_those_of_the_oracle(room, tensors, options, oracle):
     output, gradients = with_gradients(lambda *t: apply(op(room), *t, **options), tensors)

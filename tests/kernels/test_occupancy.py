@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from weft.kernels.launching.occupancy import occupancy, programs_at_once
+from weft.kernels.launching.aot import occupancy, programs_at_once
 
 
 @pytest.mark.parametrize(

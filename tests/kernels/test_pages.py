@@ -16,6 +16,7 @@ INDEX = (FOLDER / "index.md").read_text()
 ELSEWHERE = {"KeyValueCache", "on_local_tensors"}  # an argument of ops, and a maker of ops: guides explain both
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", sorted({*kernels.__all__} - ELSEWHERE))
 def test_an_op_has_a_page_with_a_program_that_calls_it(name: str) -> None:
     (page,) = re.findall(

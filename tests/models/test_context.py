@@ -117,16 +117,19 @@ DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
 @pytest.mark.parametrize(
     ("mesh", "kind", "change", "plan", "length", "packed", "natural"),
     [
-        pytest.param(
-            "cp2-tp2", "all_gather", DROPS, {"sequence": True}, 19, True, False, id="gather-sequence-dropout-packed"
-        ),
-        pytest.param(
-            "cp2-tp2", "ulysses", DROPS, {"sequence": True}, 19, True, False, id="ulysses-sequence-dropout-packed"
+        pytest.param("cp2-tp2", "all_gather", {}, {"sequence": True}, 19, True, False, id="gather-sequence-packed"),
+        # Masks are drawn for long; the sample has those of test_packed_context.py.
+        *(
+            pytest.param(
+                "cp2-tp2", kind, DROPS, {"sequence": True}, 19, True, False,
+                id=f"{word}-sequence-dropout-packed", marks=pytest.mark.exhaustive,
+            )
+            for kind, word in (("all_gather", "gather"), ("ulysses", "ulysses"))
         ),
         pytest.param("dp2-cp2", "all_gather", {}, {}, 16, False, True, id="gather-natural"),
         pytest.param("cp4", "all_gather", {"num_kv_heads": 1}, {}, 16, False, False, id="gather-one-key-head"),
     ],
-)
+)  # fmt: skip
 def test_anchor_28_context_parallel_has_the_loss_and_gradients_of_one_process(
     mesh: str, kind: str, change: Any, plan: Any, length: int, packed: bool, natural: bool, pool: Any
 ) -> None:

@@ -22,8 +22,7 @@ from weft.models.data.batches import Batches
 from weft.models.data.inputs import Columns, find_parts
 from weft.models.data.manifest import read_manifest
 from weft.models.data.prepare import prepare
-from weft.models.data.records import Records
-from weft.models.data.sources import find_data
+from weft.models.data.sources import Records, find_data
 from weft.models.data.text import Corpus
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer
 

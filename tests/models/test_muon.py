@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,7 @@ from weft.models.train.config import MuonConfig, OptimizerConfig
 from weft.models.train.optimizer import count_states, find_matrices, make_optimizer
 from weft.reshard import GradientSync, Muon, distribute, layout_of, to_global
 
-from tests.support.limits import PATIENCE
+from tests.support import preloaded
 from tests.support.pool import Pool
 
 CONFIG = LlamaConfig(
@@ -330,13 +329,8 @@ def test_the_command_refuses_such_a_model_before_it_starts_processes(
 
 def trained_by_command(folder: Path, *options: str) -> str:
     """What `weft train` prints, of a run of llama-tiny in `folder`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "weft.models.cli", "train", "--output", str(folder), *options],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
+    done = preloaded.run((sys.executable, "-m", "weft.models.cli", "train", "--output", str(folder), *options))
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

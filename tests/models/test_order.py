@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from weft.mesh import Layout, ProcessMesh, Shard, derive_key
-from weft.models.data.batches import Batches, Rows
+from weft.models.data.batches import Batches, Rows, Turns, permute
 from weft.models.data.prepare import prepare
-from weft.models.data.sample_order import Turns, permute
 from weft.models.data.sources import Data, find_data
 from weft.models.data.split import split
 from weft.models.data.streams import ShardStream, TextStream

@@ -277,6 +277,7 @@ class TestRefused:
         torch.testing.assert_close(gradients(model), gradients(theirs), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive  # the sample compiles Weft's own models, in test_compiled.py
 def test_a_patched_model_is_compiled_afterwards() -> None:
     theirs, model = loaded("llama"), loaded("llama")
     patch(model)

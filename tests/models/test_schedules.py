@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from weft.models.schedules.orders import make_schedule
+from weft.models.schedules.pipeline_plan import make_schedule
 from weft.models.schedules.schedule import NAMES, Action, DeadlockError, Schedule, check_order, simulate
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (*range(1, 10), 16)))

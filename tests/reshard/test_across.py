@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from weft.mesh import Layout, Partial, ProcessMesh, Replicate
-from weft.mesh.extents import volume
+from weft.mesh.layout import volume
 from weft.reshard import (
     AllGather,
     Exchange,

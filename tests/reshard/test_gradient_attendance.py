@@ -13,7 +13,7 @@ from weft.mesh import Layout
 from weft.reshard import GradientSync, distribute, to_global
 from weft.reshard.moving.dtensor import wrap
 from weft.reshard.world import world
-from weft.reshard.world.rendezvous import publish
+from weft.reshard.world.world import publish
 
 from tests.reshard.test_gradient_divergence import ALL, DATA, SIZES, Weights, assert_right, backward, right, whole_of
 from tests.reshard.test_gradients import Scale

@@ -208,7 +208,7 @@ def recorded(mesh: ProcessMesh, rank: int, shapes: list[tuple[int, ...]], text: 
         pytest.param({"dp": 2, "tp": 4}, "dp: R, tp: S(0)", ("tp",), id="tp"),
         pytest.param({"dp": 2, "tp": 4}, "dp: S(1), tp: S(0)", ("tp", "dp"), id="tp-and-zero"),
         pytest.param({"dp": 8}, "dp: S(0)", ("dp",), id="zero"),
-        pytest.param({"dp": 2, "tp": 4}, "dp: R, tp: R", (), id="replicated"),
+        pytest.param({"dp": 2, "tp": 4}, "dp: R, tp: R", (), id="replicated", marks=pytest.mark.exhaustive),
     ],
 )
 def test_received_bytes_are_the_lower_bound(sizes: dict[str, int], text: str, axes: tuple[str, ...]) -> None:

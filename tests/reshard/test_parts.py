@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, reshard, to_global
 from weft.reshard.world.groups import device_mesh, group_of
-from weft.reshard.world.rendezvous import _Members
+from weft.reshard.world.world import _Members
 
 from tests.support.limits import PATIENCE
 from tests.support.pool import Pool

@@ -2,6 +2,9 @@
 
 1. A test with several parameters runs with each value of each parameter, a device included. Other combinations of
    values are left out.
+   A test has at most 6 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 6 are in
+   the sample. A test whose every value is a rule of its own, such as an op or a source file, is marked
+   `@pytest.mark.every_value`, and has no such limit.
 2. A test that loops over a list of cases takes the cases from the fixture `portion`. The test becomes two items: with
    every n-th case in `test`, and with the remaining cases.
 
@@ -36,6 +39,7 @@ Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of i
 
 # Marks of tests that are never sampled.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
+AT_MOST = 6  # cases taken of a test that is not marked `every_value`
 A_FEW = 1  # cases taken of a test of models on several processes that is not marked `few`
 
 
@@ -103,13 +107,19 @@ def mark_all_but_a_sample(items: Iterable[pytest.Item]) -> None:
     sampled = [
         (item, values_of(item)) for item in items if ELSEWHERE.isdisjoint(mark.name for mark in item.iter_markers())
     ]
-    taken = sample([(item.name, values) for item, values in sampled])
-    if any(_is_of_models_on_processes(item) for item, _ in sampled):
-        marks = [mark for item, _ in sampled if (mark := item.get_closest_marker("few"))]
-        taken = taken[: marks[0].args[0] if marks else A_FEW]
+    taken = sample([(item.name, values) for item, values in sampled])[: _limit([item for item, _ in sampled])]
     for item, values in sampled:
         if values and item.name not in taken:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def _limit(items: list[pytest.Item]) -> int | None:
+    """The greatest number of a test's items in the sample; None without a limit."""
+    marks = {mark.name: mark for item in items for mark in item.iter_markers()}
+    if any(_is_of_models_on_processes(item) for item in items):
+        few = marks.get("few")
+        return few.args[0] if few else A_FEW
+    return None if "every_value" in marks else AT_MOST
 
 
 def _is_of_models_on_processes(item: pytest.Item) -> bool:

@@ -1,4 +1,4 @@
-"""The rules of the sample of `./run test`: every value, every n-th case, and each case in a single selection."""
+"""The rules of the sample of `./run test`: values in up to six cases, every n-th case, and no case left out twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.architecture.rules import ROOT
-from tests.support.sample import Portion, number_of, sample, together
+from tests.support.sample import AT_MOST, Portion, number_of, sample, together
 from tests.support.search import searched
 
 pytest_plugins = ["pytester"]
@@ -33,6 +33,14 @@ def test_list(rows, columns): ...
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_marked(dtype, rows): ...
+
+@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("letter", "abc")
+def test_many(letter, number): ...
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("number", range(20))
+def test_rules(number): ...
 
 def test_portions(portion): ...
 
@@ -77,7 +85,7 @@ def of(names: list[str], test: str) -> list[list[str]]:
 
 def test_every_item_is_in_one_selection_and_none_in_both(selections: tuple[list[str], list[str]]) -> None:
     names = sorted(selections[0] + selections[1])
-    assert len(names) == len(set(names)) == 2 * 12 + 4 + 4 + 2 + 2 + 1
+    assert len(names) == len(set(names)) == 2 * 12 + 4 + 4 + 60 + 20 + 2 + 2 + 1
 
 
 def test_of_a_product_every_value_is_taken(selections: tuple[list[str], list[str]]) -> None:
@@ -91,6 +99,18 @@ def test_of_a_product_every_value_is_taken(selections: tuple[list[str], list[str
 def test_a_list_is_taken_whole(selections: tuple[list[str], list[str]]) -> None:
     assert len(of(selections[0], "test_list")) == 4
     assert of(selections[1], "test_list") == []
+
+
+def test_of_many_values_six_are_taken(selections: tuple[list[str], list[str]]) -> None:
+    taken = of(selections[0], "test_many")
+    assert len(taken) == AT_MOST == 6
+    assert {letter for letter, _ in taken} == {*"abc"}, "the cases have as many values as six can"
+    assert len({number for _, number in taken}) == 6
+
+
+def test_of_values_that_are_rules_all_are_taken(selections: tuple[list[str], list[str]]) -> None:
+    assert len(of(selections[0], "test_rules")) == 20
+    assert of(selections[1], "test_rules") == []
 
 
 def test_a_value_that_is_marked_needs_no_sample(selections: tuple[list[str], list[str]]) -> None:

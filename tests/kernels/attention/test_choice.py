@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import attention
-from weft.kernels.attention import choice
-from weft.kernels.attention.choice import TABLE, CallClass, Measurement, faster_calls, is_kernel_faster, read
+from weft.kernels.attention import plain
+from weft.kernels.attention.plain import TABLE, CallClass, Measurement, faster_calls, is_kernel_faster, read
 from weft.kernels.matmul.configurations import write
 
 OF = CallClass.of("sm_90", torch.bfloat16, 64, 1000)
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 def filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A table filled by hand, on a chip that it names."""
     write({each.of: each for each in (ROW, SLOWER)}, tmp_path / "table.json")
-    monkeypatch.setattr(choice, "FASTER", faster_calls(read(tmp_path / "table.json")))
-    monkeypatch.setattr(choice, "chip_of", lambda device: ("sm_90", 132))
+    monkeypatch.setattr(plain, "FASTER", faster_calls(read(tmp_path / "table.json")))
+    monkeypatch.setattr(plain, "chip_of", lambda device: ("sm_90", 132))
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_the_kernel_is_chosen_where_it_was_measured_faster(
 
 
 def test_another_chip_is_not_measured(filled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "chip_of", lambda device: ("sm_80", 108))
+    monkeypatch.setattr(plain, "chip_of", lambda device: ("sm_80", 108))
     assert not is_kernel_faster(CPU, torch.bfloat16, 64, 1024)
 
 
 def test_an_empty_table_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "FASTER", {})
-    monkeypatch.setattr(choice, "chip_of", lambda device: pytest.fail("it asked"))
+    monkeypatch.setattr(plain, "FASTER", {})
+    monkeypatch.setattr(plain, "chip_of", lambda device: pytest.fail("it asked"))
     assert not is_kernel_faster(CPU, torch.bfloat16, 64, 1024)
 
 
@@ -98,7 +98,7 @@ def test_a_filled_table_changes_the_choice(
     T: int, S: int, options: dict[str, Any], chosen: str, filled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ops_called(monkeypatch, T, S, **options) == [chosen]
-    monkeypatch.setattr(choice, "FASTER", {})
+    monkeypatch.setattr(plain, "FASTER", {})
     assert ops_called(monkeypatch, T, S, **options) == ["attention" if "window" in options else "plain_attention"]
 
 
@@ -107,7 +107,7 @@ def test_the_choice_is_compiled_once_for_many_lengths(filled: None) -> None:
     counted = CompileCounter()
 
     def chosen(x: Tensor) -> Tensor:
-        return x + 1 if choice.is_kernel_faster(x.device, torch.bfloat16, 64, x.shape[0]) else x - 1
+        return x + 1 if plain.is_kernel_faster(x.device, torch.bfloat16, 64, x.shape[0]) else x - 1
 
     compiled = torch.compile(chosen, backend=counted, fullgraph=True, dynamic=True)
     for tokens in (600, 700, 800, 1024):

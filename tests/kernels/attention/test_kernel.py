@@ -61,7 +61,7 @@ def test_an_option(name: str, dtype: torch.dtype, device: str) -> None:
 
 def test_pairs_of_options(portion: Portion, device: str) -> None:
     dtypes = itertools.cycle(DTYPES)
-    for pair in portion.of(PAIRS, every=6):
+    for pair in portion.of(PAIRS, every=12):
         assert_correct(merged(*(OPTIONS[name] for name in pair)), next(dtypes), device)
 
 

@@ -14,7 +14,7 @@ from weft.kernels import linear_cross_entropy, vocab_parallel_linear_cross_entro
 from weft.kernels.cross_entropy.sharded import gather
 from weft.kernels.linear_cross_entropy.chunks import Product
 from weft.mesh import Layout, ProcessMesh
-from weft.mesh.extents import chunk
+from weft.mesh.layout import chunk
 from weft.reshard import distribute, reshard
 
 from tests.kernels.cross_entropy.cases import given, max_error

@@ -4,8 +4,8 @@ Boxes of elements, pictures, checked arguments, layouts rewritten between meshes
 A release may rename them; the changelog says how.
 """
 
-from .extents import Box, chunk, largest_part, overlap, volume
 from .infer import terms
+from .layout import Box, chunk, largest_part, overlap, volume
 from .picture import WIDTH, coloured, draw
 from .process_mesh import MOST_RANKS, as_mesh
 from .refinement import axes_of, coarsened, parts_of_axes, refined

@@ -4,12 +4,9 @@ A rule refuses operands whose local results would be wrong. The LayoutError give
 rule, in the message and as `nearest`. Rules do not communicate and see no tensors.
 """
 
+from .arithmetic import einsum, elementwise, reduction, whole
 from .gradients import gradient
-from .pointwise import elementwise, whole
-from .products import einsum
-from .reductions import reduction
-from .selections import concat, embedding, gather, split
-from .views import reshape, transpose
+from .rearrangement import concat, embedding, gather, reshape, split, transpose
 
 __all__ = [
     "concat",

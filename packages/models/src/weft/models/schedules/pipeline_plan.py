@@ -1,11 +1,115 @@
-"""A plan's choices for a pipeline: where the model is cut, and the order of microbatches."""
+"""A plan's choices for a pipeline, and the known schedules: GPipe, 1F1B, interleaved 1F1B and zero-bubble."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
-from .orders import make_schedule
-from .schedule import NAMES, Name, Schedule
+from .schedule import NAMES, Action, Name, Schedule
+
+
+@lru_cache(maxsize=256)
+def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule `name` for `ranks` ranks, each with `chunks` stages: stage s is on rank s % ranks.
+
+    gpipe: all forwards, then all backwards (Huang et al. 2019).
+    1f1b: a backward after each forward, as soon as there is one, so a rank holds no more activations than there are
+        stages from its own to the last (Narayanan et al. 2019, PipeDream-Flush).
+    interleaved: 1F1B over several stages on each rank (Narayanan et al. 2021).
+    zero_bubble: gradients of weights, for which nothing waits, fill idle time; as much memory as 1F1B (Qi et al.
+        2023, ZB-H1).
+    There may be fewer microbatches than ranks. Raises ValueError for an unknown name, a number below 1, and numbers
+    that the schedule cannot take, naming the condition.
+    """
+    if name not in NAMES:
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
+    for option, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"schedule {name!r} was given {option}={value}; it must be 1 or more")
+    if name == "interleaved":
+        if chunks < 2:
+            raise ValueError(
+                "schedule 'interleaved' has 2 or more stages on a rank, and chunks is 1; raise it, or use '1f1b'"
+            )
+        rounds = max(1, microbatches // ranks)
+        if microbatches % rounds:
+            raise ValueError(
+                f"schedule 'interleaved' takes microbatches in rounds of equal size, {ranks} or more, and "
+                f"{microbatches} cannot be divided into {rounds} rounds over {ranks} ranks; the nearest numbers that "
+                f"can: {_nearest_numbers(microbatches, ranks)}"
+            )
+    elif chunks > 1:
+        raise ValueError(
+            f"schedule {name!r} has one stage on a rank, and chunks is {chunks}; use 'interleaved' for several"
+        )
+    order: dict[Name, Callable[[int, int, int, int], Iterator[Action]]] = {
+        "gpipe": _gpipe,
+        "1f1b": _one_forward_one_backward,
+        "interleaved": _interleaved,
+        "zero_bubble": _zero_bubble,
+    }
+    actions = tuple(tuple(order[name](rank, ranks, microbatches, chunks)) for rank in range(ranks))
+    stages = tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks))
+    return Schedule(name=name, microbatches=microbatches, stages=stages, actions=actions)
+
+
+def _nearest_numbers(microbatches: int, ranks: int) -> str:
+    """The three numbers of microbatches nearest to `microbatches` that divide into rounds."""
+    candidates = [n for n in range(1, microbatches + 2 * ranks) if n % max(1, n // ranks) == 0]
+    return ", ".join(map(str, sorted(sorted(candidates, key=lambda n: abs(n - microbatches))[:3])))
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    for kind in ("F", "B"):
+        yield from (Action(kind, rank, microbatch) for microbatch in range(microbatches))
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    forwards = [Action("F", rank, microbatch) for microbatch in range(microbatches)]
+    backwards = [Action("B", rank, microbatch) for microbatch in range(microbatches)]
+    return _alternating(forwards, backwards, warmup=ranks - rank - 1)
+
+
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    rounds = max(1, microbatches // ranks)
+    size = microbatches // rounds
+    order = [
+        (chunk, first + i) for first in range(0, microbatches, size) for chunk in range(chunks) for i in range(size)
+    ]
+    forwards = [Action("F", chunk * ranks + rank, microbatch) for chunk, microbatch in order]
+    backwards = [Action("B", (chunks - 1 - chunk) * ranks + rank, microbatch) for chunk, microbatch in order]
+    return _alternating(forwards, backwards, warmup=(chunks - 1) * size + 2 * (ranks - rank - 1))
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], warmup: int) -> Iterator[Action]:
+    """`warmup` forwards, then a forward and a backward in turns, then the remaining backwards."""
+    warmup = min(warmup, len(forwards))
+    yield from forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warmup :]
+
+
+def _zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """ZB-H1: 1F1B in which gradients of weights come later, by as many microbatches as there are ranks before this
+    rank.
+
+    1F1B leaves the memory of this many activations unused on this rank: the first rank waits longest for its first
+    backward, and holds the most activations.
+    """
+    forwards = iter([Action("F", rank, microbatch) for microbatch in range(microbatches)])
+    weights = iter([Action("W", rank, microbatch) for microbatch in range(microbatches)])
+    yield from islice(forwards, ranks - rank)
+    for microbatch in range(microbatches):
+        yield Action("I", rank, microbatch)
+        if microbatch >= rank:
+            yield from islice(weights, 1)
+        yield from islice(forwards, 1)
+    yield from weights
+
 
 Split = str | tuple[int, ...] | tuple[str, ...]
 

@@ -17,8 +17,7 @@ from typing import TypeVar
 from weft.mesh import ProcessMesh
 
 from ..world.groups import format_ranks, this_rank, world_cache
-from ..world.rendezvous import patience
-from ..world.world import world
+from ..world.world import patience, world
 from .pending_gradient import Form, Forms, Leaf
 
 # Keys of a rank in the store, used in turn: a message is overwritten after this many rounds. A rank may be ahead of

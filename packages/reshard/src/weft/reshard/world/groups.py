@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.extension import as_mesh
 
-from .rendezvous import PREFIX
-from .world import Positions, world
+from .world import PREFIX, Positions, world
 
 RANKS = "ranks"  # the first word of a group's name in a graph, where the name lists the group's ranks
 

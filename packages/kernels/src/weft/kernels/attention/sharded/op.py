@@ -1,4 +1,4 @@
-"""Attention on plain tensors and DTensors."""
+"""`attention` on plain tensors and DTensors, and `document_bounds`, the bounds of its documents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, infer
 
 from ...dispatch.backend import WIDE, runs_natively
 from ...dispatch.op import Op
-from ...dispatch.sharded import apply, autocasts, check_devices
+from ...dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 from ...dispatch.token_order import checked_order
 from ...dropout.sharded import check_dropout
-from .. import function, plain
-from ..choice import is_kernel_faster
+from .. import function, plain, ranges
+from ..plain import is_kernel_faster
 from .cache import KeyValueCache
 from .layout_rule import cache_rule, rule
 
@@ -209,3 +210,32 @@ def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, d
 PLAIN = Op("plain_attention", plain.forward, None, rule)
 ATTENTION = Op("attention", function.forward, function.backward, rule, varying=("number",))
 WITH_CACHE = Op("attention_with_cache", function.forward_with_cache, None, cache_rule, varying=("length",))
+
+
+def document_bounds(documents: Tensor) -> Tensor:
+    """The start and stop of each token's document, for `attention(documents=...)`: made once, used by all layers.
+
+    documents: ids [..., S] of ints. Each contiguous stretch of equal ids is one document.
+    Returns int32 [..., S, 2].
+
+    Layouts: sharded on the leading dims; the bounds are sharded as the ids.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for ids that are no ints, and, where the host can read the
+    ids, for an id that comes back after its document ended.
+    """
+    if not documents.ndim or documents.is_floating_point() or documents.is_complex():
+        raise ValueError(
+            f"document_bounds takes ids [..., S] of ints, got {tuple(documents.shape)} of {documents.dtype}; give each "
+            f"token the number of its document"
+        )
+    return apply(BOUNDS, documents)
+
+
+def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    (documents,), (shape,) = layouts, shapes
+    assert documents is not None and shape is not None, "there is one operand"
+    infer.whole("document_bounds", "the documents", documents, len(shape) - 1)
+    return Sharding(documents, (*shape, 2), infer_gradient_layouts(documents, layouts))
+
+
+BOUNDS = Op("document_bounds", ranges.document_bounds, None, _rule, dtype=lambda dtype, options: torch.int32)
