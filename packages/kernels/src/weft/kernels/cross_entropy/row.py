@@ -1,9 +1,8 @@
 """Device functions of the kernels for one row of logits: addresses, statistics, and storing the gradient.
 
-kernel.py explains RAGGED rows, scale and cap, and arguments that are None. The first functions are double-float
-arithmetic: a number is the unevaluated sum of two float32, the second small next to the first. Passes over float32
-logits need it for a gradient within a unit in the last place. Sums are those of Dekker (1971) and Knuth (The Art of
-Computer Programming 2, 4.2.2). Products of factors are exact, so fused multiply-adds do not change the result.
+kernel.py explains RAGGED, scale, cap and arguments that are None. The first functions are double-float arithmetic: a
+number is the unevaluated sum of two float32, the second small next to the first, for gradients of float32 logits within
+a unit in the last place. Sums: Dekker (1971), Knuth (The Art of Computer Programming 2, 4.2.2). Products are exact.
 """
 
 import triton
