@@ -40,8 +40,8 @@ def route(
 ):  # fmt: skip
     """The k highest of each row of scores, and their weights: `reference.route`.
 
-    GROUPED: a row is `groups` groups of `members` experts, each in MEMBERS columns. A column's key has the bits of its value
-    above and E - 1 - expert below: keys are distinct, and of equal values the lower expert has the higher key.
+    GROUPED: a row is `groups` groups of `members` experts, each in MEMBERS columns. A column's key has the bits of its
+    value above and E - 1 - expert below: keys are distinct, and of equal values the lower expert has the higher key.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_rows = rows < N
