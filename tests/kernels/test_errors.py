@@ -292,24 +292,6 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kernels.embedding(tensors()["tokens"], VECTOR),
         "give a row for each token of the vocabulary",
     ),
-    "route": (lambda: kernels.route(torch.tensor(1.0), 1), "got a number; give the router's logits"),
-    "route-bias": (lambda: kernels.route(X, 2, bias=VECTOR[:3]), r"shape \(3,\), .* give a number for each expert"),
-    "dispatch": (
-        lambda: kernels.dispatch(X, ints(8, 3, 2), num_experts=8),
-        r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
-    ),
-    "combine": (
-        lambda: kernels.combine(X, ints(8, 4, 2), normal(4, 2)),
-        "give the rows of dispatch, and route's outputs",
-    ),
-    "router_statistics": (
-        lambda: kernels.router_statistics(X, ints(8, 3, 2)),
-        r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
-    ),
-    "router_statistics-sums": (
-        lambda: kernels.router_statistics(X, ints(8, 4, 2), normal(1, 9).float()),
-        r"are \(1, 9\) of torch.float32; give \(1, 17\) of torch.float32, for 1 layers of 8 experts",
-    ),
 }  # fmt: skip
 
 
@@ -348,13 +330,8 @@ LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("tp: S(1)", *["tp: R"] * 4),
         "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not",
     ),
-    "route": ("route", ("tp: S(1)", "tp: R"), "reshard the scores to (tp: S(0))"),
-    "route-bias": ("route", ("tp: R", "tp: S(0)"), "but each token needs all of it; reshard it to (tp: R)"),
     "dispatch": ("dispatch", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of the experts"),
     "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "the rows of its tokens; reshard y to (tp: S(0))"),
-    "router_statistics": (
-        "router_statistics", ("tp: S(0)", "tp: S(0)", "tp: R"), "the sums of logits (tp: S(0)) are (tp: P(sum))"
-    ),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
     "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),
     "swiglu_linear-inner": (

@@ -87,6 +87,11 @@ def refusals() -> list[str]:
         lambda: dispatch(distribute(normal(3, 4, H), rows), distribute(experts, rows), num_experts=E),
         lambda: combine(distribute(normal(24, H), rows), distribute(experts, rows), distribute(normal(3, 4, K), rows)),
         lambda: sort_by_expert(distribute(experts, rows), E),
+        lambda: route(distribute(normal(3, E), Layout(two, "dp: S(1)")), K),
+        lambda: route(distribute(normal(3, E), rows), K, bias=distribute(normal(E), rows)),
+        lambda: router_statistics(
+            distribute(normal(3, E), rows), distribute(experts[:, 0], rows), distribute(normal(1, 13), Layout(two))
+        ),
     ):
         with pytest.raises(ValueError) as caught:
             call()
@@ -94,12 +99,15 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_uneven_shards_of_tokens_are_refused(pool: Pool) -> None:
-    for of_dispatch, of_combine, of_sort in pool.run(refusals, ranks=2):
+def test_layouts_that_do_not_fit_are_refused_with_a_remedy(pool: Pool) -> None:
+    for of_dispatch, of_combine, of_sort, of_scores, of_bias, of_sums in pool.run(refusals, ranks=2):
         uneven = "dim 0 of size 3 cannot be split evenly over 'dp' of size 2; pad it, or replicate it over them"
         assert of_dispatch == f"True dispatch: {uneven}"
         assert of_combine == f"True combine: {uneven}"
         assert of_sort.startswith("False sort_by_expert takes plain tensors") and "experts.to_local()" in of_sort
+        assert "reshard the scores to (dp: S(0))" in of_scores
+        assert "the bias is (dp: S(0)), but each token needs all of it; reshard it to (dp: R)" in of_bias
+        assert "reshard them to (dp: P(sum))" in of_sums
 
 
 def under_autocast() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -270,3 +271,33 @@ def test_bad_numbers_are_named() -> None:
 def test_a_permutation_is_inverted() -> None:
     source = torch.tensor([2, 0, 3, 1])
     assert reference.invert(source).tolist() == source.argsort().tolist()
+
+
+X = normal(4, 8).float()
+SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
+    "route": (lambda: route(torch.tensor(1.0), 1), "got a number; give the router's logits"),
+    "route-bias": (lambda: route(X, 2, bias=X[0, :3]), r"shape \(3,\), .* give a number for each expert"),
+    "dispatch": (
+        lambda: dispatch(X, ints(8, 3, 2), num_experts=8),
+        r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
+    ),
+    "combine": (
+        lambda: combine(X, ints(8, 4, 2), normal(4, 2)),
+        "give the rows of dispatch, and route's outputs",
+    ),
+    "router_statistics": (
+        lambda: router_statistics(X, ints(8, 3, 2)),
+        r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
+    ),
+    "router_statistics-sums": (
+        lambda: router_statistics(X, ints(8, 4, 2), normal(1, 9).float()),
+        r"are \(1, 9\) of torch.float32; give \(1, 17\) of torch.float32, for 1 layers of 8 experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_do_not_go_together_name_the_remedy(name: str) -> None:
+    call, message = SHAPES[name]
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,4 +1,4 @@
-"""`route` chooses and weighs as the routers of transformers: Mixtral, Qwen3-MoE, and DeepSeek-V3 with groups and bias."""
+"""`route` chooses and weighs as transformers' routers: Mixtral, Qwen3-MoE, and DeepSeek-V3 with groups and bias."""
 
 from __future__ import annotations
 
