@@ -38,6 +38,7 @@ def tensors() -> Made:
         "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
     }  # fmt: skip
     made = {name: each.float() for name, each in made.items()}
+    made |= {"shares": normal(4, 2).float(), "sums": normal(1, 17).float(), "experts": ints(8, 4, 2)}
     return made | {"tokens": ints(8, 4), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
 
 
@@ -49,7 +50,9 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "all_gather_matmul": (kernels.all_gather_matmul, "x weight"),
     "attention": (partial(kernels.attention, head_dim=4), "one_row one_row one_row"),
     "attention-sinks": (lambda x, sinks: kernels.attention(x, x, x, head_dim=1, sinks=sinks), "one_row vector"),
+    "combine": (kernels.combine, "weight experts shares"),
     "cross_entropy": (kernels.cross_entropy, "x tokens"),
+    "dispatch": (partial(kernels.dispatch, num_experts=8), "x experts"),
     "dropout": (lambda x, residual: kernels.dropout(x, 0.5, 7, residual=residual), "x y"),
     "embedding": (kernels.embedding, "tokens weight"),
     "geglu": (kernels.geglu, "x y"),
@@ -69,10 +72,12 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "rms_norm_rope": (kernels.rms_norm_rope, "x of_head cos sin"),
     "rope": (kernels.rope, "x cos sin"),
     "rope_tables": (kernels.rope_tables, "tokens of_head"),
+    "route": (lambda scores, bias: kernels.route(scores, 2, bias=bias), "x vector"),
+    "router_statistics": (kernels.router_statistics, "x experts sums"),
     "swiglu": (kernels.swiglu, "x y"),
     "swiglu_linear": (kernels.swiglu_linear, "x weight up"),
 }  # fmt: skip
-INTS = ("tokens", "offsets")
+INTS = ("tokens", "offsets", "experts")
 TAKES_ANY = ("add",)  # torch's own addition, of ints too
 SEVERAL = [name for name, (_, operands) in CALLS.items() if " " in operands]
 
@@ -325,6 +330,8 @@ LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("tp: S(1)", *["tp: R"] * 4),
         "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not",
     ),
+    "dispatch": ("dispatch", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of the experts"),
+    "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "the rows of its tokens; reshard y to (tp: S(0))"),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
     "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),
     "swiglu_linear-inner": (
