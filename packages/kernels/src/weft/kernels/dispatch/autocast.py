@@ -31,6 +31,7 @@ RUNS = {
     "cross_entropy": Runs.UNCHANGED,  # computes and returns float32 for any logits
     "dropout": Runs.UNCHANGED,
     "embedding": Runs.UNCHANGED,
+    "experts": Runs.LOWER,
     "geglu": Runs.WIDEST,
     "gelu": Runs.UNCHANGED,
     "grouped_matmul": Runs.LOWER,
