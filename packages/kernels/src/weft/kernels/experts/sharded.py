@@ -69,8 +69,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     for name, layout, dim in (("gate", gate, 2), ("up", up, 2), ("down", down, 1)):
         _check_unsharded(name, layout, 0, "choices are of all experts; call experts on local tensors, with first=, or")
         _check_unsharded(name, layout, dim, "only the dim I may be sharded")
-    for name, layout in zip(NAMES, layouts, strict=True):
-        assert layout is not None, "apply passes all"
+    for name, layout in zip(NAMES, (x, experts, weights, gate, up, down), strict=True):
         _check_complete(name, layout)
     lead = ascii_lowercase[:dims]  # the tokens' dims
     terms = (f"{lead}x", f"{lead}k", f"{lead}k", "eix", "eix", "eyi")
