@@ -21,8 +21,8 @@ def gated_rows(
 ):  # fmt: skip
     """out [rows, I] = silu(x[token] @ gate[e].T) * (x[token] @ up[e].T) for the sorted rows of expert e < COUNT.
 
-    gate and up [E, I, H] have equal strides. Both products are stored in z_gate and z_up, with the strides of out, where
-    these are given.
+    gate and up [E, I, H] have equal strides. Both products are stored in z_gate and z_up, with the strides of out,
+    where these are given.
     """
     tile = tl.program_id(0)
     before = 0
@@ -128,8 +128,8 @@ def finish_backward(
             ROWS, COLS // 2, PARTS // 2,
         )  # fmt: skip
         dweight += finish_backward(
-            right, weight, row, col + COLS // 2, z_gate_ptr, z_up_ptr, hidden_ptr, dgate_ptr, dup_ptr, stop, I, stride_zn,
-            ROWS, COLS // 2, PARTS // 2,
+            right, weight, row, col + COLS // 2,
+            z_gate_ptr, z_up_ptr, hidden_ptr, dgate_ptr, dup_ptr, stop, I, stride_zn, ROWS, COLS // 2, PARTS // 2,
         )  # fmt: skip
         return dweight
     else:
@@ -158,7 +158,7 @@ def weights_by_expert(
     PRECISION: tl.constexpr,
     TILE_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out[e] [I, H] = a[rows].T @ x[token of each row] for the sorted rows of expert e. Grid: experts x tiles of [I, H].
+    """out[e] [I, H] = a[rows].T @ x[token of each row] for the rows of expert e. Grid: experts x tiles of [I, H].
 
     a: [rows, I] with contiguous rows. x: [N, H].
     """

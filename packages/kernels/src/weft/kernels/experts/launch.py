@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -23,6 +25,8 @@ from . import kernel
 
 ELEMENTS = 2048  # of a program that sums the choices of tokens; compiled without spills, not measured
 WARPS = 4
+# The epilogue of `gated_rows_backward` reads and writes five tensors: with 4 warps its unaligned form would spill.
+BACKWARD_NOT_ALIGNED = replace(NOT_ALIGNED, warps=8)
 
 
 def forward(
@@ -91,6 +95,7 @@ def backward(
     offsets, weights = offsets.clamp(max=size), weights.contiguous()
     gated, z_dgate, z_dup = (torch.empty_like(z_gate) for _ in range(3))  # weight * h, and the gradients of both z
     chosen = configuration or _choose(grad, down)
+    chosen = BACKWARD_NOT_ALIGNED if chosen is NOT_ALIGNED else chosen
     # The part of each tile of columns; zero for the rows of no expert here.
     parts = torch.zeros((-(-inner // chosen.tile_n), size), dtype=torch.float32, device=x.device)
     with device_of(x):

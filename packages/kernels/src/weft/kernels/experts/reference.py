@@ -133,8 +133,8 @@ def check_room(rows: int, size: int) -> None:
     """Raises ValueError where the experts' sorted rows are more than the caller allowed. size: the rows allocated."""
     if rows > size:
         raise ValueError(
-            f"experts: {rows} choices are of the experts here, and rows={size} leaves no room for them; give rows={rows} "
-            f"or more, or leave rows out to allocate for all choices"
+            f"experts: {rows} choices are of the experts here, and rows={size} leaves no room for them; give "
+            f"rows={rows} or more, or leave rows out to allocate for all choices"
         )
 
 
