@@ -35,10 +35,10 @@ def tensors() -> Made:
         "up": normal(8, 8, seed=1), "vector": normal(8),
         "bias": normal(8, seed=1), "cos": normal(4, 2), "sin": normal(4, 2, seed=1),
         "of_head": normal(4), "stacked": normal(2, 8, 8),
-        "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
+        "of_groups": normal(2, 8), "of_choices": normal(4, 2), "one_row": normal(1, 4, 8),
     }  # fmt: skip
     made = {name: each.float() for name, each in made.items()}
-    return made | {"tokens": ints(8, 4), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
+    return made | {"tokens": ints(8, 4), "chosen": ints(2, 4, 2), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
 
 
 # A call of the op, and the names of its operands.
@@ -52,6 +52,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "cross_entropy": (kernels.cross_entropy, "x tokens"),
     "dropout": (lambda x, residual: kernels.dropout(x, 0.5, 7, residual=residual), "x y"),
     "embedding": (kernels.embedding, "tokens weight"),
+    "experts": (kernels.experts, "x chosen of_choices stacked stacked stacked"),
     "geglu": (kernels.geglu, "x y"),
     "gelu": (kernels.gelu, "x"),
     "grouped_matmul": (grouped, "x stacked offsets of_groups y"),
@@ -72,7 +73,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "swiglu": (kernels.swiglu, "x y"),
     "swiglu_linear": (kernels.swiglu_linear, "x weight up"),
 }  # fmt: skip
-INTS = ("tokens", "offsets")
+INTS = ("tokens", "chosen", "offsets")
 TAKES_ANY = ("add",)  # torch's own addition, of ints too
 SEVERAL = [name for name, (_, operands) in CALLS.items() if " " in operands]
 
@@ -325,6 +326,18 @@ LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("tp: S(1)", *["tp: R"] * 4),
         "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not",
     ),
+    "experts-width": (
+        "experts", ("tp: S(1)", *["tp: R"] * 5), "x is sharded on dim 1 over 'tp', and a rank computes whole tokens"
+    ),
+    "experts-by-expert": (
+        "experts", (*["tp: R"] * 3, *["tp: S(0)"] * 3),
+        "gate is sharded on dim 0 over 'tp', and a token chooses from all experts; reshard gate to (tp: R), or call "
+        "experts on local tensors with first=",
+    ),
+    "experts-inner": (
+        "experts", (*["tp: R"] * 3, "tp: S(1)", "tp: S(1)", "tp: R"), "experts: on axis 'tp'",
+    ),
+    "experts-addends": ("experts", ("tp: P(sum)", *["tp: R"] * 5), "x is (tp: P(sum)), and each rank needs its sum"),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
     "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),
     "swiglu_linear-inner": (
