@@ -77,6 +77,13 @@ def mixed(x: Tensor, gate: Tensor, down: Tensor) -> Tensor:
     return kernels.experts(x, chosen, weights, gate, gate, down)
 
 
+def statistics(logits: Tensor, experts: Tensor) -> Tensor:
+    flat = logits.reshape(-1, V)
+    return torch.cat(
+        [experts.flatten().bincount(minlength=V), flat.softmax(-1).sum(0), flat.logsumexp(-1).square().sum().view(1)]
+    )
+
+
 def added(*outputs: Tensor) -> Tensor:
     return reduce(kernels.add, outputs)
 
@@ -138,6 +145,33 @@ CASES = {
         lambda a, b, residual: kernels.grouped_matmul(a, b, ENDS, residual=residual, alpha=0.5, beta=2.0),
         lambda a, b, residual: by_group(a, b, ENDS) / 2 + 2 * residual * (torch.arange(5) < ENDS[-1])[:, None],
         (normal(5, 6), normal(3, 6, 7), normal(5, 7)),
+    ),
+    "route": Case(
+        lambda scores: kernels.route(scores, 2)[1],
+        lambda scores: scores.topk(2).values.softmax(-1),
+        (normal(B, T, V),),
+    ),
+    "dispatch": Case(  # the sum of a token's two rows
+        lambda x, experts: kernels.combine(
+            kernels.dispatch(x, experts, num_experts=V)[0], experts, experts.detach().double() ** 0
+        ),
+        lambda x, experts: 2 * x,
+        (normal(4, 8, H), ints(V, 4, 8, 2)),
+    ),
+    "combine": Case(
+        lambda y, experts, weights: kernels.combine(y, experts, weights),
+        lambda y, experts, weights: (y.unflatten(0, (4, 2)) * weights.unsqueeze(-1)).sum(1),
+        (normal(8, H), torch.arange(8).view(4, 2), normal(4, 2)),  # the sorted rows are in the tokens' order
+    ),
+    "router_statistics": Case(
+        lambda logits, experts: kernels.router_statistics(logits, experts, layer=1, layers=2),
+        lambda logits, experts: torch.stack([torch.zeros(2 * V + 1).double(), statistics(logits, experts)]),
+        (normal(B, T, V), ints(V, B, T, 2)),
+    ),
+    "router_statistics-next": Case(
+        lambda logits, experts, sums: kernels.router_statistics(logits, experts, sums),
+        lambda logits, experts, sums: sums + statistics(logits, experts),
+        (normal(B, V), ints(V, B, 2), normal(1, 2 * V + 1)),
     ),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
     "embedding-padding": Case(

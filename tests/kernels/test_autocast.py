@@ -21,6 +21,7 @@ from tests.kernels.cases import ints, normal
 from tests.support.pool import Pool
 
 TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
+EXPERTS = ints(8, 6, 5, 2)
 TABLES = normal(5, 2).float(), normal(5, 2).float()
 KEY = torch.tensor(3, dtype=torch.uint64)
 LOWER = pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -71,6 +72,22 @@ def torch_experts(chosen: Tensor, x: Tensor, weights: Tensor, gate: Tensor, up: 
     return (rows * weights[..., None].to(rows.dtype)).sum(-2)
 
 
+def torch_route(scores: Tensor) -> Tensor:
+    chosen = scores.to(wide(scores)).softmax(-1).topk(2).values
+    return chosen / chosen.sum(-1, keepdim=True)
+
+
+def torch_combine(ids: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    rows = y[ids.flatten().sort(stable=True).indices.argsort()].unflatten(0, ids.shape)
+    return (rows * weights.to(wide(weights)).unsqueeze(-1)).sum(-2).to(y.dtype)
+
+
+def torch_statistics(ids: Tensor, logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1).to(wide(logits))
+    counts = ids.flatten().bincount(minlength=8)
+    return torch.cat([counts, flat.softmax(-1).sum(0), flat.logsumexp(-1).square().sum().view(1)]).view(1, -1)
+
+
 def torch_swiglu_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
@@ -98,7 +115,14 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         ((6, 5, 8),) * 3,
         None,
     ),
+    "combine": (lambda ids, y, w: kernels.combine(y, ids, w), torch_combine, ((60, 8), (6, 5, 2)), EXPERTS),
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids), torch_loss, ((6, 5, 8),), CLASSES),
+    "dispatch": (
+        lambda ids, x: kernels.dispatch(x, ids, num_experts=8)[0],
+        lambda ids, x: x.flatten(0, 1)[ids.flatten().sort(stable=True).indices // 2],
+        ((6, 5, 8),),
+        EXPERTS,
+    ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), lambda _, x: torch_dropout(x), ((6, 5, 8),), None),
     "embedding": (kernels.embedding, F.embedding, ((11, 8),), TOKENS),
     "experts": (
@@ -146,6 +170,13 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         None,
     ),
     "rope": (lambda _, x: kernels.rope(x, *TABLES), lambda _, x: torch_rope(x), ((6, 5, 8),), None),
+    "route": (lambda _, x: kernels.route(x, 2)[1], lambda _, x: torch_route(x), ((6, 5, 8),), None),
+    "router_statistics": (
+        lambda ids, x: kernels.router_statistics(x, ids),
+        torch_statistics,
+        ((6, 5, 8),),
+        EXPERTS,
+    ),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), lambda _, x, y: F.silu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
     "swiglu_linear": (
         lambda _, *operands: kernels.swiglu_linear(*operands),

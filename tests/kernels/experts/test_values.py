@@ -148,7 +148,7 @@ def test_more_choices_than_rows_are_refused_where_the_host_counts() -> None:
 def test_each_way_to_cut_the_tiles(interpreted: None, way: str) -> None:
     """Each tile of the first product reads its tokens' rows once, for both matrices, and stores three tiles."""
     from weft.kernels.experts import launch
-    from weft.kernels.experts.function import sort_by_expert
+    from weft.kernels.extension import sort_by_expert
 
     of = mixture(20, 48, 72, 4, 2)
     x, weights, gate, up, down = (each.to(torch.bfloat16) for each in of.floats)

@@ -17,6 +17,7 @@ from ..dispatch.backend import TOKEN_DTYPES, can_read, check_floats, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..matmul.checks import check_wide
+from ..routing.function import sort_rows
 from .reference import check_room, plain_backward, plain_forward
 
 OP = "experts"
@@ -38,7 +39,7 @@ def forward(
 
     keep: whether to save tensors for backward: x, weights, the sorted order, gate, up, down and both pre-activations.
     """
-    source, offsets = sort_by_expert(experts, len(gate), first)
+    source, _, offsets = sort_rows(experts, len(gate), first)
     size = _count_rows(offsets, source, rows)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     z_gate, z_up = (x.new_empty((size, gate.shape[1])) if keep else None for _ in range(2))
@@ -98,19 +99,6 @@ def _backward(grad: Tensor, *operands: Any) -> None:
         launch.backward(grad, *operands)
     else:
         plain_backward(grad, *operands)
-
-
-def sort_by_expert(experts: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The choices sorted by expert, and by token within an expert: source int32 [N * k], offsets int32 [count].
-
-    experts: [N, k]. source: token * k + choice of each sorted row. offsets: where the rows of expert first + e end.
-    Choices of experts outside first to first + count - 1 are behind the last expert's rows.
-    """
-    local = experts.reshape(-1) - first
-    local = torch.where((local < 0) | (local >= count), count, local)
-    ordered, source = torch.sort(local, stable=True)
-    ends = torch.arange(count, dtype=local.dtype, device=local.device)
-    return source.to(torch.int32), torch.searchsorted(ordered, ends, right=True, out_int32=True)
 
 
 def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:

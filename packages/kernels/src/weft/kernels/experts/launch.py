@@ -21,6 +21,7 @@ from ..matmul.configurations import (
     halve_tiles,
 )
 from ..matmul.launch import has_descriptor, precision
+from ..routing.reference import invert
 from . import kernel
 
 ELEMENTS = 2048  # of a program that sums the choices of tokens; compiled without spills, not measured
@@ -64,7 +65,7 @@ def forward(
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
     grouped.forward(gated, down.mT, offsets, None, None, None, None, y, None)
-    _sum_choices(y, find_places(source), weights.contiguous(), offsets, out)
+    _sum_choices(y, invert(source), weights.contiguous(), offsets, out)
 
 
 def backward(
@@ -120,7 +121,7 @@ def backward(
         of_rows = torch.empty((size, x.shape[1]), dtype=x.dtype, device=x.device)
         grouped.forward(z_dgate, gate, offsets, None, None, None, None, of_rows, None)
         grouped.forward(z_dup, up, offsets, None, of_rows, None, None, of_rows, None)  # added in place, tile by tile
-        _sum_choices(of_rows, find_places(source), None, offsets, dx)
+        _sum_choices(of_rows, invert(source), None, offsets, dx)
 
 
 def _weights(
@@ -159,13 +160,6 @@ def _sum_choices(y: Tensor, places: Tensor, weights: Tensor | None, offsets: Ten
             tokens, hidden, len(offsets), len(places) // tokens,
             ROWS=rows, BLOCK_H=block, num_warps=WARPS,
         )  # fmt: skip
-
-
-def find_places(source: Tensor) -> Tensor:
-    """int32 [N * k]: the sorted row of each choice, the inverse of `source`."""
-    places = torch.empty_like(source)
-    ordered = torch.arange(len(source), dtype=source.dtype, device=source.device)
-    return places.scatter_(0, source.long(), ordered)
 
 
 def _choose(x: Tensor, *factors: Tensor) -> Configuration:

@@ -45,8 +45,8 @@ def _variant(name: str, of: Any, chosen: Configuration, dtype: str = "bf16", **t
             tiles = {"TILE_K": chosen.tile_m, "TILE_M": chosen.tile_n, "TILE_N": chosen.tile_k}
         else:
             tiles = {"TILE_N": chosen.tile_m, "TILE_M": chosen.tile_n, "TILE_K": chosen.tile_k}
-        constexprs = tiles | {
-            "PRECISION": "ieee", "GROUP_N": chosen.group_m, "GROUP_K": chosen.group_m, "PARTS": chosen.parts
+        constexprs: dict[str, int | str | None] = {
+            **tiles, "PRECISION": "ieee", "GROUP_N": chosen.group_m, "GROUP_K": chosen.group_m, "PARTS": chosen.parts
         }  # fmt: skip
         return Variant(
             f"experts.{name}",

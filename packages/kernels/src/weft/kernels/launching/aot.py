@@ -41,6 +41,7 @@ MODULES = (
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
     "weft.kernels.embedding.launch",
+    "weft.kernels.routing.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
