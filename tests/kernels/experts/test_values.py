@@ -84,7 +84,6 @@ def test_blocks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     of = MIXTURES["two-of-four"]
     whole = gradients(partial(weft, of), *of.floats)
     monkeypatch.setattr(reference, "ROWS_AT_ONCE", 3)
-    monkeypatch.setattr(reference, "ELEMENTS_AT_ONCE", 100)
     torch.testing.assert_close(gradients(partial(weft, of), *of.floats), whole)
 
 

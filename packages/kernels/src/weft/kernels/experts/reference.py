@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 ROWS_AT_ONCE = 1024  # of a block: enough for a product's full speed
-ELEMENTS_AT_ONCE = 2**16  # of a gate's elementwise work: 256 KB in float32, so a core's cache holds all operands
 
 
 class _Block(NamedTuple):
@@ -62,9 +60,8 @@ def plain_forward(
         b = ups[:count] if z_up is None else z_up[rows]
         torch.mm(inputs[:count], gate[expert].mT, out=a)
         torch.mm(inputs[:count], up[expert].mT, out=b)
-        for part in _parts(count, inner):
-            torch.mul(F.silu(a[part]), b[part], out=gated[part])
-        y = torch.mm(gated[:count], down[expert].mT, out=outputs[:count])
+        torch.ops.aten.silu.out(a, out=gated[:count])
+        y = torch.mm(gated[:count].mul_(b), down[expert].mT, out=outputs[:count])
         sums.index_add_(0, tokens, y.mul_(row_weights[rows]) if is_sum else y.to(sums.dtype) * row_weights[rows])
     if not is_sum:
         out.copy_(sums)
@@ -108,9 +105,7 @@ def plain_backward(
         dh, h, da, db = (each[:count] for each in (of_hidden, hidden, of_gate, of_up))
         torch.mm(dy, down[expert], out=dh)
         dw = None if row_dweights is None else row_dweights[rows]
-        for part in _parts(count, inner):
-            of_part = None if dw is None else dw[part]
-            _write_gated(z_gate[rows][part], z_up[rows][part], dh[part], w[part], h[part], da[part], db[part], of_part)
+        _write_gated(z_gate[rows], z_up[rows], dh, w, h, da, db, dw)
         if ddown is not None:
             _add_product((dy * w.to(dy.dtype)).mT, h, ddown[expert], is_first)
         if dgate is not None or dup is not None:
@@ -143,14 +138,13 @@ def _write_gated(
 ) -> None:
     """Writes h = silu(gate) * up, dw = dh . h, and the gradients of gate and up for the gradient w * dh of h.
 
-    Overwrites dh.
+    Overwrites dh. Allocates nothing: dup holds the activation at first, and dgate the products whose sum is dw.
     """
-    activation = F.silu(gate)
-    torch.mul(activation, up, out=h)
+    torch.ops.aten.silu.out(gate, out=dup)
+    torch.mul(dup, up, out=h)
     if dw is not None:
-        torch.sum(h * dh, -1, keepdim=True, dtype=dw.dtype, out=dw)
-    dh.mul_(w)
-    torch.mul(dh, activation, out=dup)
+        torch.sum(torch.mul(h, dh, out=dgate), -1, keepdim=True, dtype=dw.dtype, out=dw)
+    dup.mul_(dh.mul_(w))
     torch.ops.aten.silu_backward.grad_input(dh.mul_(up), gate, grad_input=dgate)
 
 
@@ -192,10 +186,3 @@ def _blocks(ends: list[int], source: Tensor, choices: int) -> Iterator[_Block]:
         for first in range(start, stop, ROWS_AT_ONCE):
             rows = slice(first, min(first + ROWS_AT_ONCE, stop))
             yield _Block(expert, rows, tokens[rows], first == start)
-
-
-def _parts(count: int, inner: int) -> Iterator[slice]:
-    """The rows of a block in parts of about ELEMENTS_AT_ONCE elements, of `inner` elements a row."""
-    step = max(1, ELEMENTS_AT_ONCE // max(1, inner))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
