@@ -8,11 +8,14 @@ from functools import partial, reduce
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from weft import kernels
-from weft.mesh import Layout
+from weft.mesh import Layout, Shard
+from weft.reshard import distribute, layout_of
 
 from tests.kernels.cases import ints, normal, rotate, rotate_neighbours, torch_cross_entropy
+from tests.kernels.experts.cases import one_by_one
 from tests.support import philox
 
 
@@ -64,6 +67,16 @@ def by_group(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None = None) -> 
     return torch.cat([a[:2] @ b[0] + bias[0], a[2:4] @ b[2] + bias[2], torch.zeros(1, 7, dtype=a.dtype)])
 
 
+def mixed(x: Tensor, gate: Tensor, down: Tensor) -> Tensor:
+    """experts, with the choices sharded as the tokens are; gate stands for up, too."""
+    chosen, weights = CHOSEN, WEIGHTS
+    if isinstance(x, DTensor):
+        layout = layout_of(x)
+        rows = layout.replace(**{axis: "R" for axis in layout.mesh.axis_names if layout[axis] != Shard(0)})
+        chosen, weights = (distribute(each, rows) for each in (chosen, weights))
+    return kernels.experts(x, chosen, weights, gate, gate, down)
+
+
 def statistics(logits: Tensor, experts: Tensor) -> Tensor:
     flat = logits.reshape(-1, V)
     return torch.cat(
@@ -81,6 +94,7 @@ logits_dims = 3
 ANGLE = torch.outer(torch.arange(T).double(), torch.tensor([1.0, 0.3]).double())  # [T, D / 2]
 TARGET = torch.where(ints(3, B, T) == 0, -100, ints(V, B, T))
 ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
+CHOSEN, WEIGHTS = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2], [2, 0]]), normal(5, 2)  # expert 1 has no tokens
 CASES = {
     "linear": Case(kernels.linear, F.linear, (normal(B, T, 5), normal(7, 5))),
     "linear-bias": Case(kernels.linear, F.linear, (normal(B, 5), normal(7, 5), normal(7))),
@@ -115,6 +129,11 @@ CASES = {
         kernels.swiglu_linear,
         lambda x, gate, up: F.silu(x @ gate.T) * (x @ up.T),
         (normal(B, 5), normal(7, 5), normal(7, 5, seed=1)),
+    ),
+    "experts": Case(
+        mixed,
+        lambda x, gate, down: one_by_one(CHOSEN, x, WEIGHTS, gate, gate, down),
+        (normal(5, 6), normal(3, 5, 6), normal(3, 6, 5)),
     ),
     "grouped_matmul": Case(kernels.grouped_matmul, by_group, (normal(5, 6), normal(3, 6, 7), ENDS)),
     "grouped_matmul-relu": Case(

@@ -64,6 +64,14 @@ def torch_grouped(offsets: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a[:first] @ b[0], a[first:] @ b[1]])
 
 
+def torch_experts(chosen: Tensor, x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every expert on every token; autocast's dtype also for the weights, as a layer casts them to its input's."""
+    matrices = zip(gate, up, down, strict=True)
+    every = torch.stack([F.linear(torch_swiglu_linear(x, *each[:2]), each[2]) for each in matrices], -2)
+    rows = every.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+    return (rows * weights[..., None].to(rows.dtype)).sum(-2)
+
+
 def torch_route(scores: Tensor) -> Tensor:
     chosen = scores.to(wide(scores)).softmax(-1).topk(2).values
     return chosen / chosen.sum(-1, keepdim=True)
@@ -117,6 +125,12 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
     ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), lambda _, x: torch_dropout(x), ((6, 5, 8),), None),
     "embedding": (kernels.embedding, F.embedding, ((11, 8),), TOKENS),
+    "experts": (
+        lambda chosen, x, *operands: kernels.experts(x, chosen, *operands),
+        lambda chosen, x, *operands: torch_experts(chosen, x, *operands),
+        ((6, 5, 8), (6, 5, 2), (2, 4, 8), (2, 4, 8), (2, 8, 4)),
+        ints(2, 6, 5, 2),
+    ),
     "geglu": (lambda _, x, y: kernels.geglu(x, y), lambda _, x, y: F.gelu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
     "gelu": (lambda _, x: kernels.gelu(x), lambda _, x: F.gelu(x), ((6, 5, 8),), None),
     "grouped_matmul": (

@@ -38,6 +38,11 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         torch.tensor([2, 6], dtype=torch.int32),
         (normal(6, 8), normal(2, 8, 4)),
     ),
+    "experts": (
+        lambda chosen, x, *operands: kernels.experts(x, chosen, *operands),
+        ints(3, 6, 5, 2),
+        (normal(6, 5, 8), normal(6, 5, 2), *(normal(3, 4, 8, seed=seed) for seed in range(2)), normal(3, 8, 4)),
+    ),
     "all_gather_matmul": (
         lambda _, a, b: kernels.all_gather_matmul(a, b),
         None,
@@ -143,6 +148,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "linear-gelu": ("", ROWS, "tp: S(0)"),
     "matmul": ("", ROWS, "tp: S(1)", "tp: S(0)", HEADS),
     "grouped_matmul": ("", "", "tp: S(2), dp: S(0)"),
+    "experts": (ROWS, ROWS, ROWS, "tp: S(1)", "tp: S(1)", "tp: S(2)"),
     "all_gather_matmul": ("", TOKENS_CUT, "tp: S(1)"),
     "matmul_reduce_scatter": ("", HEADS, "tp: S(0)"),
     "qkv_linear": ("", ROWS, "tp: S(0)", "tp: S(0)", "tp: S(0)"),

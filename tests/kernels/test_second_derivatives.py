@@ -32,6 +32,12 @@ def offsets_like(a: Tensor) -> Tensor:
     return distribute(offsets, layout_of(a)) if isinstance(a, DTensor) else offsets
 
 
+def with_experts(x: Tensor, *operands: Tensor) -> Tensor:
+    """Two of two experts for each token."""
+    chosen = torch.tensor([[0, 1], [1, 0], [1, 0]])
+    return kernels.experts(x, distribute(chosen, layout_of(x)) if isinstance(x, DTensor) else chosen, *operands)
+
+
 # name: the function and its tensors. All floating tensors have a gradient, except rope's tables.
 OPS = {
     "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
@@ -63,6 +69,10 @@ OPS = {
     ),
     "dispatch": (lambda x, experts: kernels.dispatch(x, experts, num_experts=5)[0], (normal(3, 4), ints(5, 3, 2))),
     "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
+    "experts": (
+        with_experts,
+        (normal(3, 4), normal(3, 2), normal(2, 5, 4), normal(2, 5, 4, seed=1), normal(2, 4, 5)),
+    ),
     "geglu": (kernels.geglu, (normal(3, 4), normal(3, 4, seed=1))),
     "gelu": (kernels.gelu, (normal(3, 4),)),
     "grouped_matmul": (

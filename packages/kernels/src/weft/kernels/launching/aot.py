@@ -83,6 +83,7 @@ MODULES = (
     "weft.kernels.dropout.launch",
     "weft.kernels.matmul.variants",
     "weft.kernels.grouped_matmul.variants",
+    "weft.kernels.experts.variants",
     "weft.kernels.rms_norm.launch",
     "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",
