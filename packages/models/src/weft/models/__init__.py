@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .parallel import (
         Batch,
         ColwiseParallel,
+        ExpertPlan,
         ParallelPlan,
         PositionParallel,
         PrepareInput,
@@ -56,6 +57,7 @@ _HOMES = {
     "forward_backward": ".step.forward_backward",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
+    "ExpertPlan": ".parallel",
     "ParallelPlan": ".parallel",
     "PipelinePlan": ".schedules.pipeline_plan",
     "PositionParallel": ".parallel",
@@ -84,6 +86,7 @@ __all__ = [
     "ColwiseParallel",
     "Communication",
     "DynamicRopeScaling",
+    "ExpertPlan",
     "GPTConfig",
     "LinearRopeScaling",
     "Llama",

@@ -3,12 +3,13 @@
 from .batch import Batch, lay_out_batch
 from .lora import lora, merge_lora
 from .parallelize import parallelize
-from .plan import ParallelPlan
+from .plan import ExpertPlan, ParallelPlan
 from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
 
 __all__ = [
     "Batch",
     "ColwiseParallel",
+    "ExpertPlan",
     "ParallelPlan",
     "PositionParallel",
     "PrepareInput",

@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes, uneven_bytes
+from .collective_bytes import (
+    Collective,
+    bytes_of_call,
+    counted_collective,
+    group_of_call,
+    kind_of_op,
+    received_bytes,
+    uneven_bytes,
+)
 from .world import Positions, enter_world, nontrivial_axes, world
 
 
@@ -64,7 +72,7 @@ class Recorded:
 
     def add(self, kind: str, group: _Group, nbytes: int) -> None:
         """Appends a collective to the record."""
-        self._issued.append(Collective(kind, self.axes[group.group_name], nbytes))
+        self._issued.append(counted_collective(kind, self.axes[group.group_name], nbytes))
 
     def take_each(self) -> list[Collective]:
         """The collectives recorded since the last call, in order."""

@@ -1,0 +1,169 @@
+"""Makes a laid-out model's modules of experts compute with the experts of their rank, on tokens of all ranks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.kernels.extension import apply_function, cast_for
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
+from weft.reshard import layout_of, reshard
+from weft.reshard.extension import device_mesh, group_along, is_compiling, memory_of, shape_of, this_rank
+
+from ..plan import ExpertPlan, TokenTransport
+from ..resolve import ModulePlan
+from ..styles import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
+from .passage import LocalParameters, Passage, TokenLayouts, as_rows
+from .placement import experts_mesh, find_expert_plans, folded_axes
+from .price import LINKS, Price, price_of
+from .transport import Exchanging, Gathering, Members, Way
+
+
+def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> None:
+    """Replace the forward of each module of experts that is sharded over "ep".
+
+    mesh: of the model, or of a stage. A module's forward takes tokens [..., H], their experts [..., k] and the experts'
+    weights [..., k]. It is called twice for each call: with local tensors, local parameters, and experts numbered from
+    the rank's first expert; choices of other ranks' experts have a number outside.
+    Communication: none here; in a call as `Passage`, and reshards where tokens are replicated over axes of "ep".
+    """
+    for name, plan in find_expert_plans(module_plans).items():
+        module = model.get_submodule(name)
+        module.forward = partial(_forward, ExpertCalls(mesh, plan), module, module.forward)
+
+
+def calls_of_experts(model: nn.Module) -> list[ExpertCalls]:
+    """The calls of the modules of experts that are sharded over "ep", in the model's order."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [each.args[0] for each in forwards if isinstance(each, partial) and each.func is _forward]
+
+
+@dataclass(slots=True, eq=False)
+class ExpertCalls:
+    """What the calls of a module of experts have in common."""
+
+    mesh: ProcessMesh  # of the model, or of a stage
+    plan: ExpertPlan
+    # The exchange of a layer's counts that has begun, with the choices; see `begin`.
+    begun: tuple[Tensor, Exchanging] | None = field(default=None, init=False)
+
+    def members(self, layout: Layout, shape: tuple[int, ...], experts: int, device_type: str) -> Members:
+        """The ranks along "ep". layout, shape: of the tokens [..., H]. experts: in all."""
+        mesh = experts_mesh(self.mesh, self.plan)
+        own = mesh.submesh(this_rank(), EXPERT_AXIS)
+        assert own is not None, "a rank outside the mesh moves no tokens"
+        group, positions = group_along(device_mesh(mesh, device_type), (EXPERT_AXIS,))
+        return Members(
+            group,
+            positions,
+            own.ranks,
+            own.ranks.index(this_rank()),
+            tuple(math.prod(layout.local_shape(shape, rank)[:-1]) for rank in own.ranks),
+            experts // self.plan.size,
+        )
+
+    def choose(self, members: Members, x: Tensor, experts_per_token: int) -> TokenTransport:
+        """The way that the tokens take. x: [..., H]."""
+        return self.plan.tokens or self.price(members, x, experts_per_token).cheaper
+
+    def price(self, members: Members, x: Tensor, experts_per_token: int) -> Price:
+        return price_of(
+            size=members.size,
+            tokens=max(members.tokens),
+            hidden_size=int(x.shape[-1]),
+            num_experts=members.experts * members.size,
+            experts_per_token=experts_per_token,
+            itemsize=x.element_size(),
+            link=LINKS.get(x.device.type, LINKS["cpu"]),
+        )
+
+
+def _forward(
+    calls: ExpertCalls, module: nn.Module, forward: Callable[..., Tensor], x: Any, experts: Any, weights: Any
+) -> Tensor:
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            f"experts sharded over {EXPERT_AXIS!r} were called with plain tokens {tuple(x.shape)}; call the model with "
+            f"tokens laid out by lay_out_batch or distribute, or give the module DTensors"
+        )
+    if is_compiling():
+        raise ValueError(
+            f"experts sharded over {EXPERT_AXIS!r} cannot be compiled: their tokens move between the ops of a block; "
+            f"leave the block uncompiled, or give the plan no experts"
+        )
+    original = layout_of(x)
+    if this_rank() not in original.mesh:
+        return x
+    x = cast_for("linear", x)  # moves as few bytes as the products take
+    layouts = _token_layouts(original, calls.plan)
+    if layouts.tokens != original:
+        x, experts, weights = (reshard(each, placements=layouts.tokens) for each in (x, experts, weights))
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    num_experts = int(next(iter(parameters.values())).shape[0])
+    members = calls.members(layouts.tokens, shape_of(x), num_experts, x.device_mesh.device_type)
+    local_experts = as_rows(memory_of(experts))
+    way = _begin(calls, members, x, local_experts)
+    if isinstance(way, Exchanging):
+        way.read()
+    locals_ = apply_function(LocalParameters, DATA_AXIS, *parameters.values())
+    swapped = [_owner(module, name) for name in parameters]
+    takes_rows = "rows" in inspect.signature(forward).parameters
+
+    def compute(tokens: Tensor, local: Tensor, own_weights: Tensor, rows: int | None) -> Tensor:
+        for (owner, leaf), tensor in zip(swapped, locals_, strict=True):
+            owner._parameters[leaf] = tensor
+        try:
+            return forward(tokens, local, own_weights, **({"rows": rows} if takes_rows else {}))
+        finally:
+            for (owner, leaf), parameter in zip(swapped, parameters.values(), strict=True):
+                owner._parameters[leaf] = parameter
+
+    output = Passage(way, members, layouts, shape_of(x)).run(x, local_experts, weights, compute)
+    back = {axis: original[axis] for axis in folded_axes(original.mesh, calls.plan)}
+    return reshard(output, placements=layouts.output.replace(**back)) if layouts.tokens != original else output
+
+
+def _begin(calls: ExpertCalls, members: Members, x: Tensor, experts: Tensor) -> Way:
+    if calls.choose(members, x, experts.shape[-1]) == "gather":
+        return Gathering(members)
+    return Exchanging(members, experts)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner), leaf
+
+
+@lru_cache(maxsize=1024)  # few layouts, looked up in every call
+def _token_layouts(original: Layout, plan: ExpertPlan) -> TokenLayouts:
+    """The layouts of a call whose tokens [B, T, H] came as `original`.
+
+    Each axis that "ep" divides shards the tokens: an axis of data the rows, where it did not shard before, any other
+    axis the tokens of a row. Raises LayoutError where such an axis shards features, or tokens are partial sums.
+    """
+    mesh, spread = original.mesh, {}
+    for axis in folded_axes(mesh, plan):
+        placement = original[axis]
+        if placement == Replicate():
+            spread[axis] = Shard(0) if is_data_axis(axis) else Shard(TOKENS_DIM)
+        elif not isinstance(placement, Shard) or placement.dim > TOKENS_DIM:
+            raise LayoutError(
+                f"experts take tokens [B, T, H] sharded over rows or tokens, and these are ({original}); reshard "
+                f"{axis!r} to S(0), S(1) or R"
+            )
+    tokens = original.replace(**{axis: each for axis, each in spread.items() if mesh.axis_size(axis) > 1})
+    splits = TENSOR_AXIS in mesh.axis_names and not plan.over_tp and mesh.axis_size(TENSOR_AXIS) > 1
+    if splits and tokens[TENSOR_AXIS] != Replicate():
+        raise LayoutError(
+            f"each expert is split over {TENSOR_AXIS!r}, so its tokens must be replicated over {TENSOR_AXIS!r}, and "
+            f"these are ({original}); give the module the style ExpertParallel()"
+        )
+    partial_over = {TENSOR_AXIS: Partial()} if splits else {}
+    output = tokens.replace(**partial_over)
+    return TokenLayouts(tokens=tokens, output=output, gradient=output)
