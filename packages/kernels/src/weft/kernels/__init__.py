@@ -7,7 +7,7 @@ from weft.mesh.extension import version_of
 from .attention import KeyValueCache, attention, document_bounds
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
-from .elementwise import add
+from .elementwise import add, sigmoid_gate
 from .embedding import embedding
 from .gelu import gelu
 from .grouped_matmul import grouped_matmul
@@ -48,6 +48,7 @@ __all__ = [
     "rms_norm_rope",
     "rope",
     "rope_tables",
+    "sigmoid_gate",
     "swiglu",
     "swiglu_linear",
     "uniform",

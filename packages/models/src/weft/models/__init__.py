@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .mixtral.config import MixtralConfig
+    from .mixtral.model import Mixtral
     from .parallel import (
         Batch,
         ColwiseParallel,
+        ExpertParallel,
         ParallelPlan,
         PositionParallel,
         PrepareInput,
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
+    from .qwen_moe.config import QwenMoeConfig
+    from .qwen_moe.model import QwenMoe
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.pipeline_plan import PipelinePlan
     from .step.communication import Communication
@@ -56,6 +61,7 @@ _HOMES = {
     "forward_backward": ".step.forward_backward",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
+    "ExpertParallel": ".parallel",
     "ParallelPlan": ".parallel",
     "PipelinePlan": ".schedules.pipeline_plan",
     "PositionParallel": ".parallel",
@@ -84,12 +90,15 @@ __all__ = [
     "ColwiseParallel",
     "Communication",
     "DynamicRopeScaling",
+    "ExpertParallel",
     "GPTConfig",
     "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
     "Memory",
+    "Mixtral",
+    "MixtralConfig",
     "ParallelPlan",
     "Patch",
     "PipelinePlan",
@@ -98,6 +107,8 @@ __all__ = [
     "PrepareOutput",
     "Qwen",
     "QwenConfig",
+    "QwenMoe",
+    "QwenMoeConfig",
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",

@@ -10,7 +10,7 @@ from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of
 
 from ..low_rank import LowRank
-from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
+from .styles import TENSOR_AXIS, ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
 
 HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `split_tensor_axis`
 
@@ -116,6 +116,8 @@ def _placements(style: Style | None, leaf: str) -> dict[str, Shard]:
             return {TENSOR_AXIS: Shard(0)}
         case RowwiseParallel() if leaf == "weight":
             return {TENSOR_AXIS: Shard(1)}
+        case ExpertParallel():
+            return {TENSOR_AXIS: Shard(2 if leaf == "down_proj" else 1)}
     return {}
 
 

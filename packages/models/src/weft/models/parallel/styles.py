@@ -49,6 +49,15 @@ class PositionParallel:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """The experts of a mixture split inside each expert: gate_proj and up_proj S(1), down_proj S(2).
+
+    The tokens, and the weights of their experts, are replicated; their gradients are reduced. The output is Partial
+    and reduced as by `RowwiseParallel`.
+    """
+
+
 PlacementsByAxis = Mapping[str, Any]  # mesh axis -> placement: Weft's, torch's, or text
 OutputKey = str | int | None  # an output's key or position; None for the only output
 
@@ -121,7 +130,7 @@ class PrepareOutput:
         return f"PrepareOutput({shown.get(None, shown)})"
 
 
-Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel
+Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel | ExpertParallel
 Preparation = PrepareInput | PrepareOutput
 
 
@@ -136,8 +145,8 @@ def as_styles(pattern: str, value: object) -> tuple[Style | Preparation, ...]:
             hint = f"; write {style.__name__}()" if isinstance(style, type) and issubclass(style, Style) else ""
             raise ValueError(
                 f"plan pattern {pattern!r} is given {style!r}, which is no style; use ColwiseParallel(), "
-                f"RowwiseParallel(), VocabParallel(), PositionParallel(), PrepareInput(…), PrepareOutput(…), "
-                f"or a sequence of styles{hint}"
+                f"RowwiseParallel(), VocabParallel(), PositionParallel(), ExpertParallel(), PrepareInput(…), "
+                f"PrepareOutput(…), or a sequence of styles{hint}"
             )
     return styles
 
