@@ -19,6 +19,7 @@ from .qkv_linear import qkv_linear
 from .random import normal, uniform
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rms_norm_rope, rope, rope_tables
+from .routing import combine, dispatch, route, router_statistics
 from .swiglu import geglu, swiglu
 from .swiglu_linear import swiglu_linear
 
@@ -29,7 +30,9 @@ __all__ = [
     "add_rms_norm",
     "all_gather_matmul",
     "attention",
+    "combine",
     "cross_entropy",
+    "dispatch",
     "document_bounds",
     "dropout",
     "embedding",
@@ -48,6 +51,8 @@ __all__ = [
     "rms_norm_rope",
     "rope",
     "rope_tables",
+    "route",
+    "router_statistics",
     "sigmoid_gate",
     "swiglu",
     "swiglu_linear",
