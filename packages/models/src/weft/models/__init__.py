@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
     from .step.record import record
+    from .step.router import RouterLosses
 
 _HOMES = {
     "load_lora": ".checkpoint.adapters",
@@ -76,6 +77,7 @@ _HOMES = {
     "Patch": ".patching",
     "patch": ".patching",
     "record": ".step.record",
+    "RouterLosses": ".step.router",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
@@ -109,6 +111,7 @@ __all__ = [
     "QwenConfig",
     "QwenMoe",
     "QwenMoeConfig",
+    "RouterLosses",
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
