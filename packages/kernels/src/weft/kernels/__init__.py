@@ -9,6 +9,7 @@ from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
 from .elementwise import add, sigmoid_gate
 from .embedding import embedding
+from .experts import experts
 from .gelu import gelu
 from .grouped_matmul import grouped_matmul
 from .layer_norm import add_layer_norm, layer_norm
@@ -36,6 +37,7 @@ __all__ = [
     "document_bounds",
     "dropout",
     "embedding",
+    "experts",
     "geglu",
     "gelu",
     "grouped_matmul",

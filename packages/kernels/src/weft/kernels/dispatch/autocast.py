@@ -33,6 +33,7 @@ RUNS = {
     "dispatch": Runs.UNCHANGED,
     "dropout": Runs.UNCHANGED,
     "embedding": Runs.UNCHANGED,
+    "experts": Runs.LOWER,
     "geglu": Runs.WIDEST,
     "gelu": Runs.UNCHANGED,
     "grouped_matmul": Runs.LOWER,
