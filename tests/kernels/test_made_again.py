@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft import kernels
+from weft.kernels.dispatch import backend
 
 from tests.kernels.cases import normal
 
@@ -42,8 +43,8 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory as short as a GPU's, or a CPU's in 16 bits: see the last test."""
-    monkeypatch.setattr("weft.kernels.dispatch.backend._PLAIN", frozenset())
-    monkeypatch.setattr("weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True)
+    monkeypatch.setattr(backend, "_PLAIN", frozenset())
+    monkeypatch.setattr(backend, "is_short_of_memory", lambda output: True)
 
 
 def test_a_product_keeps_what_makes_its_input() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from weft.kernels import linear, swiglu_linear
+from weft.kernels.dispatch import backend
 from weft.kernels.launching.traffic import counted_traffic
 
 from .cases import assert_as_good_as_eager, normal
@@ -50,8 +51,8 @@ def test_both_products_are_kept_and_on_a_cpu_in_32_bits_the_activation(
 
 def test_what_keeps_the_output_keeps_the_products_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are kept already: a feed-forward layer keeps its input and both, and makes the gate's output again."""
-    monkeypatch.setattr("weft.kernels.dispatch.backend._PLAIN", frozenset())
-    monkeypatch.setattr("weft.kernels.dispatch.backend.is_short_of_memory", lambda output: True)  # as a GPU is
+    monkeypatch.setattr(backend, "_PLAIN", frozenset())
+    monkeypatch.setattr(backend, "is_short_of_memory", lambda output: True)  # as a GPU is
     x, gate, up, down = (normal(*shape).requires_grad_() for shape in ((6, 8), (10, 8), (10, 8), (8, 10)))
     assert kept(lambda *t: linear(swiglu_linear(*t[:3]), t[3]), x, gate, up, down) == 2 * 60
     found = gradients(lambda *t: linear(swiglu_linear(*t[:3]), t[3]), x, gate, up, down)

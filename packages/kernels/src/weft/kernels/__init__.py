@@ -7,8 +7,9 @@ from weft.mesh.extension import version_of
 from .attention import KeyValueCache, attention, document_bounds
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
-from .elementwise import add
+from .elementwise import add, sigmoid_gate
 from .embedding import embedding
+from .experts import experts
 from .gelu import gelu
 from .grouped_matmul import grouped_matmul
 from .layer_norm import add_layer_norm, layer_norm
@@ -19,6 +20,7 @@ from .qkv_linear import qkv_linear
 from .random import normal, uniform
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rms_norm_rope, rope, rope_tables
+from .routing import combine, dispatch, route, router_statistics
 from .swiglu import geglu, swiglu
 from .swiglu_linear import swiglu_linear
 
@@ -29,10 +31,13 @@ __all__ = [
     "add_rms_norm",
     "all_gather_matmul",
     "attention",
+    "combine",
     "cross_entropy",
+    "dispatch",
     "document_bounds",
     "dropout",
     "embedding",
+    "experts",
     "geglu",
     "gelu",
     "grouped_matmul",
@@ -48,6 +53,9 @@ __all__ = [
     "rms_norm_rope",
     "rope",
     "rope_tables",
+    "route",
+    "router_statistics",
+    "sigmoid_gate",
     "swiglu",
     "swiglu_linear",
     "uniform",

@@ -1,8 +1,8 @@
 """Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.kernels`.
 
 Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), counting an op's traffic, delaying weight gradients,
-tokens in another order, attention to received keys, and the choice of overlapped products. A release may rename them;
-the changelog says how.
+tokens in another order, tokens sorted by expert, attention to received keys, and the choice of overlapped products. A
+release may rename them; the changelog says how.
 """
 
 from .attention.exchanged import Places, ReceivedKeys, VisibleKeys
@@ -24,6 +24,7 @@ from .launching.traffic import counted_traffic
 from .matmul.sharded.choice import MEASURED, Form, faster_in_steps
 from .packing import pack, unpack
 from .random import normal_
+from .routing import sort_by_expert
 
 __all__ = [
     "MEASURED",
@@ -54,6 +55,7 @@ __all__ = [
     "pack",
     "refuse_second_derivative",
     "slice_gradient",
+    "sort_by_expert",
     "unpack",
     "weigh_targets",
 ]

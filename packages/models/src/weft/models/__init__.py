@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .mixtral.config import MixtralConfig
+    from .mixtral.model import Mixtral
     from .parallel import (
         Batch,
         ColwiseParallel,
+        ExpertParallel,
         ExpertPlan,
         ParallelPlan,
         PositionParallel,
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
+    from .qwen_moe.config import QwenMoeConfig
+    from .qwen_moe.model import QwenMoe
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.pipeline_plan import PipelinePlan
     from .step.communication import Communication
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
     from .step.record import record
+    from .step.router import RouterLosses
 
 _HOMES = {
     "load_lora": ".checkpoint.adapters",
@@ -57,6 +63,7 @@ _HOMES = {
     "forward_backward": ".step.forward_backward",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
+    "ExpertParallel": ".parallel",
     "ExpertPlan": ".parallel",
     "ParallelPlan": ".parallel",
     "PipelinePlan": ".schedules.pipeline_plan",
@@ -72,6 +79,7 @@ _HOMES = {
     "Patch": ".patching",
     "patch": ".patching",
     "record": ".step.record",
+    "RouterLosses": ".step.router",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
@@ -86,6 +94,7 @@ __all__ = [
     "ColwiseParallel",
     "Communication",
     "DynamicRopeScaling",
+    "ExpertParallel",
     "ExpertPlan",
     "GPTConfig",
     "LinearRopeScaling",
@@ -93,6 +102,8 @@ __all__ = [
     "Llama3RopeScaling",
     "LlamaConfig",
     "Memory",
+    "Mixtral",
+    "MixtralConfig",
     "ParallelPlan",
     "Patch",
     "PipelinePlan",
@@ -101,6 +112,9 @@ __all__ = [
     "PrepareOutput",
     "Qwen",
     "QwenConfig",
+    "QwenMoe",
+    "QwenMoeConfig",
+    "RouterLosses",
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",

@@ -28,9 +28,12 @@ RUNS = {
     "add_rms_norm": Runs.FLOAT32,
     "all_gather_matmul": Runs.LOWER,
     "attention": Runs.LOWER,
+    "combine": Runs.UNCHANGED,  # sums in float32
     "cross_entropy": Runs.UNCHANGED,  # computes and returns float32 for any logits
+    "dispatch": Runs.UNCHANGED,
     "dropout": Runs.UNCHANGED,
     "embedding": Runs.UNCHANGED,
+    "experts": Runs.LOWER,
     "geglu": Runs.WIDEST,
     "gelu": Runs.UNCHANGED,
     "grouped_matmul": Runs.LOWER,
@@ -43,6 +46,9 @@ RUNS = {
     "rms_norm": Runs.FLOAT32,
     "rms_norm_rope": Runs.FLOAT32,
     "rope": Runs.UNCHANGED,  # computes in float32
+    "route": Runs.UNCHANGED,  # computes and returns float32 for any scores
+    "router_statistics": Runs.UNCHANGED,  # as route
+    "sigmoid_gate": Runs.WIDEST,
     "swiglu": Runs.WIDEST,
     "swiglu_linear": Runs.LOWER,
 }

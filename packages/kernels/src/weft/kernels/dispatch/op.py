@@ -43,9 +43,9 @@ class Op:
     # left out. The options are those of the call, without the `varying` ones. Raises LayoutError for layouts the op
     # cannot take.
     rule: Callable[..., Any]
-    # (dtype of the first floating operand, options) -> dtype of the output. Called only on ranks outside the
-    # mesh, to make empty outputs.
-    dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype] = lambda dtype, options: dtype
+    # (dtype of the first floating operand, options) -> dtype of the outputs, or a tuple with the dtype of each. Called
+    # only on ranks outside the mesh, to make empty outputs.
+    dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype | tuple[torch.dtype, ...]] = lambda dtype, options: dtype
     # (*operands, **options) -> output. Called when grad mode is off. If None, `forward` is called instead.
     inference: Callable[..., Any] | None = None
     # Names of options whose values differ from call to call. They are left out of the cache key, so the rule does not

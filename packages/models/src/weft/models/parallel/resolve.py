@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ..experts import Experts
 from ..low_rank import LowRank
 from .plan import ParallelPlan
 from .styles import (
@@ -243,7 +244,7 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
     if isinstance(style, VocabParallel | PositionParallel):
         kind = nn.Embedding
     elif isinstance(style, ExpertParallel):
-        kind = nn.Module
+        kind = Experts
     if not isinstance(module, kind):
         raise ValueError(
             f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(module).__name__}; "

@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
 
+from ..mixture_config import MixtureConfig
 from ..parallel import ParallelPlan
 from ..parallel.parallelize import own_plan
 from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
 from ..step.memory import Memory, predict_memory
 from ..step.record import Step, StepShape, run_on_shapes
+from ..step.router import RouterLosses
 from .config import TrainConfig
 from .measure import flops_per_token
-from .model_class import inputs_of, make_model_of, parameters_of
+from .model_class import ROUTER, has_router, inputs_of, make_model_of, parameters_of
 from .optimizer import communicate_update, count_states
 from .recipes import size_in_words
 from .report import ParameterLayout, Report, mesh_in_words
@@ -137,9 +139,25 @@ class Outline:
     def criterion(self) -> Criterion:
         """Cross-entropy over the number of tokens of the global batch.
 
-        The losses of microbatches and ranks then add up to the mean loss of the batch.
+        The losses of microbatches and ranks then add up to the mean loss of the batch. For a model with experts, with
+        the routers' losses.
         """
-        return partial(cross_entropy, denominator=float(math.prod(self.batch_shape)))
+        of_logits = partial(cross_entropy, denominator=float(math.prod(self.batch_shape)))
+        model = self.config.model
+        if not self.training_inputs or not isinstance(model, MixtureConfig):
+            return of_logits
+        balance, z = model.router_aux_loss_coef, model.router_z_loss_coef
+        return RouterLosses(of_logits, balance=balance, z=z, microbatches=self.num_microbatches)
+
+    @property
+    def training_inputs(self) -> dict[str, Any]:
+        """Inputs of the model in training steps alone: router=True, for a model that returns router statistics."""
+        return {ROUTER: True} if has_router(self.config.model, self.config.model_class) else {}
+
+    @property
+    def bias_rate(self) -> float:
+        """How much the correction biases of experts change after a step; 0 for a model without."""
+        return self.config.model.bias_rate if isinstance(self.config.model, MixtureConfig) else 0.0
 
     def autocast_context(self, device_type: str) -> AbstractContextManager[None]:
         """The context to call the model in: autocast to the run's dtype, disabled for float32."""
@@ -161,7 +179,7 @@ class Outline:
 
     def select_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The items of `inputs` that the model's forward takes, by name. Tokens are passed separately."""
-        names = inputs_of(self.config.model_class)
+        names = (*inputs_of(self.config.model_class), *self.training_inputs)
         return {name: value for name, value in inputs.items() if name in names}
 
     def record_step(self, rank: int, device_type: str, documents: Tensor | None = None) -> Step:
@@ -175,7 +193,7 @@ class Outline:
             batch=self.batch_shape,
             criterion=self.criterion,
             rank=rank,
-            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)} | extra),
+            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)} | extra | self.training_inputs),
             microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
         )

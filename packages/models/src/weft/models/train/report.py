@@ -27,6 +27,7 @@ SKIPPED_NAMES_SHOWN = 3
 # signs.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 METRICS_COLUMNS = 139  # width of the metrics beside the progress bar; a narrower terminal gets no bar
+ROUTER_METRICS = ("balance", "z", "busiest_expert")  # fields of Metrics, for models with experts alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,9 @@ class Metrics:
     data_share: float  # share of the step's time spent waiting for the batch to be read
     seconds_left: float  # until the last step is done
     held_out_loss: float | None = None  # None in steps without an evaluation
+    balance: float | None = None  # the balance loss, before its coefficient; None without experts
+    z: float | None = None  # the routers' mean squared logsumexp; None without experts
+    busiest_expert: float | None = None  # tokens of a layer's busiest expert over the mean, of the worst layer
     perplexity: float | None = field(
         init=False, default=None
     )  # e**held_out_loss, at most e**700, near the largest float
@@ -69,6 +73,8 @@ class Metrics:
             f"waiting {self.communication_share:.0%}",
             f"{left} left",
         ]
+        if self.busiest_expert is not None:
+            shown.insert(2, f"balance {self.balance:.3f}  busiest expert {self.busiest_expert:.2f}x")
         if self.held_out_loss is not None:
             shown.insert(1, f"held out {self.held_out_loss:.4f} (perplexity {self.perplexity:.4g})")
         return "  ".join(shown)

@@ -308,7 +308,9 @@ def _empty_outputs(op: Op, locals_: list[Tensor | None], sharding: Sharding, opt
     """The empty outputs of an op on a rank outside the mesh."""
     operands = [local for local in locals_ if local is not None]
     like = next((local for local in operands if local.is_floating_point()), operands[0])
-    empty = [like.new_empty(0, dtype=op.dtype(like.dtype, options)) for _ in sharding.outputs]
+    dtype = op.dtype(like.dtype, options)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * len(sharding.outputs)
+    empty = [like.new_empty(0, dtype=each) for each in dtypes]
     return tuple(empty) if sharding.is_tuple else empty[0]
 
 

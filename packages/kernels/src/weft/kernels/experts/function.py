@@ -1,0 +1,172 @@
+"""experts of local tensors, forward and backward, and the checks of its arguments.
+
+Forward and backward are one torch op each (`_forward`, `_backward`), because where an expert's rows end is unknown
+while tracing. Inside, `use_triton` chooses between the Triton kernels and `reference.py`. Backward makes the sorted
+inputs and the gated activations again, instead of keeping them (SonicMoE, arXiv 2512.14080).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.backend import TOKEN_DTYPES, can_read, check_floats, use_triton
+from ..dispatch.op import Tensors
+from ..launching.launched import launched
+from ..matmul.checks import check_wide
+from .reference import plain_backward, plain_forward
+
+OP = "experts"
+
+
+def forward(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    first: int = 0,
+    rows: int | None = None,
+    keep: bool = True,
+) -> tuple[Tensor, Tensors]:
+    """The output as in `plain_forward`, in x's dtype and leading dims.
+
+    keep: whether to save tensors for backward: x, weights, the sorted order, gate, up, down and both pre-activations.
+    """
+    tokens, chosen, choices = x.reshape(-1, x.shape[-1]), experts.reshape(-1, experts.shape[-1]), weights.shape[-1]
+    source, offsets = sort_by_expert(chosen, len(gate), first)
+    out = torch.empty((*x.shape[:-1], down.shape[1]), dtype=x.dtype, device=x.device)
+    z_gate = z_up = None
+    if keep or use_triton(x):  # the kernels of a forward without a backward store the gated activation in z_gate
+        size = _count_rows(offsets, source, rows)
+        z_gate = torch.empty((size, gate.shape[1]), dtype=x.dtype, device=x.device)
+        z_up = torch.empty_like(z_gate) if keep else None
+    _forward(tokens, weights.reshape(-1, choices), source, offsets, gate, up, down, out.view(-1, down.shape[1]),
+             z_gate, z_up)  # fmt: skip
+    return out, (x, weights, source, offsets, gate, up, down, z_gate, z_up) if keep else ()
+
+
+def inference(*tensors: Tensor, **options: Any) -> Tensor:
+    """The output of `forward`, without saved tensors."""
+    return forward(*tensors, keep=False, **options)[0]
+
+
+def backward(
+    saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int = 0, rows: int | None = None
+) -> Tensors:
+    """The gradients as in `plain_backward`; the chosen experts have none."""
+    x, weights, source, offsets, gate, up, down, z_gate, z_up = saved
+    assert x is not None and weights is not None and gate is not None, "forward saves all operands"
+    of_operands = (x, None, weights, gate, up, down)
+    gradients = tuple(
+        torch.empty(each.shape, dtype=each.dtype, device=each.device) if each is not None and need else None
+        for each, need in zip(of_operands, needed, strict=True)
+    )
+    dx, _, dweights, *of_experts = gradients
+    _backward(
+        grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]),
+        source, offsets, gate, up, down, z_gate, z_up,
+        None if dx is None else dx.view(-1, x.shape[-1]),
+        None if dweights is None else dweights.view(-1, weights.shape[-1]),
+        *of_experts,
+    )  # fmt: skip
+    return gradients
+
+
+@launched(
+    "experts(Tensor x, Tensor weights, Tensor source, Tensor offsets, Tensor gate, Tensor up, Tensor down, "
+    "Tensor(a!) out, Tensor(b!)? z_gate, Tensor(c!)? z_up)"
+)
+def _forward(x: Tensor, *operands: Any) -> None:
+    if use_triton(x):
+        from . import launch  # imports triton, which a CPU run may not have
+
+        launch.forward(x, *operands)
+    else:
+        plain_forward(x, *operands)
+
+
+@launched(
+    "experts_backward(Tensor grad, Tensor x, Tensor weights, Tensor source, Tensor offsets, Tensor gate, Tensor up, "
+    "Tensor down, Tensor z_gate, Tensor z_up, Tensor(a!)? dx, Tensor(b!)? dweights, Tensor(c!)? dgate, "
+    "Tensor(d!)? dup, Tensor(e!)? ddown)"
+)
+def _backward(grad: Tensor, *operands: Any) -> None:
+    if use_triton(grad):
+        from . import launch
+
+        launch.backward(grad, *operands)
+    else:
+        plain_backward(grad, *operands)
+
+
+def sort_by_expert(experts: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The choices sorted by expert, and by token within an expert: source int32 [N * k], offsets int32 [count].
+
+    experts: [N, k]. source: token * k + choice of each sorted row. offsets: where the rows of expert first + e end.
+    Choices of experts outside first to first + count - 1 are behind the last expert's rows.
+    """
+    local = experts.reshape(-1) - first
+    local = torch.where((local < 0) | (local >= count), count, local)
+    ordered, source = torch.sort(local, stable=True)
+    ends = torch.arange(count, dtype=local.dtype, device=local.device)
+    return source.to(torch.int32), torch.searchsorted(ordered, ends, right=True, out_int32=True)
+
+
+def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
+    """The number of sorted rows to allocate: counted where the host can read the offsets, else `rows`, else all.
+
+    Raises ValueError where the host counts more than `rows`.
+    """
+    most = len(source) if rows is None else min(rows, len(source))
+    if not can_read(offsets):
+        return most
+    counted = int(offsets[-1]) if len(offsets) else 0
+    if counted > most:
+        raise ValueError(
+            f"{OP}: {counted} choices are of the {len(offsets)} experts here, and rows={rows} leaves no room for them; "
+            f"give rows={counted} or more, or leave rows out to allocate for all {len(source)} choices"
+        )
+    return counted
+
+
+def check(
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, rows: int | None
+) -> None:
+    """Raises ValueError for mismatched arguments of `experts`."""
+    given = x, experts, weights, gate, up, down
+    x_shape, experts_shape, weights_shape, gate_shape, up_shape, down_shape = (tuple(each.shape) for each in given)
+    if (
+        not x_shape
+        or (*x_shape[:-1], *experts_shape[-1:]) != experts_shape
+        or experts_shape != weights_shape
+        or len(experts_shape) != len(x_shape)
+    ):
+        raise ValueError(
+            f"{OP} takes x [..., H], experts [..., k] and weights [..., k], got {x_shape}, {experts_shape} and "
+            f"{weights_shape}; give each token of x a row of its k experts and a row of their weights"
+        )
+    if (
+        len(gate_shape) != 3
+        or gate_shape != up_shape
+        or gate_shape[2] != x_shape[-1]
+        or down_shape != (gate_shape[0], x_shape[-1], gate_shape[1])
+    ):
+        raise ValueError(
+            f"{OP} takes gate and up [E, I, H] and down [E, H, I] beside x [..., H], got {gate_shape}, {up_shape} and "
+            f"{down_shape} beside {x_shape}; stack the experts' matrices in their first dim, and transpose a stack "
+            f"with .mT where this is meant"
+        )
+    if experts.dtype not in TOKEN_DTYPES:
+        raise ValueError(
+            f"{OP}: experts is {experts.dtype}; cast it with .to(), to one of {', '.join(map(str, TOKEN_DTYPES))}"
+        )
+    check_floats(OP, ("weights",), weights)
+    check_wide(OP, x, gate, up, down)
+    if rows is not None and rows < 0:
+        raise ValueError(f"{OP}: rows is {rows}; give the number of sorted rows to allocate, 0 or more, or None")

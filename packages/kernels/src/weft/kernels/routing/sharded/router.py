@@ -1,0 +1,202 @@
+"""route and router_statistics on plain tensors and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from weft.mesh import Layout, LayoutError, Partial, infer
+
+from ...dispatch.backend import check_floats
+from ...dispatch.op import Op
+from ...dispatch.sharded import Shapes, Sharding, apply, apply_many, autocasts, check_devices
+from .. import function
+from ..reference import wide_dtype
+from .tokens import check_experts
+
+SCORES = ("softmax", "sigmoid")
+
+
+@autocasts("route")
+def route(
+    scores: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    softmax_after: bool = False,
+    normalize: bool = True,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    groups: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the k experts of each token with the highest scores, and their weights.
+
+    scores: the router's logits, [..., E], in bfloat16, float16, float32 or float64.
+    Returns the experts, int32 [..., k], in descending order of score, and their weights [..., k], in float32; in
+    float64 for float64 scores. The lower of two experts with equal scores comes first, on every device.
+    score: the function of the logits that gives the weights: "softmax" over all experts, or "sigmoid" of each logit.
+    softmax_after: the softmax is over the chosen logits alone. The weights then sum to 1, whatever `normalize` is.
+    normalize: divide the chosen weights by their sum (Mixtral; Qwen3-MoE's norm_topk_prob).
+    bias: [E], added to the softmax or sigmoid for the choice alone, not in the weights; with softmax_after added to
+    the logits. It has no gradient: a training loop corrects it (DeepSeek-V3, arXiv:2412.19437).
+    scale: a factor of the weights (DeepSeek-V3's routed_scaling_factor).
+    groups: (n, m): the experts are n equal groups, and a token chooses from the m groups with the highest sum of their
+    two highest scores, bias included (DeepSeek-V3's n_group and topk_group).
+
+    All is computed in float32 at least. Without bias and groups the logits themselves decide the choice. A NaN counts
+    as the highest score, as in torch.topk: its expert is chosen, and the token's weights are NaN, except those of
+    other experts under "sigmoid" without normalize.
+    Gradient: the scores', through the weights alone. Saved for backward: the scores and the experts.
+
+    Layouts: the scores are sharded on any dims of tokens; experts and weights are sharded alike. The bias is
+    replicated.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for k above E or below 1, options unlike the above, other
+    dtypes or shapes, and tensors on two devices.
+    """
+    check_floats("route", ("scores", "the bias"), scores, bias)
+    if scores.ndim < 1:
+        raise ValueError("route takes scores of shape [..., E], got a number; give the router's logits")
+    _check_router(scores.shape[-1], k, score, softmax_after, groups)
+    if bias is not None:
+        if bias.shape != scores.shape[-1:]:
+            raise ValueError(
+                f"route: the bias has shape {tuple(bias.shape)}, but the scores are of {scores.shape[-1]} experts; "
+                f"give a number for each expert"
+            )
+        check_devices("route", scores, bias)
+    weights, experts = apply_many(
+        ROUTE, scores, bias,
+        k=k, score=score, softmax_after=softmax_after, normalize=normalize, scale=float(scale),
+        groups=None if groups is None else (groups[0], groups[1]),
+    )  # fmt: skip
+    return experts, weights
+
+
+def _check_router(E: int, k: int, score: str, softmax_after: bool, groups: Sequence[int] | None) -> None:
+    """Raise ValueError for options of `route` that do not fit E experts."""
+    if not 1 <= k <= E:
+        raise ValueError(f"route: k is {k}, but there are {E} experts; give 1 to {E}")
+    if score not in SCORES:
+        raise ValueError(f"route: score is {score!r}; give one of {', '.join(map(repr, SCORES))}")
+    if softmax_after and score != "softmax":
+        raise ValueError(f"route: softmax_after goes with score='softmax', got {score!r}; leave one of both out")
+    if groups is None:
+        return
+    if len(groups) != 2:
+        raise ValueError(f"route: groups is {tuple(groups)}; give (number of groups, groups that a token chooses from)")
+    n, m = groups
+    if n < 1 or E % n:
+        degrees = [each for each in range(1, E + 1) if E % each == 0]
+        raise ValueError(
+            f"route: {E} experts cannot be cut into {n} equal groups; numbers that work: {', '.join(map(str, degrees))}"
+        )
+    if not 1 <= m <= n:
+        raise ValueError(f"route: groups is {(n, m)}: a token chooses from {m} of {n} groups; give 1 to {n}")
+    if k > m * (E // n):
+        raise ValueError(
+            f"route: k is {k}, but {m} groups of {E // n} experts have {m * (E // n)}; give a smaller k, or more "
+            f"groups to choose from"
+        )
+
+
+@autocasts("router_statistics")
+def router_statistics(
+    logits: Tensor, experts: Tensor, statistics: Tensor | None = None, *, layer: int = 0, layers: int = 1
+) -> Tensor:
+    """Sums over tokens for a router's balance loss and z-loss, added to row `layer` of `statistics`.
+
+    logits: [..., E], the scores given to `route`. experts: [..., k] of int32 or int64, from `route`.
+    statistics: the result for the layers before, [layers, 2 * E + 1]; None means zeros. It is not written.
+    Returns [layers, 2 * E + 1] in float32; in float64 for float64 logits. The row gets
+    [0 : E], how often each expert was chosen, exact below 2**24 times;
+    [E : 2 * E], the sum over tokens of softmax(logits) (Fedus et al. 2021);
+    [2 * E], the sum over tokens of logsumexp(logits)**2 (z-loss, Zoph et al. 2022).
+    Gradients: the logits', through the second and the third; the statistics'. Saved for backward: the logits.
+
+    Layouts: logits and experts are sharded on the same dims of tokens. The output is Partial(sum) over the axes that
+    shard tokens and replicated over the remaining axes, and so is `statistics`.
+    Communication: none.
+    Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes, a layer outside 0 to
+    layers - 1, and tensors on two devices.
+    """
+    check_floats("router_statistics", ("logits",), logits)
+    check_experts("router_statistics", experts)
+    if logits.ndim < 1 or logits.shape[:-1] != experts.shape[:-1]:
+        raise ValueError(
+            f"router_statistics takes logits [..., E] and experts [..., k] of the same tokens, got "
+            f"{tuple(logits.shape)} and {tuple(experts.shape)}; reshape one"
+        )
+    if not 0 <= layer < layers:
+        raise ValueError(f"router_statistics: layer is {layer} of {layers} layers; give 0 to {layers - 1}")
+    if statistics is not None:
+        wanted, dtype = (layers, 2 * logits.shape[-1] + 1), wide_dtype(logits)
+        if statistics.shape != wanted or statistics.dtype != dtype:
+            raise ValueError(
+                f"router_statistics: the statistics are {tuple(statistics.shape)} of {statistics.dtype}; give {wanted} "
+                f"of {dtype}, for {layers} layers of {logits.shape[-1]} experts"
+            )
+    check_devices("router_statistics", logits, experts, statistics)
+    return apply(STATISTICS, logits, experts, statistics, layer=layer, layers=layers)
+
+
+def _route_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    scores, bias = layouts
+    shape = shapes[0]
+    assert scores is not None and shape is not None, "the scores are given"
+    output = infer.whole("route", "the scores", scores, len(shape) - 1)
+    if bias is not None and bias != Layout(bias.mesh):
+        wanted = Layout(bias.mesh)
+        raise LayoutError(f"route: the bias is ({bias}), but each token needs all of it; reshard it to ({wanted})")
+    chosen = (*shape[:-1], options["k"])
+
+    def gradient_layouts(grad: Layout, of_experts: None) -> tuple[Layout | None, ...]:
+        return infer.gradient(output, grad, scores, (scores,)), None
+
+    return Sharding(output, chosen, gradient_layouts, further_outputs=((output, chosen),))
+
+
+def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    logits, experts, statistics = layouts
+    shape = shapes[0]
+    assert logits is not None and experts is not None and shape is not None, "logits and experts are given"
+    tokens = len(shape) - 1
+    infer.whole("router_statistics", "the logits", logits, tokens)
+    infer.elementwise("router_statistics", False, logits, experts, operands=("the logits", "the experts"))
+    sharded = [axis for axes in logits.shard_order.values() for axis in axes]
+    output = Layout(logits.mesh, dict.fromkeys(sharded, Partial("sum")))
+    if statistics is not None and statistics != output:
+        raise LayoutError(
+            f"router_statistics: the statistics are ({statistics}), but the sums of logits ({logits}) are ({output}); "
+            f"give the statistics of the layers before, or None in the first layer",
+            (logits, experts, output),
+        )
+    operands = (logits,) if statistics is None else (logits, statistics)
+
+    def gradient_layouts(grad: Layout) -> tuple[Layout | None, ...]:
+        return (
+            infer.gradient(output, grad, logits, operands),
+            None,
+            None if statistics is None else infer.gradient(output, grad, statistics, operands),
+        )
+
+    return Sharding(output, (options["layers"], 2 * shape[-1] + 1), gradient_layouts)
+
+
+ROUTE = Op(
+    "route",
+    function.route,
+    function.route_backward,
+    _route_rule,
+    lambda dtype, options: (torch.promote_types(dtype, torch.float32), torch.int32),
+    num_constants=lambda options: 1,
+)
+STATISTICS = Op(
+    "router_statistics",
+    function.statistics,
+    function.statistics_backward,
+    _statistics_rule,
+    lambda dtype, options: torch.promote_types(dtype, torch.float32),
+)
