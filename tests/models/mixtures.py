@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from weft.kernels import on_local_tensors
 from weft.models import ExpertPlan, Llama, LlamaConfig, ParallelPlan, initialize
+from weft.models.experts import Experts as WeftExperts
 from weft.models.initialization import Normal
 from weft.models.layers import Linear
 from weft.models.parallel.styles import ExpertParallel
@@ -32,14 +33,11 @@ of_rows = on_local_tensors(in_layouts=[ROWS], out_layouts=[ROWS, ROWS])(chosen)
 of_cut = on_local_tensors(in_layouts=[CUT], out_layouts=[CUT, CUT])(chosen)
 
 
-class Experts(nn.Module):
+class Experts(WeftExperts):
     """Experts in plain torch: a loop over the experts."""
 
     def __init__(self) -> None:
-        super().__init__()
-        H = CONFIG.hidden_size
-        self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(EXPERTS, INSIDE, H)) for _ in range(2))
-        self.down_proj = nn.Parameter(torch.empty(EXPERTS, H, INSIDE))
+        super().__init__(CONFIG.hidden_size, INSIDE, EXPERTS)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [..., H], experts [..., k], weights [..., k] -> [..., H]. Numbers outside are of no expert."""

@@ -125,16 +125,17 @@ def together(sizes: dict[str, int], placements: Any, plans: list[ExpertPlan], sh
     return [said for wrong, *_ in found for said in wrong]
 
 
-WAYS = ("gather", "exchange")
+def both(*sizes: int, over_tp: bool = False) -> list[ExpertPlan]:
+    return [ExpertPlan(size=size, over_tp=over_tp, tokens=way) for size in sizes for way in ("gather", "exchange")]
+
+
 MESHES: dict[str, tuple[dict[str, int], dict[str, str], list[ExpertPlan]]] = {
-    "rows": ({"dp": 4}, {"dp": "S(0)"}, [ExpertPlan(size=n, tokens=way) for n in (2, 4) for way in WAYS]),
-    "rows-and-tokens": (
-        {"dp": 2, "cp": 2}, {"dp": "S(0)", "cp": "S(1)"}, [ExpertPlan(size=n, tokens=way) for n in (2, 4) for way in WAYS]
-    ),
-    "replicated": ({"dp": 4}, {}, [ExpertPlan(size=4, tokens=way) for way in WAYS]),
-    "axes-in-another-order": ({"tp": 2, "dp": 2}, {"dp": "S(0)", "tp": "S(1)"}, [ExpertPlan(size=4, over_tp=True, tokens=way) for way in WAYS]),
-    "over-tp-replicated": ({"dp": 2, "tp": 2}, {"dp": "S(0)"}, [ExpertPlan(size=n, over_tp=True, tokens=way) for n in (2, 4) for way in WAYS]),
-}  # fmt: skip
+    "rows": ({"dp": 4}, {"dp": "S(0)"}, both(2, 4)),
+    "rows-and-tokens": ({"dp": 2, "cp": 2}, {"dp": "S(0)", "cp": "S(1)"}, both(2, 4)),
+    "replicated": ({"dp": 4}, {}, both(4)),
+    "axes-in-another-order": ({"tp": 2, "dp": 2}, {"dp": "S(0)", "tp": "S(1)"}, both(4, over_tp=True)),
+    "over-tp-replicated": ({"dp": 2, "tp": 2}, {"dp": "S(0)"}, both(2, 4, over_tp=True)),
+}
 
 
 @pytest.mark.few(5)

@@ -21,6 +21,7 @@ from weft.mesh import ProcessMesh, derive_key
 
 from ..mixture_config import MixtureConfig
 from ..parallel import ParallelPlan
+from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
@@ -29,6 +30,7 @@ from ..step.record import Step, StepShape, run_on_shapes
 from ..step.router import RouterLosses
 from .config import TrainConfig
 from .measure import flops_per_token
+from .memory_check import gpu_count
 from .model_class import ROUTER, has_router, inputs_of, make_model_of, parameters_of
 from .optimizer import communicate_update, count_states
 from .recipes import size_in_words
@@ -44,7 +46,7 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
-    report, outline = Report(enabled=True), Outline.of(config, axes)
+    report, outline = Report(enabled=True), Outline.of(config, axes, "cuda" if gpu_count() else "cpu")
     step = outline.record_step(rank, "cpu")
     coordinate = outline.mesh.coordinate(rank)
     assert coordinate is not None, "the rank is one of the mesh"
@@ -58,6 +60,8 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     report.print_layout(parameters, "" if step.schedule is None else f" of rank {rank}'s stage")
     if step.schedule is not None:
         report.print_schedule(step.schedule)
+    if outline.tokens_line is not None:
+        report.print_line(outline.tokens_line)
     report.print_prediction(step.communication, rank)
     states = count_states(outline.make_model(), config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
@@ -110,16 +114,43 @@ class Outline:
     config: TrainConfig
     mesh: ProcessMesh
     plan: ParallelPlan
+    tokens_price: Price | None = None  # of both ways of tokens to experts on an axis "ep"
 
     @classmethod
-    def of(cls, config: TrainConfig, axes: Mapping[str, int]) -> Outline:
+    def of(cls, config: TrainConfig, axes: Mapping[str, int], device_type: str = "cpu") -> Outline:
         """The outline of a run. The parallel plan is the model's own, with the options of `config.plan`.
 
+        Tokens take the cheaper way to experts on an axis "ep", unless `config.plan` names one.
         config: with the options of `config.plan` filled in by `run.complete_plan`. axes: the mesh's axes with their
-            sizes.
+            sizes. device_type: of the run, "cpu" or "cuda", for the price.
         """
-        model_plan, options = own_plan(_make_on_meta(config)), config.plan.options(axes.get("pp", 1))
-        return cls(config=config, mesh=ProcessMesh.grid(**axes), plan=dataclasses.replace(model_plan, **options))
+        model_plan = own_plan(_make_on_meta(config))
+        options = config.plan.options(axes.get("pp", 1), config.mesh.ep)
+        mesh, plan = ProcessMesh.grid(**axes), dataclasses.replace(model_plan, **options)
+        price, model = None, config.model
+        if plan.experts is not None and isinstance(model, MixtureConfig):
+            rows = config.data.batch_size // (config.plan.microbatches or 1)
+            price = price_of(
+                size=plan.experts.size,
+                tokens=tokens_on_rank(mesh, plan.experts, rows, config.data.sequence_length),
+                hidden_size=model.hidden_size,
+                num_experts=model.num_experts,
+                experts_per_token=model.experts_per_token,
+                itemsize=getattr(torch, config.dtype).itemsize,
+                link=LINKS[device_type],
+            )
+            experts = dataclasses.replace(plan.experts, tokens=plan.experts.tokens or price.cheaper)
+            plan = dataclasses.replace(plan, experts=experts)
+        return cls(config=config, mesh=mesh, plan=plan, tokens_price=price)
+
+    @property
+    def tokens_line(self) -> str | None:
+        """How tokens come to experts on an axis "ep", and why, in words; None without such an axis."""
+        experts, price = self.plan.experts, self.tokens_price
+        if experts is None or price is None:
+            return None
+        why = "as --plan.experts-tokens says" if self.config.plan.experts_tokens else "the cheaper one"
+        return f"tokens come to experts over ep={experts.size} by {experts.tokens}, {why}: {price}"
 
     def make_model(self) -> nn.Module:
         """The model on the meta device (no memory), not yet parallelized."""

@@ -112,6 +112,8 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     report.print_layout(parameters)
     if trainer.pipeline is not None:
         report.print_schedule(trainer.pipeline.schedule)
+    if trainer.tokens_line is not None:
+        report.print_line(trainer.tokens_line)
     if trainer.prediction is not None:
         report.print_prediction(trainer.prediction)
     try:

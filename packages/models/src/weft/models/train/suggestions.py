@@ -10,6 +10,7 @@ import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
@@ -36,8 +37,9 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     try:
         mesh = _alternative_mesh(run, on_cpu)
         if mesh is not None:
-            # the new mesh has neither cp nor pp
-            plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)
+            # the new mesh has neither cp nor pp nor ep
+            without: dict[str, Any] = {"context": None, "schedule": None, "split": None, "experts_tokens": None}
+            plan = dataclasses.replace(run.config.plan, experts_over_tp=False, **without)
             alternative = dataclasses.replace(run.config, mesh=mesh, plan=plan)
             commands.append(f"{train} {_arguments(run, alternative)}    the same loss on another mesh")
         if run.config.data.path is None and not run.config.data.mixture:

@@ -61,7 +61,7 @@ class Trainer:
     model, optimizer, mesh, plan, pipeline, rank: of this process; pipeline: None without one.
     report: prints on rank 0. activity: what the process does, in words, for `RollCall`.
     prediction: the predicted communication of a step, on rank 0; else None.
-    issued_collectives: the collectives of step 1, by phase.
+    tokens_line: as `Outline.tokens_line`. issued_collectives: the collectives of step 1, by phase.
     wait_timer: measures how long the device waits for communication.
     """
 
@@ -69,8 +69,8 @@ class Trainer:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
         self.report = Report(enabled=self.rank == 0)
-        self._outline = outline = Outline.of(run.config, run.axes)
-        self.mesh, self.plan = outline.mesh, outline.plan
+        self._outline = outline = Outline.of(run.config, run.axes, device.type)
+        self.mesh, self.plan, self.tokens_line = outline.mesh, outline.plan, outline.tokens_line
         self._batch_shape, self._criterion = outline.batch_shape, outline.criterion
         data = run.config.data
         self._batches = Batches(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weft.mesh import ProcessMesh
 from weft.reshard import Link
 
-from ..plan import TokenTransport
+from ..plan import ExpertPlan, TokenTransport
+from ..styles import CONTEXT_AXIS, TENSOR_AXIS, is_data_axis
 
 # Sizes and numbers that moving/collectives.py gives its sources for: a network of 1 Gbit/s between CPUs, whose
 # collectives start in 0.1 ms, and 400 Gbit/s between GPUs, started in 10 to 20 us.
@@ -68,3 +70,17 @@ def price_of(
         exchange=(COLLECTIVES + 1) * start + 2 * link.latency + share * by_all,
         gather=COLLECTIVES * start + by_all,
     )
+
+
+def tokens_on_rank(mesh: ProcessMesh, plan: ExpertPlan, rows: int, tokens: int) -> int:
+    """The most tokens of a rank, of `rows` sequences of `tokens` each, as they come to the experts.
+
+    mesh: of the model, with or without "pp".
+    """
+    ways = dict.fromkeys(("rows", CONTEXT_AXIS, TENSOR_AXIS), 1)
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        name = "rows" if is_data_axis(axis) else axis
+        if name in ways and (name != TENSOR_AXIS or plan.over_tp):
+            ways[name] *= size
+    per_row = math.ceil(math.ceil(tokens / ways[CONTEXT_AXIS]) / ways[TENSOR_AXIS])
+    return math.ceil(rows / ways["rows"]) * per_row
