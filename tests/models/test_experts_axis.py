@@ -1,83 +1,103 @@
-"""Experts on a mesh of their own: layouts, losses and gradients on every kind of mesh, traffic, and errors."""
+"""Models whose experts are on a mesh of their own: the loss, every gradient and the norm are those of one process."""
 
 from __future__ import annotations
 
 import functools
 import math
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 from weft.kernels import cross_entropy
-from weft.mesh import ProcessMesh
-from weft.models import PipelinePlan, parallelize, record
-from weft.models.step.find_gradients import clip_gradients
+from weft.mesh import Layout, ProcessMesh
+from weft.models import (
+    ExpertPlan,
+    Llama,
+    LlamaConfig,
+    ParallelPlan,
+    PipelinePlan,
+    RouterLosses,
+    clip_gradients,
+    parallelize,
+    record,
+)
+from weft.models.parallel.parallelize import pipeline_of
+from weft.models.step.criterion import weight_criterion
 from weft.models.step.forward_backward import divide_batch
-from weft.reshard import GradientSync
+from weft.reshard import GradientSync, layout_of
 
 from tests.models.cases import ALLOWED, deviation
-from tests.models.mixtures import batch, make, plan_of
 from tests.models.stepping import observed_microbatches
 from tests.models.test_every_mesh import beside
+from tests.models.test_experts_parallel import BALANCE, CONFIGS, ROWS, T, Z, batch, inputs_of, make
 
+FAMILIES = {
+    "qwen3-moe": replace(CONFIGS["qwen3-moe"], num_experts=8, num_kv_heads=4),
+    "mixtral": replace(CONFIGS["mixtral"], num_kv_heads=4),
+    "deepseek-router": replace(CONFIGS["deepseek-router"], num_kv_heads=4),
+}
 MICROBATCHES = 4
+CRITERION = RouterLosses(cross_entropy, balance=BALANCE, z=Z)
 
 
-def rows_of(changes: dict[str, Any]) -> tuple[int, int]:
-    return (3 * MICROBATCHES, MICROBATCHES) if changes.get("pipeline") else (5, 1)
+def count_of(changes: dict[str, Any]) -> int:
+    return MICROBATCHES if changes.get("pipeline") else 1
+
+
+def step(model: Any, config: Any, count: int) -> Any:
+    tokens, targets = batch()
+    parts = divide_batch(model, tokens, targets, count, {"router": True, **inputs_of(config)})
+    weighted = weight_criterion(CRITERION, parts, targets, pipeline_of(model))
+    return observed_microbatches(model, weighted, parts, GradientSync(model))
 
 
 @functools.cache
-def alone(rows: int, count: int, layers: int) -> tuple[float, dict[str, Tensor], float]:
+def alone(family: str, count: int) -> tuple[float, dict[str, Tensor], float]:
     """The loss, the gradients and their norm on one process."""
-    model = make(layers=layers)
-    found, _ = step(model, rows, count)
-    gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model = make(FAMILIES[family])
+    found, _ = step(model, FAMILIES[family], count)
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return found.loss.item(), gradients, clip_gradients(model, 0).item()
 
 
-def step(model: Any, rows: int, count: int) -> Any:
-    tokens, targets = batch(rows)
-    criterion = partial(cross_entropy, denominator=float(targets.numel()))
-    parts = divide_batch(model, tokens, targets, count, {})
-    return observed_microbatches(model, criterion, parts, GradientSync(model))
+def plan_of(model: Any, ep: int, changes: dict[str, Any]) -> ParallelPlan:
+    """The model's own plan with changes. tokens, over_tp: of the ExpertPlan."""
+    experts = ExpertPlan(size=ep, tokens=changes.get("tokens"), over_tp=changes.get("over_tp", False))
+    others = {name: value for name, value in changes.items() if name not in ("tokens", "over_tp")}
+    return replace(model.parallel_plan(), experts=experts, **others)
 
 
-def layers_of(sizes: dict[str, int], changes: dict[str, Any]) -> int:
-    pipeline = changes.get("pipeline")
-    return 2 if pipeline is None else max(2, pipeline.make_schedule(sizes["pp"]).num_stages)
-
-
-def one_case(sizes: dict[str, int], ep: int, changes: dict[str, Any], truth: Any, records: bool = True) -> list[str]:
-    mesh, rank, wrong = ProcessMesh.grid(**sizes), dist.get_rank(), []
-    rows, count = rows_of(changes)
+def one_case(family: str, sizes: dict[str, int], ep: int, changes: dict[str, Any], truth: Any) -> list[str]:
+    mesh, rank, wrong, config = ProcessMesh.grid(**sizes), dist.get_rank(), list[str](), FAMILIES[family]
     loss, gradients, norm = truth
-    model = make(changes.get("sequence", False), layers_of(sizes, changes))
-    plan = plan_of(model, ep, **changes)
-    if records:
-        criterion = partial(cross_entropy, denominator=float(rows * 11))
-        recorded = record(model, mesh, plan, batch=(rows, 11), rank=rank, microbatches=count, criterion=criterion)
+    model = make(config)
+    plan, count = plan_of(model, ep, changes), count_of(changes)
+    recorded = record(
+        model, mesh, plan, batch=(ROWS, T), rank=rank, microbatches=count, criterion=CRITERION, inputs={"router": True}
+    )
     parallelize(model, mesh, plan)
-    found, issued = step(model, rows, count)
-    if records and not recorded.predicts(issued):
+    found, issued = step(model, config, count)
+    if not recorded.predicts(issued):
         wrong.append(f"issued\n{issued}\nrecorded\n{recorded}")
     if not abs(found.loss.item() - loss) <= 1e-6 * loss:
         wrong.append(f"the loss is {found.loss.item()}, and {loss} on one process")
     largest = {name: each.abs().max().item() for name, each in gradients.items()}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         off = deviation(*beside(parameter.grad, gradients[name]), largest[name], max(largest.values()))
         if not off <= ALLOWED:
             wrong.append(f"the gradient of {name} is off by {off} on rank {rank}")
     mine = clip_gradients(model, 0).item()
     if mine != pytest.approx(norm, rel=1e-5):
         wrong.append(f"the norm is {mine}, and {norm} on one process")
-    return [f"{sizes} ep={ep} {changes}: {each}" for each in wrong]
+    return [f"{family} {sizes} ep={ep} {changes}: {each}" for each in wrong]
 
 
-def one_f_one_b(schedule: str = "1f1b") -> PipelinePlan:
-    return PipelinePlan(schedule=schedule, microbatches=MICROBATCHES)  # type: ignore[arg-type]
+def in_stages(schedule: Any) -> PipelinePlan:
+    return PipelinePlan(schedule=schedule, microbatches=MICROBATCHES)
 
 
 CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
@@ -97,18 +117,90 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "full": ({"dp": 2}, 2, {"recompute": "full"}),
     "selective": ({"dp": 2}, 2, {"recompute": "selective"}),
     "zero3-full": ({"dp": 4}, 2, {"zero": 3, "recompute": "full"}),
-    "pp-1f1b": ({"pp": 2, "dp": 2}, 2, {"pipeline": one_f_one_b()}),
-    "pp-interleaved": ({"pp": 2, "dp": 2}, 2, {"pipeline": one_f_one_b("interleaved")}),
-    "pp-zero-bubble": ({"pp": 2, "dp": 2}, 2, {"pipeline": one_f_one_b("zero_bubble")}),
-    "pp-zero3": ({"pp": 2, "dp": 4}, 2, {"pipeline": one_f_one_b(), "zero": 3}),
+    "pp-1f1b": ({"pp": 2, "dp": 2}, 2, {"pipeline": in_stages("1f1b")}),
+    "pp-interleaved": ({"pp": 2, "dp": 2}, 2, {"pipeline": in_stages("interleaved")}),
+    "pp-zero-bubble": ({"pp": 2, "dp": 2}, 2, {"pipeline": in_stages("zero_bubble")}),
+    "pp-zero3": ({"pp": 2, "dp": 4}, 2, {"pipeline": in_stages("1f1b"), "zero": 3}),
 }
 
 
 @pytest.mark.few(12)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", ["gather", "exchange"])
 @pytest.mark.parametrize("case", CASES)
-def test_loss_gradients_and_norm_of_one_process(case: str, tokens: str, pool: Any) -> None:
+def test_megatron_5916_loss_gradients_and_norm_of_one_process(case: str, tokens: str, family: str, pool: Any) -> None:
     sizes, ep, changes = CASES[case]
-    truth = alone(*rows_of(changes), layers_of(sizes, changes))
-    found = pool.run(one_case, sizes, ep, {**changes, "tokens": tokens}, truth, ranks=math.prod(sizes.values()))
+    truth = alone(family, count_of(changes))
+    found = pool.run(one_case, family, sizes, ep, {**changes, "tokens": tokens}, truth, ranks=math.prod(sizes.values()))
     assert not any(found), "\n".join(said for of_rank in found for said in of_rank)
+
+
+def layouts(sizes: dict[str, int], ep: int, changes: dict[str, Any]) -> dict[str, Layout]:
+    model = make(FAMILIES["qwen3-moe"])
+    parallelize(model, ProcessMesh.grid(**sizes), plan_of(model, ep, changes))
+    return {name: layout_of(each) for name, each in model.named_parameters() if ".1.mlp." in name}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "mesh", "gate_proj", "down_proj"),
+    [
+        pytest.param({"dp": 4}, {}, {"dp": 2, "ep": 2}, "ep: S(0)", "ep: S(0)", id="dp"),
+        pytest.param({"dp": 4}, {"zero": 1}, {"dp": 2, "ep": 2}, "ep: S(0), dp: S(0)", "ep: S(0), dp: S(0)", id="zero"),
+        pytest.param(
+            {"dp": 2, "tp": 2}, {}, {"dp": 1, "ep": 2, "tp": 2}, "ep: S(0), tp: S(1)", "ep: S(0), tp: S(2)", id="tp"
+        ),
+        pytest.param({"dp": 2, "tp": 2}, {"over_tp": True}, {"dp": 2, "ep": 2}, "ep: S(0)", "ep: S(0)", id="over-tp"),
+    ],
+)
+def test_experts_are_sharded_over_a_mesh_of_their_own(
+    sizes: dict[str, int], changes: Any, mesh: dict[str, int], gate_proj: str, down_proj: str, pool: Any
+) -> None:
+    found = pool.run(layouts, sizes, 2, changes, ranks=4)[0]
+    experts = ProcessMesh.grid(**mesh)
+    assert found["layers.1.mlp.experts.gate_proj"] == Layout(experts, gate_proj)
+    assert found["layers.1.mlp.experts.down_proj"] == Layout(experts, down_proj)
+    assert found["layers.1.mlp.gate.weight"].mesh == ProcessMesh.grid(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "message"),
+    [
+        pytest.param(
+            {"dp": 6},
+            ExpertPlan(size=3),
+            "ep=3 does not divide the 8 experts of .*; sizes that do: 1, 2, 4, 8",
+            id="experts",
+        ),
+        pytest.param(
+            {"dp": 3, "cp": 2},
+            ExpertPlan(size=4),
+            "ep=4 does not divide the 6 ranks of dp=3 x cp=2, .*; sizes that do: 1, 2, 3, 6",
+            id="ranks",
+        ),
+        pytest.param({"tp": 2}, ExpertPlan(size=2), "ep=2 does not divide the 1 rank of no axis of data", id="no-data"),
+        pytest.param({"pp": 2}, ExpertPlan(size=2), "ep=2 does not divide the 1 rank of dp=1", id="stages"),
+        pytest.param({"dp": 1}, ExpertPlan(size=2), "ep=2 does not divide the 1 rank of dp=1", id="one-process"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_without_a_process_group(
+    sizes: dict[str, int], plan: ExpertPlan, message: str
+) -> None:
+    assert not dist.is_initialized()
+    model = make(FAMILIES["qwen3-moe"])
+    pipeline = PipelinePlan(microbatches=1) if "pp" in sizes else None
+    context = "all_gather" if "cp" in sizes else None
+    laid_out = replace(model.parallel_plan(), experts=plan, pipeline=pipeline, context=context)
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, ProcessMesh.grid(**sizes), laid_out)
+
+
+def test_a_model_without_experts_refuses_a_plan_with_experts() -> None:
+    model = Llama(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match="gives no module the style ExpertParallel"):
+        parallelize(model, ProcessMesh.grid(dp=2), replace(model.parallel_plan(), experts=ExpertPlan(size=2)))
+
+
+@pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2.0}, {"size": True}, {"tokens": "send"}])
+def test_a_wrong_expert_plan_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ExpertPlan: "):
+        ExpertPlan(**wrong)

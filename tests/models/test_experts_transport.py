@@ -18,18 +18,18 @@ from weft.models.parallel.styles import ExpertParallel
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, check_order, distribute, layout_of
 
-from tests.models.mixtures import CHOSEN, CONFIG, EXPERTS, Experts
+from tests.models.mixtures import CHOSEN, EXPERTS, HIDDEN, PlainExperts
 
-H = CONFIG.hidden_size
+H = HIDDEN
 CHOICES = ("spread", "one-expert", "one-rank", "own")
 
 
 class Holder(nn.Module):
     """A model of one module of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = PlainExperts) -> None:
         super().__init__()
-        self.experts = Experts()
+        self.experts = kind()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():

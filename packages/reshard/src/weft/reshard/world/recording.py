@@ -67,6 +67,7 @@ class Recorded:
         self.cache: dict[Any, Any] = {}
         self.axes: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, _Group] = {}
+        self._same_ranks: dict[str, str] = {}  # by the name of a part's own group, the name of the group of its ranks
         self._parts: dict[str, ProcessMesh] = {}  # by group name, the ranks of each group from `group_of`
         self._issued: list[Collective] = []
 
@@ -91,6 +92,9 @@ class Recorded:
 
     def group_of(self, part: ProcessMesh) -> _Group:
         name = f"recorded {part.rename(**{a: f'axis{i}' for i, a in enumerate(part.axis_names)}).digest}"
+        if name not in self._same_ranks:
+            self._same_ranks[name] = self._name_of_same_ranks(part) or name
+        name = self._same_ranks[name]
         if name not in self.groups:
             coordinate = part.coordinate(self.rank)
             assert coordinate is not None, "ranks outside the mesh have no groups"
@@ -101,6 +105,11 @@ class Recorded:
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
             self.axes[name], self._parts[name] = nontrivial_axes(part), part
         return self.groups[name]
+
+    def _name_of_same_ranks(self, part: ProcessMesh) -> str | None:
+        """The name of a group of the ranks of `part`: real processes have one group for all parts of these ranks."""
+        same = (name for name, each in self._parts.items() if each.size == part.size and {*each} == {*part})
+        return next(same, None)
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> _Group:
         for name, part in self._parts.items():  # real processes, too, have one group of the same ranks

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import apply_function, cast_for
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import device_mesh, group_along, is_compiling, memory_of, shape_of, this_rank
+from weft.reshard.extension import group_for, is_compiling, memory_of, shape_of, this_rank
 
 from ..plan import ExpertPlan, TokenTransport
 from ..resolve import ModulePlan
@@ -31,11 +32,15 @@ def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[Mod
     mesh: of the model, or of a stage. A module's forward takes tokens [..., H], their experts [..., k] and the experts'
     weights [..., k]. It is called twice for each call: with local tensors, local parameters, and experts numbered from
     the rank's first expert; choices of other ranks' experts have a number outside.
-    Communication: none here; in a call as `Passage`, and reshards where tokens are replicated over axes of "ep".
+    Communication: none here, apart from making the group along "ep"; in a call as `Passage`, and reshards where tokens
+    are replicated over axes that "ep" divides.
     """
     for name, plan in find_expert_plans(module_plans).items():
         module = model.get_submodule(name)
-        module.forward = partial(_forward, ExpertCalls(mesh, plan), module, module.forward)
+        calls = ExpertCalls(mesh, plan)
+        if this_rank() in mesh:
+            calls.group()
+        module.forward = partial(_forward, calls, module, module.forward)
 
 
 def calls_of_experts(model: nn.Module) -> list[ExpertCalls]:
@@ -53,26 +58,32 @@ class ExpertCalls:
     # The exchange of a layer's counts that has begun, with the choices; see `begin`.
     begun: tuple[Tensor, Exchanging] | None = field(default=None, init=False)
 
-    def members(self, layout: Layout, shape: tuple[int, ...], experts: int, device_type: str) -> Members:
-        """The ranks along "ep". layout, shape: of the tokens [..., H]. experts: in all."""
-        mesh = experts_mesh(self.mesh, self.plan)
-        own = mesh.submesh(this_rank(), EXPERT_AXIS)
+    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """The group along "ep", and the group's ranks by position. Communication: the first call makes the group.
+
+        A group of its own: tokens do not wait for gradients that are summed over the same ranks.
+        """
+        own = experts_mesh(self.mesh, self.plan).submesh(this_rank(), EXPERT_AXIS)
         assert own is not None, "a rank outside the mesh moves no tokens"
-        group, positions = group_along(device_mesh(mesh, device_type), (EXPERT_AXIS,))
+        return group_for("tokens of experts", tuple(sorted(own)), (EXPERT_AXIS,)), own.ranks
+
+    def members(self, layout: Layout, shape: tuple[int, ...], experts: int) -> Members:
+        """The ranks along "ep". layout, shape: of the tokens [..., H]. experts: in all."""
+        group, ranks = self.group()
         return Members(
-            group,
-            positions,
-            own.ranks,
-            own.ranks.index(this_rank()),
-            tuple(math.prod(layout.local_shape(shape, rank)[:-1]) for rank in own.ranks),
-            experts // self.plan.size,
+            group=group,
+            positions=_positions(ranks),
+            ranks=ranks,
+            position=ranks.index(this_rank()),
+            tokens=tuple(math.prod(layout.local_shape(shape, rank)[:-1]) for rank in ranks),
+            experts=experts // self.plan.size,
         )
 
-    def choose(self, members: Members, x: Tensor, experts_per_token: int) -> TokenTransport:
+    def choose(self, members: Members, x: DTensor, experts_per_token: int) -> TokenTransport:
         """The way that the tokens take. x: [..., H]."""
         return self.plan.tokens or self.price(members, x, experts_per_token).cheaper
 
-    def price(self, members: Members, x: Tensor, experts_per_token: int) -> Price:
+    def price(self, members: Members, x: DTensor, experts_per_token: int) -> Price:
         return price_of(
             size=members.size,
             tokens=max(members.tokens),
@@ -80,7 +91,7 @@ class ExpertCalls:
             num_experts=members.experts * members.size,
             experts_per_token=experts_per_token,
             itemsize=x.element_size(),
-            link=LINKS.get(x.device.type, LINKS["cpu"]),
+            link=LINKS.get(x.device_mesh.device_type, LINKS["cpu"]),
         )
 
 
@@ -106,7 +117,7 @@ def _forward(
         x, experts, weights = (reshard(each, placements=layouts.tokens) for each in (x, experts, weights))
     parameters: dict[str, Any] = dict(module.named_parameters())
     num_experts = int(next(iter(parameters.values())).shape[0])
-    members = calls.members(layouts.tokens, shape_of(x), num_experts, x.device_mesh.device_type)
+    members = calls.members(layouts.tokens, shape_of(x), num_experts)
     local_experts = as_rows(memory_of(experts))
     way = _begin(calls, members, x, local_experts)
     if isinstance(way, Exchanging):
@@ -129,10 +140,17 @@ def _forward(
     return reshard(output, placements=layouts.output.replace(**back)) if layouts.tokens != original else output
 
 
-def _begin(calls: ExpertCalls, members: Members, x: Tensor, experts: Tensor) -> Way:
+def _begin(calls: ExpertCalls, members: Members, x: DTensor, experts: Tensor) -> Way:
     if calls.choose(members, x, experts.shape[-1]) == "gather":
         return Gathering(members)
     return Exchanging(members, experts)
+
+
+@lru_cache(maxsize=1024)
+def _positions(ranks: tuple[int, ...]) -> Sequence[int]:
+    """The position of each of a group's ranks, which are in ascending order; a range where positions are, too."""
+    positions = [ranks.index(rank) for rank in sorted(ranks)]
+    return range(len(ranks)) if positions == [*range(len(ranks))] else positions
 
 
 def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
