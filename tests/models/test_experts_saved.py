@@ -1,4 +1,4 @@
-"""Models whose experts are sharded over "ep": saved under one mesh and read under another, drawn, generating, copied."""
+"""Models whose experts are sharded over "ep": saved under one mesh and read under another, drawn, copied."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def save(before: str, folder: Path, zero: int) -> dict[str, Tensor]:
     model = laid_out(make(CONFIG), before, zero=zero)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
-    save_checkpoint(model, optimizer, folder / "checkpoint")
+    save_checkpoint(model, folder / "checkpoint", optimizer)
     save_pretrained(model, folder / "pretrained")
     return values(model, optimizer)
 

@@ -34,6 +34,12 @@ class Experts(nn.Module):
         output: Tensor = kernels.experts(x, experts, weights, self.gate_proj, self.up_proj, self.down_proj)
         return output
 
+    def choose(self, x: Tensor, experts: Tensor) -> None:
+        """Called with the tokens' choices as soon as they are known, before other work of the layer.
+
+        Does nothing here. Where experts are sharded over "ep", ranks begin to tell each other how many tokens to send.
+        """
+
     def extra_repr(self) -> str:
         E, I, H = self.gate_proj.shape
         return f"{E} experts, {H} -> {I} -> {H}"
@@ -110,13 +116,12 @@ class MixtureOfExperts(nn.Module):
         )  # [B, T, k]
         if router:
             statistics = kernels.router_statistics(logits, experts, statistics, layer=self.layer, layers=self.layers)
+        self.experts.choose(x, experts)
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        if shared is not None and self.shared_expert_gate is not None:
+            shared = kernels.sigmoid_gate(shared, self.shared_expert_gate(x))
         output = self.experts(x, experts, weights)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:
-                shared = kernels.sigmoid_gate(shared, self.shared_expert_gate(x))
-            output = kernels.add(output, shared)
-        return output, statistics
+        return (output if shared is None else kernels.add(output, shared)), statistics
 
     def extra_repr(self) -> str:
         return f"{self.options.experts_per_token} experts per token, score={self.options.score}"

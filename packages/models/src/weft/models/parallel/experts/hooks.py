@@ -41,12 +41,8 @@ def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[Mod
         if this_rank() in mesh:
             calls.group()
         module.forward = partial(_forward, calls, module, module.forward)
-
-
-def calls_of_experts(model: nn.Module) -> list[ExpertCalls]:
-    """The calls of the modules of experts that are sharded over "ep", in the model's order."""
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return [each.args[0] for each in forwards if isinstance(each, partial) and each.func is _forward]
+        if hasattr(module, "choose"):
+            module.choose = partial(_choose, calls, module)  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +51,7 @@ class ExpertCalls:
 
     mesh: ProcessMesh  # of the model, or of a stage
     plan: ExpertPlan
-    # The exchange of a layer's counts that has begun, with the choices; see `begin`.
-    begun: tuple[Tensor, Exchanging] | None = field(default=None, init=False)
+    begun: Exchanging | None = field(default=None, init=False)  # the exchange of the coming call, by `_choose`
 
     def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """The group along "ep", and the group's ranks by position. Communication: the first call makes the group.
@@ -95,6 +90,23 @@ class ExpertCalls:
         )
 
 
+def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None:
+    """`Experts.choose` of sharded experts: starts to exchange counts, if tokens are to be exchanged.
+
+    Only where the choices are laid out as the experts take them: not where they are gathered over "tp" before.
+    """
+    calls.begun = None
+    if not isinstance(x, DTensor) or is_compiling() or this_rank() not in layout_of(x).mesh:
+        return
+    layout = layout_of(x)
+    splits = TENSOR_AXIS in experts_mesh(calls.mesh, calls.plan).axis_names
+    if (splits and layout[TENSOR_AXIS] != Replicate()) or _token_layouts(layout, calls.plan).tokens != layout:
+        return
+    num_experts = int(next(iter(module.parameters())).shape[0])
+    way = _begin(calls, calls.members(layout, shape_of(x), num_experts), x, as_rows(memory_of(experts)))
+    calls.begun = way if isinstance(way, Exchanging) else None
+
+
 def _forward(
     calls: ExpertCalls, module: nn.Module, forward: Callable[..., Tensor], x: Any, experts: Any, weights: Any
 ) -> Tensor:
@@ -119,7 +131,7 @@ def _forward(
     num_experts = int(next(iter(parameters.values())).shape[0])
     members = calls.members(layouts.tokens, shape_of(x), num_experts)
     local_experts = as_rows(memory_of(experts))
-    way = _begin(calls, members, x, local_experts)
+    way, calls.begun = calls.begun or _begin(calls, members, x, local_experts), None
     if isinstance(way, Exchanging):
         way.read()
     locals_ = apply_function(LocalParameters, DATA_AXIS, *parameters.values())

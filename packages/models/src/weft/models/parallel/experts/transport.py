@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.extension import LazyText, Pending, Running, all_gather, announce, count_as, reduce_scatter
+from weft.reshard.extension import LazyText, Running, all_gather, announce, count_as, reduce_scatter, run_or_replay
 
 from ..styles import EXPERT_AXIS
 
@@ -136,7 +136,7 @@ class Exchanging:
         order.scatter_(0, places, torch.arange(flat.numel(), device=flat.device))
         self._order = order[:-1] % max(tokens, 1)  # this rank's tokens to send, receiver after receiver; then anything
         self._sent_counts = torch.stack((needs.sum(0), choices), 1)  # [size, 2]: tokens and choices, by receiver
-        self._counts = Pending(self._exchange_counts())
+        self._counts = run_or_replay(lambda _: self._exchange_counts(), self._sent_counts)
         self._is_read = False
         self.own_choices: int | None = None  # this and the next from `read` on
         self.received_choices: int | None = None
