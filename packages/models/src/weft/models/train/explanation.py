@@ -50,7 +50,9 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     step = outline.record_step(rank, "cpu")
     coordinate = outline.mesh.coordinate(rank)
     assert coordinate is not None, "the rank is one of the mesh"
-    report.print_line(f"{title}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes)}")
+    report.print_line(
+        f"{title}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes, config.mesh.ep)}"
+    )
     report.print_line(_batch_line(outline))
     if outline.mesh.size > 1:
         report.print_line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in coordinate.items())}")

@@ -244,12 +244,13 @@ def _shard_shapes(layout: Layout, shape: tuple[int, ...]) -> str:
     return "" if shapes == [shape] else "shards " + ", ".join(str(list(shard)) for shard in shapes[:4])
 
 
-def mesh_in_words(axes: Mapping[str, int]) -> str:
-    """The mesh as text: "4 processes, mesh dp=2 x tp=2"."""
+def mesh_in_words(axes: Mapping[str, int], ep: int = 1) -> str:
+    """The mesh as text: "4 processes, mesh dp=2 x tp=2". ep: the size of the axis "ep" of experts."""
     count = math.prod(axes.values())
     return (
         f"{count:,} process{'es' if count > 1 else ''}, "
         f"mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"
+        + (f", experts over ep={ep}" if ep > 1 else "")
     )
 
 
@@ -262,7 +263,7 @@ def describe_run(run: Run, *, gpus: int) -> str:
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
         f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, "
-        f"{backend}, {mesh_in_words(run.axes)}"
+        f"{backend}, {mesh_in_words(run.axes, run.config.mesh.ep)}"
     )
     left_out = (
         (run.corpus.skipped, "skipped", "file", "files", ", not UTF-8 text"),

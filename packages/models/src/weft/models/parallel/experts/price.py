@@ -33,10 +33,10 @@ class Price:
         return "exchange" if self.exchange < self.gather else "gather"
 
     def __str__(self) -> str:
+        ranks = "the other rank" if self.size == 2 else f"each of the {self.size - 1} other ranks"
         return (
-            f"exchange {1e6 * self.exchange:,.0f} us, gather {1e6 * self.gather:,.0f} us a layer and microbatch: "
-            f"{self.share:.0%} of {self.tokens:,} tokens go to each of {self.size - 1} other rank"
-            f"{'s' if self.size > 2 else ''}"
+            f"exchange {1e6 * self.exchange:,.0f} us, gather {1e6 * self.gather:,.0f} us a layer and microbatch, if "
+            f"{self.share:.0%} of a rank's {self.tokens:,} tokens go to {ranks}"
         )
 
 
