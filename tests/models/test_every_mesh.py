@@ -302,7 +302,11 @@ def beside(found: Any, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # Their sisters with stages and with every level are in test_pipeline.py and test_zero.py.
-QUICK: dict[Sizes, list[Case]] = {(1, 1, 2, 1): [("llama", 0), ("llama", 7)], (1, 1, 1, 2): [("gpt", 0), ("gpt", 1)]}
+QUICK: dict[Sizes, list[Case]] = {
+    (1, 1, 2, 1): [("llama", 0), ("llama", 7)],
+    (1, 1, 1, 2): [("gpt", 0), ("gpt", 1)],
+    (1, 2, 1, 1): [("qwen3_moe", 7), ("mixtral", 5)],  # both over ep
+}
 
 
 def table() -> Iterator[Any]:
