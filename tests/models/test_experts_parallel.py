@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from weft.models import (
     PipelinePlan,
     QwenMoeConfig,
     RouterLosses,
-    forward_backward,
     initialize,
     parallelize,
     record,
