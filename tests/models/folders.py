@@ -38,6 +38,7 @@ BASES = {
     "qwen3_moe": {**SIZES, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 20},
     "gpt2": GPT_SIZES,
 }
+BASES["weft_moe"] = {**BASES["qwen3_moe"], "router_score": "sigmoid"}  # of Weft alone
 
 
 def scaling(kind, **settings):

@@ -28,6 +28,9 @@ MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "attention_dropout": _always,
     "dropout": _always,
     "embedding_dropout": _always,
+    # Of the routers' losses, in training only.
+    "router_aux_loss_coef": _always,
+    "router_z_loss_coef": _always,
     "mistral": _always,  # the model_type in Hugging Face's files; the window is compared by itself
     "max_seq_len": _may_lengthen,  # may grow, where each position is computed the same for every max_seq_len
 }
