@@ -24,6 +24,7 @@ KERNELS = (
     "weft.kernels.dropout.launch",
     "weft.kernels.matmul.launch",
     "weft.kernels.grouped_matmul.launch",
+    "weft.kernels.experts.launch",
     "weft.kernels.rms_norm.launch",
     "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",

@@ -70,7 +70,7 @@ def route(
     weights, experts = apply_many(
         ROUTE, scores, bias,
         k=k, score=score, softmax_after=softmax_after, normalize=normalize, scale=float(scale),
-        groups=None if groups is None else (groups[0], groups[1]),
+        groups=() if groups is None or groups[0] == 1 else (groups[0], groups[1]),
     )  # fmt: skip
     return experts, weights
 
