@@ -187,6 +187,10 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
 }  # fmt: skip
 
 
+# Whose rows no axis cuts, or are sorted by expert on each rank: test_routing_sharded.py.
+BY_EXPERT = {"combine", "dispatch", "grouped_matmul"}
+
+
 def operands_of(name: str, given: str, lower: torch.dtype) -> list[Tensor]:
     """Operands as a model gives them. given: letters, w for float32, l for the lower dtype; the last one repeats."""
     shapes = OPS[name][2]
@@ -261,7 +265,7 @@ def on_ranks(name: str, given: str, lower: torch.dtype) -> None:
 
 @LOWER
 @pytest.mark.parametrize("given", ["w", "l", "lw"])
-@pytest.mark.parametrize("name", sorted(set(OPS) - {"grouped_matmul"}))  # whose rows no axis cuts
+@pytest.mark.parametrize("name", sorted(set(OPS) - BY_EXPERT))
 def test_an_op_on_dtensors(pool: Pool, name: str, given: str, lower: torch.dtype) -> None:
     pool.run(on_ranks, name, given, lower, ranks=2)
 

@@ -299,7 +299,10 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kernels.dispatch(X, ints(8, 3, 2), num_experts=8),
         r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
     ),
-    "combine": (lambda: kernels.combine(X, ints(8, 4, 2), normal(4, 2)), "give the rows of dispatch, and route's outputs"),
+    "combine": (
+        lambda: kernels.combine(X, ints(8, 4, 2), normal(4, 2)),
+        "give the rows of dispatch, and route's outputs",
+    ),
     "router_statistics": (
         lambda: kernels.router_statistics(X, ints(8, 3, 2)),
         r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
@@ -361,7 +364,7 @@ LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
     "route": ("route", ("tp: S(1)", "tp: R"), "reshard the scores to (tp: S(0))"),
     "route-bias": ("route", ("tp: R", "tp: S(0)"), "but each token needs all of it; reshard it to (tp: R)"),
     "dispatch": ("dispatch", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of the experts"),
-    "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "rows lie where their tokens do; reshard y to (tp: S(0))"),
+    "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "the rows of its tokens; reshard y to (tp: S(0))"),
     "router_statistics": (
         "router_statistics", ("tp: S(0)", "tp: S(0)", "tp: R"), "the sums of logits (tp: S(0)) are (tp: P(sum))"
     ),
