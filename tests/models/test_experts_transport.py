@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from weft.mesh import Layout, ProcessMesh
 from weft.models import ExpertPlan, ParallelPlan, parallelize
+from weft.models.experts import Experts
 from weft.models.parallel.experts.price import LINKS, expected_share, price_of
 from weft.models.parallel.styles import ExpertParallel
 from weft.models.train.measure import CollectiveCount
 from weft.reshard import GradientSync, check_order, distribute, layout_of
 
-from tests.models.mixtures import CHOSEN, EXPERTS, HIDDEN, PlainExperts
+from tests.models.mixtures import CHOSEN, EXPERTS, HIDDEN, INSIDE, PlainExperts
 
 H = HIDDEN
 CHOICES = ("spread", "one-expert", "one-rank", "own")
@@ -27,9 +28,9 @@ CHOICES = ("spread", "one-expert", "one-rank", "own")
 class Holder(nn.Module):
     """A model of one module of experts."""
 
-    def __init__(self, kind: type[nn.Module] = PlainExperts) -> None:
+    def __init__(self, kind: Any = PlainExperts) -> None:
         super().__init__()
-        self.experts = kind()
+        self.experts = kind(HIDDEN, INSIDE, EXPERTS)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -68,7 +69,9 @@ def own_choices(experts: Tensor, layout: Layout, shape: tuple[int, ...], ep: int
     return experts
 
 
-def one_layer(sizes: dict[str, int], placements: Any, plan: ExpertPlan, shape: Any, choices: str) -> Any:
+def one_layer(
+    sizes: dict[str, int], placements: Any, plan: ExpertPlan, shape: Any, choices: str, kind: Any = PlainExperts
+) -> Any:
     """Errors of a layer against one process, and the collectives of forward and backward on this rank."""
     mesh, rank = ProcessMesh.grid(**sizes), dist.get_rank()
     layout = Layout(mesh, placements)
@@ -79,7 +82,7 @@ def one_layer(sizes: dict[str, int], placements: Any, plan: ExpertPlan, shape: A
     of_truth = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
     expected = truth(of_truth[0], experts, of_truth[1])
     expected.backward(grad)
-    model = parallelize(Holder(), mesh, ParallelPlan(tensor={"experts": ExpertParallel()}, experts=plan))
+    model = parallelize(Holder(kind), mesh, ParallelPlan(tensor={"experts": ExpertParallel()}, experts=plan))
     sync = GradientSync(model)
     found, twice = [], []
     for _ in range(2):
@@ -113,10 +116,10 @@ def one_layer(sizes: dict[str, int], placements: Any, plan: ExpertPlan, shape: A
     return wrong, forward, backward, experts, layout
 
 
-def together(sizes: dict[str, int], placements: Any, plans: list[ExpertPlan], shapes: list[Any]) -> Any:
+def together(sizes: dict[str, int], placements: Any, plans: list[ExpertPlan], shapes: list[Any], kind: Any) -> Any:
     with check_order():
         found = [
-            one_layer(sizes, placements, plan, shape, choices)
+            one_layer(sizes, placements, plan, shape, choices, kind)
             for plan in plans
             for shape in shapes
             for choices in CHOICES
@@ -139,11 +142,12 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, str], list[ExpertPlan]]] = {
 
 
 @pytest.mark.few(5)
+@pytest.mark.parametrize("kind", [PlainExperts, Experts])
 @pytest.mark.parametrize("case", MESHES)
-def test_values_and_gradients_of_one_process_for_any_shape_and_any_choices(case: str, pool: Any) -> None:
+def test_values_and_gradients_of_one_process_for_any_shape_and_any_choices(case: str, kind: Any, pool: Any) -> None:
     sizes, placements, plans = MESHES[case]
     shapes = [(5, 7), (4, 4), (1, 1), (0, 3)]
-    found = pool.run(together, sizes, placements, plans, shapes, ranks=math.prod(sizes.values()))
+    found = pool.run(together, sizes, placements, plans, shapes, kind, ranks=math.prod(sizes.values()))
     assert not any(found), "\n".join(said for of_rank in found for said in of_rank)
 
 

@@ -26,12 +26,13 @@ class Experts(nn.Module):
         self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(E, I, H)) for _ in range(2))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
         """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
 
         Each token's output is the sum over its k experts of weight times expert. No token is dropped.
+        rows: how many choices are of these experts, where the caller knows; see `kernels.experts`.
         """
-        output: Tensor = kernels.experts(x, experts, weights, self.gate_proj, self.up_proj, self.down_proj)
+        output: Tensor = kernels.experts(x, experts, weights, self.gate_proj, self.up_proj, self.down_proj, rows=rows)
         return output
 
     def choose(self, x: Tensor, experts: Tensor) -> None:
