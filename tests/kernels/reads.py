@@ -21,10 +21,12 @@ CHECKING = tuple(
     for module in (
         "attention.ranges",
         "embedding.function",
+        "experts.function",
         "cross_entropy.options",
         "cross_entropy.reference",
         "grouped_matmul.function",
         "linear_cross_entropy.gradients",
+        "routing.function",
     )
 )
 
@@ -32,6 +34,8 @@ READING_ON_A_CPU = (
     "weft.kernels.attention.compute.batch_for",
     "weft.kernels.attention.blocks.forward",
     "weft.kernels.attention.blocks.backward",
+    "weft.kernels.experts.function.plain_forward",
+    "weft.kernels.experts.function.plain_backward",
     "weft.kernels.attention.options.number_of",  # of a key, which is on the CPU
 )
 _is_excused: ContextVar[bool] = ContextVar("_is_excused", default=False)
@@ -42,7 +46,8 @@ def no_reads(*reading_on_the_host: str) -> Iterator[None]:
     """`NoReads`, without the checks that a CPU makes because it waits for nothing.
 
     These check values, and compare forward's guess of a loss's gradient, which a kernel does on a GPU. Attention on a
-    CPU also reads which keys each query sees; attention's kernels read this on the device.
+    CPU also reads which keys each query sees, and experts on a CPU where each expert's rows end; the kernels read both
+    on the device.
     reading_on_the_host: further functions, module.name, which read tensors that are on the host for any model.
     """
     with ExitStack() as stack:

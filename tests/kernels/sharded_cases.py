@@ -8,11 +8,14 @@ from functools import partial, reduce
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from weft import kernels
-from weft.mesh import Layout
+from weft.mesh import Layout, Shard
+from weft.reshard import distribute, layout_of
 
 from tests.kernels.cases import ints, normal, rotate, rotate_neighbours, torch_cross_entropy
+from tests.kernels.experts.cases import one_by_one
 from tests.support import philox
 
 
@@ -64,6 +67,23 @@ def by_group(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None = None) -> 
     return torch.cat([a[:2] @ b[0] + bias[0], a[2:4] @ b[2] + bias[2], torch.zeros(1, 7, dtype=a.dtype)])
 
 
+def mixed(x: Tensor, gate: Tensor, down: Tensor) -> Tensor:
+    """experts, with the choices sharded as the tokens are; gate stands for up, too."""
+    chosen, weights = CHOSEN, WEIGHTS
+    if isinstance(x, DTensor):
+        layout = layout_of(x)
+        rows = layout.replace(**{axis: "R" for axis in layout.mesh.axis_names if layout[axis] != Shard(0)})
+        chosen, weights = (distribute(each, rows) for each in (chosen, weights))
+    return kernels.experts(x, chosen, weights, gate, gate, down)
+
+
+def statistics(logits: Tensor, experts: Tensor) -> Tensor:
+    flat = logits.reshape(-1, V)
+    return torch.cat(
+        [experts.flatten().bincount(minlength=V), flat.softmax(-1).sum(0), flat.logsumexp(-1).square().sum().view(1)]
+    )
+
+
 def added(*outputs: Tensor) -> Tensor:
     return reduce(kernels.add, outputs)
 
@@ -74,6 +94,7 @@ logits_dims = 3
 ANGLE = torch.outer(torch.arange(T).double(), torch.tensor([1.0, 0.3]).double())  # [T, D / 2]
 TARGET = torch.where(ints(3, B, T) == 0, -100, ints(V, B, T))
 ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
+CHOSEN, WEIGHTS = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2], [2, 0]]), normal(5, 2)  # expert 1 has no tokens
 CASES = {
     "linear": Case(kernels.linear, F.linear, (normal(B, T, 5), normal(7, 5))),
     "linear-bias": Case(kernels.linear, F.linear, (normal(B, 5), normal(7, 5), normal(7))),
@@ -109,6 +130,11 @@ CASES = {
         lambda x, gate, up: F.silu(x @ gate.T) * (x @ up.T),
         (normal(B, 5), normal(7, 5), normal(7, 5, seed=1)),
     ),
+    "experts": Case(
+        mixed,
+        lambda x, gate, down: one_by_one(CHOSEN, x, WEIGHTS, gate, gate, down),
+        (normal(5, 6), normal(3, 5, 6), normal(3, 6, 5)),
+    ),
     "grouped_matmul": Case(kernels.grouped_matmul, by_group, (normal(5, 6), normal(3, 6, 7), ENDS)),
     "grouped_matmul-relu": Case(
         lambda a, b, bias: kernels.grouped_matmul(a, b, ENDS, bias=bias, activation="relu"),  # plain offsets are whole
@@ -119,6 +145,33 @@ CASES = {
         lambda a, b, residual: kernels.grouped_matmul(a, b, ENDS, residual=residual, alpha=0.5, beta=2.0),
         lambda a, b, residual: by_group(a, b, ENDS) / 2 + 2 * residual * (torch.arange(5) < ENDS[-1])[:, None],
         (normal(5, 6), normal(3, 6, 7), normal(5, 7)),
+    ),
+    "route": Case(
+        lambda scores: kernels.route(scores, 2)[1],
+        lambda scores: scores.topk(2).values.softmax(-1),
+        (normal(B, T, V),),
+    ),
+    "dispatch": Case(  # the sum of a token's two rows
+        lambda x, experts: kernels.combine(
+            kernels.dispatch(x, experts, num_experts=V)[0], experts, experts.detach().double() ** 0
+        ),
+        lambda x, experts: 2 * x,
+        (normal(4, 8, H), ints(V, 4, 8, 2)),
+    ),
+    "combine": Case(
+        lambda y, experts, weights: kernels.combine(y, experts, weights),
+        lambda y, experts, weights: (y.unflatten(0, (4, 2)) * weights.unsqueeze(-1)).sum(1),
+        (normal(8, H), torch.arange(8).view(4, 2), normal(4, 2)),  # the sorted rows are in the tokens' order
+    ),
+    "router_statistics": Case(
+        lambda logits, experts: kernels.router_statistics(logits, experts, layer=1, layers=2),
+        lambda logits, experts: torch.stack([torch.zeros(2 * V + 1).double(), statistics(logits, experts)]),
+        (normal(B, T, V), ints(V, B, T, 2)),
+    ),
+    "router_statistics-next": Case(
+        lambda logits, experts, sums: kernels.router_statistics(logits, experts, sums),
+        lambda logits, experts, sums: sums + statistics(logits, experts),
+        (normal(B, V), ints(V, B, 2), normal(1, 2 * V + 1)),
     ),
     "embedding": Case(kernels.embedding, F.embedding, (ints(V, B, T), normal(V, H))),
     "embedding-padding": Case(

@@ -252,6 +252,8 @@ def test_contiguous_logits_move_128_bits_at_a_time(name, layout):
         pytest.param("swiglu.backward/bf16-silu", {"load 128": 6, "store 128": 4}, id="swiglu-backward"),
         pytest.param("gelu.backward/bf16-gelu", {"load 128": 4, "store 128": 2}, id="gelu-backward"),
         pytest.param("rope.turn/bf16-32x128", {"load 128": 8, "store 128": 4}, id="rope"),
+        pytest.param("routing.gather_rows/bf16", {"load 128": 1, "load 32": 1, "store 128": 1}, id="dispatch"),
+        pytest.param("routing.sum_rows/bf16", {"load 128": 1, "load 32": 2, "store 128": 1}, id="combine"),
         pytest.param(
             "rms_norm.forward/bf16-4096-residual", {"load 128": 6, "store 128": 4, "store 32": 1}, id="add-rms_norm"
         ),

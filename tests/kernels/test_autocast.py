@@ -21,6 +21,7 @@ from tests.kernels.cases import ints, normal
 from tests.support.pool import Pool
 
 TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
+EXPERTS = ints(8, 6, 5, 2)
 TABLES = normal(5, 2).float(), normal(5, 2).float()
 KEY = torch.tensor(3, dtype=torch.uint64)
 LOWER = pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -63,6 +64,30 @@ def torch_grouped(offsets: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a[:first] @ b[0], a[first:] @ b[1]])
 
 
+def torch_experts(chosen: Tensor, x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every expert on every token; autocast's dtype also for the weights, as a layer casts them to its input's."""
+    matrices = zip(gate, up, down, strict=True)
+    every = torch.stack([F.linear(torch_swiglu_linear(x, *each[:2]), each[2]) for each in matrices], -2)
+    rows = every.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+    return (rows * weights[..., None].to(rows.dtype)).sum(-2)
+
+
+def torch_route(scores: Tensor) -> Tensor:
+    chosen = scores.to(wide(scores)).softmax(-1).topk(2).values
+    return chosen / chosen.sum(-1, keepdim=True)
+
+
+def torch_combine(ids: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    rows = y[ids.flatten().sort(stable=True).indices.argsort()].unflatten(0, ids.shape)
+    return (rows * weights.to(wide(weights)).unsqueeze(-1)).sum(-2).to(y.dtype)
+
+
+def torch_statistics(ids: Tensor, logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1).to(wide(logits))
+    counts = ids.flatten().bincount(minlength=8)
+    return torch.cat([counts, flat.softmax(-1).sum(0), flat.logsumexp(-1).square().sum().view(1)]).view(1, -1)
+
+
 def torch_swiglu_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
@@ -90,9 +115,22 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         ((6, 5, 8),) * 3,
         None,
     ),
+    "combine": (lambda ids, y, w: kernels.combine(y, ids, w), torch_combine, ((60, 8), (6, 5, 2)), EXPERTS),
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids), torch_loss, ((6, 5, 8),), CLASSES),
+    "dispatch": (
+        lambda ids, x: kernels.dispatch(x, ids, num_experts=8)[0],
+        lambda ids, x: x.flatten(0, 1)[ids.flatten().sort(stable=True).indices // 2],
+        ((6, 5, 8),),
+        EXPERTS,
+    ),
     "dropout": (lambda _, x: kernels.dropout(x, 0.5, KEY), lambda _, x: torch_dropout(x), ((6, 5, 8),), None),
     "embedding": (kernels.embedding, F.embedding, ((11, 8),), TOKENS),
+    "experts": (
+        lambda chosen, x, *operands: kernels.experts(x, chosen, *operands),
+        lambda chosen, x, *operands: torch_experts(chosen, x, *operands),
+        ((6, 5, 8), (6, 5, 2), (2, 4, 8), (2, 4, 8), (2, 8, 4)),
+        ints(2, 6, 5, 2),
+    ),
     "geglu": (lambda _, x, y: kernels.geglu(x, y), lambda _, x, y: F.gelu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
     "gelu": (lambda _, x: kernels.gelu(x), lambda _, x: F.gelu(x), ((6, 5, 8),), None),
     "grouped_matmul": (
@@ -132,6 +170,13 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         None,
     ),
     "rope": (lambda _, x: kernels.rope(x, *TABLES), lambda _, x: torch_rope(x), ((6, 5, 8),), None),
+    "route": (lambda _, x: kernels.route(x, 2)[1], lambda _, x: torch_route(x), ((6, 5, 8),), None),
+    "router_statistics": (
+        lambda ids, x: kernels.router_statistics(x, ids),
+        torch_statistics,
+        ((6, 5, 8),),
+        EXPERTS,
+    ),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), lambda _, x, y: F.silu(x) * y, ((6, 5, 8), (6, 5, 8)), None),
     "swiglu_linear": (
         lambda _, *operands: kernels.swiglu_linear(*operands),
@@ -140,6 +185,10 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[i
         None,
     ),
 }  # fmt: skip
+
+
+# Whose rows no axis cuts, or are sorted by expert on each rank: test_routing_sharded.py.
+BY_EXPERT = {"combine", "dispatch", "grouped_matmul"}
 
 
 def operands_of(name: str, given: str, lower: torch.dtype) -> list[Tensor]:
@@ -216,7 +265,7 @@ def on_ranks(name: str, given: str, lower: torch.dtype) -> None:
 
 @LOWER
 @pytest.mark.parametrize("given", ["w", "l", "lw"])
-@pytest.mark.parametrize("name", sorted(set(OPS) - {"grouped_matmul"}))  # whose rows no axis cuts
+@pytest.mark.parametrize("name", sorted(set(OPS) - BY_EXPERT))
 def test_an_op_on_dtensors(pool: Pool, name: str, given: str, lower: torch.dtype) -> None:
     pool.run(on_ranks, name, given, lower, ranks=2)
 

@@ -15,6 +15,7 @@ from tests.kernels.cases import normal
 
 ENDS, TOKENS = torch.tensor([1, 4], dtype=torch.int32), torch.tensor([1, 0, 4, 2])
 COS, SIN = normal(4, 2).float(), normal(4, 2, seed=1).float()
+EXPERTS = torch.tensor([[1, 0], [2, 1], [0, 2], [1, 2]], dtype=torch.int32)
 KEY = torch.tensor(7, dtype=torch.uint64)
 
 
@@ -36,17 +37,24 @@ def layers(of: Operands) -> list[Tensor]:
         kernels.linear(x, weight, activation="gelu"),
         kernels.swiglu_linear(x, weight, up),
         kernels.grouped_matmul(x, of["stacked"], ENDS),
+        kernels.experts(x, EXPERTS, of["choices"], of["stacked"], of["experts_up"], of["down"]),
+        kernels.route(x, 2, groups=(4, 2))[1],
+        kernels.dispatch(x, EXPERTS, num_experts=3)[0],
+        kernels.combine(weight, EXPERTS, of["shares"]),
+        kernels.router_statistics(x, EXPERTS),
     ]
 
 
 OPS = {
     "rms_norm", "layer_norm", "rope", "rms_norm_rope", "gate",
-    "embedding", "dropout", "matmul", "swiglu_linear", "grouped_matmul"
+    "embedding", "dropout", "matmul", "swiglu_linear", "grouped_matmul", "experts",
+    "route", "sort_by_expert", "gather_rows", "sum_rows", "router_statistics",
 }  # fmt: skip
 OF_BACKWARD = {
     "rms_norm_backward", "layer_norm_backward", "rope",
     "rms_norm_rope_backward", "gate_backward", "embedding_backward", "dropout",
-    "grouped_matmul", "grouped_matmul_weights",
+    "grouped_matmul", "grouped_matmul_weights", "experts_backward",
+    "route_backward", "sum_rows", "sum_rows_backward", "router_statistics_backward",
 }  # fmt: skip
 
 
@@ -73,7 +81,8 @@ def test_each_launch_is_an_op_in_the_graph(interpreted: None) -> None:
     backend = aot_autograd(fw_compiler=recording(forward), bw_compiler=recording(backward))
     shapes = {
         "x": (4, 8), "y": (4, 8), "weight": (8, 8), "up": (8, 8),
-        "vector": (8,), "bias": (8,), "of_head": (4,), "stacked": (2, 8, 8)
+        "vector": (8,), "bias": (8,), "of_head": (4,), "stacked": (2, 8, 8), "choices": (4, 2),
+        "experts_up": (2, 8, 8), "down": (2, 8, 8), "shares": (4, 2),
     }  # fmt: skip
     made = {name: normal(*shape, seed=i).float() for i, (name, shape) in enumerate(shapes.items())}
     found = []

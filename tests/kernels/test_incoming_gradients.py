@@ -21,6 +21,7 @@ from tests.support.pool import Pool
 TABLES = normal(5, 2), normal(5, 2)
 KEY = torch.tensor(3, dtype=torch.uint64)
 TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
+CHOSEN = ints(4, 80).sort().values.view(8, 5, 2)  # experts in order: rows sorted on each rank are sorted on the whole
 # The op, the ids of sharded rows, and the operands: operands with 6 rows are sharded.
 OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),
@@ -36,6 +37,11 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
         lambda ends, a, b: kernels.grouped_matmul(a, b, ends),
         torch.tensor([2, 6], dtype=torch.int32),
         (normal(6, 8), normal(2, 8, 4)),
+    ),
+    "experts": (
+        lambda chosen, x, *operands: kernels.experts(x, chosen, *operands),
+        ints(3, 6, 5, 2),
+        (normal(6, 5, 8), normal(6, 5, 2), *(normal(3, 4, 8, seed=seed) for seed in range(2)), normal(3, 8, 4)),
     ),
     "all_gather_matmul": (
         lambda _, a, b: kernels.all_gather_matmul(a, b),
@@ -112,6 +118,14 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
     "pack": (lambda _, x, y: pack(x, y, parts=2), None, (normal(6, 5, 8), normal(6, 5, 4))),
     "unpack": (lambda _, x: unpack(x, (4, 2))[0], None, (normal(6, 5, 2, 6),)),
     "embedding": (kernels.embedding, TOKENS, (normal(11, 8),)),
+    "route": (lambda _, scores: kernels.route(scores, 2)[1], None, (normal(6, 5, 8),)),
+    "dispatch": (lambda ids, x: kernels.dispatch(x, ids, num_experts=4)[0], CHOSEN, (normal(8, 5, 8),)),
+    "combine": (lambda ids, y, weights: kernels.combine(y, ids, weights), CHOSEN, (normal(80, 8), normal(8, 5, 2))),
+    "router_statistics": (
+        lambda ids, logits: kernels.router_statistics(logits, ids),
+        ints(8, 6, 5, 2),
+        (normal(6, 5, 8),),
+    ),
     "cross_entropy": (lambda ids, x: kernels.cross_entropy(x, ids, reduction="none"), CLASSES, (normal(6, 5, 8),)),
     "linear_cross_entropy": (
         lambda ids, x, w: kernels.linear_cross_entropy(x, w, ids, reduction="none"),
@@ -122,6 +136,8 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
 TRAVELLING = ("all_gather_matmul", "matmul_reduce_scatter")  # whose backward communicates, whatever arrives
 # How the ids and the operands lie where not by their rows: on four ranks of "tp", and beside "dp" on two.
 LAYOUTS: dict[str, tuple[str, ...]] = {
+    "dispatch": ("tp: S(0)", "tp: S(0)"),
+    "combine": ("tp: S(0)", "tp: S(0)", "tp: S(0)"),
     "grouped_matmul": ("", "", "tp: S(2)"),
     "all_gather_matmul": ("", "tp: S(1)", "tp: S(1)"),
     "matmul_reduce_scatter": ("", "tp: S(2)", "tp: S(0)"),
@@ -132,6 +148,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "linear-gelu": ("", ROWS, "tp: S(0)"),
     "matmul": ("", ROWS, "tp: S(1)", "tp: S(0)", HEADS),
     "grouped_matmul": ("", "", "tp: S(2), dp: S(0)"),
+    "experts": (ROWS, ROWS, ROWS, "tp: S(1)", "tp: S(1)", "tp: S(2)"),
     "all_gather_matmul": ("", TOKENS_CUT, "tp: S(1)"),
     "matmul_reduce_scatter": ("", HEADS, "tp: S(0)"),
     "qkv_linear": ("", ROWS, "tp: S(0)", "tp: S(0)", "tp: S(0)"),
@@ -149,6 +166,8 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "attention-softcap": ("", HEADS, HEADS, HEADS, "tp: S(0)"),
     "dropout": ("", TOKENS_CUT),
     "embedding": (ROWS, "tp: S(1)"),
+    "dispatch": (ROWS, HEADS),
+    "combine": (ROWS, "dp: S(0), tp: S(1)", ROWS),
     "cross_entropy": (ROWS, HEADS),
     "linear_cross_entropy": (ROWS, ROWS, "tp: S(0)"),
 }

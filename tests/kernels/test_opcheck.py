@@ -50,7 +50,7 @@ def f(*shape: int, seed: int = 0) -> Tensor:
 
 TOKENS, ENDS = torch.tensor([[1, 0, 4], [4, 2, 2]]), torch.tensor([1, 3], dtype=torch.int32)
 TARGET, ANGLES = torch.tensor([1, 0, 4]), normal(3, 2).float()
-KEY = torch.tensor(7, dtype=torch.uint64)
+KEY, CHOSEN = torch.tensor(7, dtype=torch.uint64), torch.tensor([[1, 0], [1, 0], [0, 1]])
 ASKED = (*of_logits.VocabShard(), *Options(reduction="none", label_smoothing=0.1).flat())
 Arguments = tuple[Any, ...]
 # The names of ops, and a call that runs them.
@@ -61,9 +61,16 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rms_norm_rope rms_norm_rope_backward": lambda: kernels.rms_norm_rope(f(3, 16), f(4), ANGLES.cos(), ANGLES.sin()),
     "gate gate_backward": lambda: kernels.swiglu(f(3, 16), f(3, 16)),
     "embedding embedding_backward": lambda: kernels.embedding(TOKENS, f(5, 16)),
+    "route route_backward": lambda: kernels.route(f(3, 8), 2, bias=normal(8).float(), groups=(4, 2))[1],
+    "sort_by_expert gather_rows sum_rows": lambda: kernels.dispatch(f(2, 16), TOKENS, num_experts=5)[0],
+    "sum_rows sum_rows_backward": lambda: kernels.combine(f(6, 16), TOKENS, f(2, 3)),
+    "router_statistics router_statistics_backward": lambda: kernels.router_statistics(f(2, 5), TOKENS),
     "dropout": lambda: kernels.dropout(f(3, 16), 0.5, KEY, residual=f(3, 16)),
     "matmul": lambda: kernels.matmul(f(3, 16), f(16, 8), bias=f(8), activation="gelu", residual=f(3, 8)),
     "swiglu_linear": lambda: kernels.swiglu_linear(f(3, 16), f(8, 16), f(8, 16)),
+    "experts experts_backward": lambda: kernels.experts(
+        f(3, 16), CHOSEN, f(3, 2), f(2, 8, 16), f(2, 8, 16, seed=1), f(2, 16, 8)
+    ),
     "grouped_matmul grouped_matmul_weights": lambda: kernels.grouped_matmul(f(4, 16), f(2, 16, 8), ENDS, bias=f(2, 8)),
     "cross_entropy cross_entropy_backward": lambda: of_logits.forward(f(3, 5), TARGET, None, None, *ASKED),
     "linear_cross_entropy linear_cross_entropy_backward": lambda: of_products.forward(

@@ -33,9 +33,16 @@ def grouped(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return kernels.grouped_matmul(a, b, ends, bias=bias, activation="silu")
 
 
+def mixed(x: Tensor, *operands: Tensor) -> Tensor:
+    """Two of three experts for each token."""
+    chosen = torch.arange(2 * len(x), device=x.device).reshape(-1, 2) % 3
+    return kernels.experts(x, chosen, *operands)
+
+
 OPS: dict[str, tuple[Callable[..., Tensor | Sequence[Tensor]], tuple[tuple[int, ...], ...]]] = {
     "matmul": (lambda a, b, bias: kernels.matmul(a, b, bias=bias, activation="gelu"), ((20, 96), (96, 24), (24,))),
     "grouped_matmul": (grouped, ((26, 40), (3, 40, 24), (3, 24))),
+    "experts": (mixed, ((26, 40), (26, 2), (3, 24, 40), (3, 24, 40), (3, 40, 24))),
     "swiglu_linear": (kernels.swiglu_linear, ((20, 40), (24, 40), (24, 40))),
     "qkv_linear": (kernels.qkv_linear, ((20, 40), (24, 40), (12, 40), (12, 40), (24,), (12,), (12,))),
 }

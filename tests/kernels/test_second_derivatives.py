@@ -32,6 +32,12 @@ def offsets_like(a: Tensor) -> Tensor:
     return distribute(offsets, layout_of(a)) if isinstance(a, DTensor) else offsets
 
 
+def with_experts(x: Tensor, *operands: Tensor) -> Tensor:
+    """Two of two experts for each token."""
+    chosen = torch.tensor([[0, 1], [1, 0], [1, 0]])
+    return kernels.experts(x, distribute(chosen, layout_of(x)) if isinstance(x, DTensor) else chosen, *operands)
+
+
 # name: the function and its tensors. All floating tensors have a gradient, except rope's tables.
 OPS = {
     "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
@@ -57,7 +63,16 @@ OPS = {
         (*(normal(1, 3, 8, seed=seed) for seed in range(3)), normal(2)),
     ),
     "dropout": (lambda x: kernels.dropout(x, 0.5, 1), (normal(3, 4),)),
+    "combine": (
+        lambda y, weights, experts: kernels.combine(y, experts, weights),
+        (normal(6, 4), normal(3, 2), ints(5, 3, 2)),
+    ),
+    "dispatch": (lambda x, experts: kernels.dispatch(x, experts, num_experts=5)[0], (normal(3, 4), ints(5, 3, 2))),
     "embedding": (lambda weight, tokens: kernels.embedding(tokens, weight), (normal(7, 4), ints(7, 3))),
+    "experts": (
+        with_experts,
+        (normal(3, 4), normal(3, 2), normal(2, 5, 4), normal(2, 5, 4, seed=1), normal(2, 4, 5)),
+    ),
     "geglu": (kernels.geglu, (normal(3, 4), normal(3, 4, seed=1))),
     "gelu": (kernels.gelu, (normal(3, 4),)),
     "grouped_matmul": (
@@ -78,6 +93,8 @@ OPS = {
         (normal(1, 3, 8), normal(4)),
     ),
     "rope": (lambda x: kernels.rope(x, ANGLES.cos(), ANGLES.sin()), (normal(1, 3, 8),)),
+    "route": (lambda scores: kernels.route(scores, 2)[1], (normal(3, 4),)),
+    "router_statistics": (lambda logits, ids: kernels.router_statistics(logits, ids), (normal(3, 4), ints(4, 3, 2))),
     "swiglu": (kernels.swiglu, (normal(3, 4), normal(3, 4, seed=1))),
     "swiglu_linear": (kernels.swiglu_linear, (normal(3, 4), normal(5, 4), normal(5, 4, seed=1))),
     **{f"cross_entropy-{each}": of_logits(reduction=each) for each in ("none", "mean", "sum")},

@@ -116,9 +116,15 @@ TAKEN = {
     "qkv_linear": 6,  # the same as linear-bias
     "qkv_linear-rope": 3,  # (R, R), (R, S0) by whole heads, and (S0, R) with the tables'
     "swiglu_linear": 3,  # (R S0, R, R), (R, S0, S0)
+    "experts": 3,  # (R S0, R, R), (R, S1, S2)
     "grouped_matmul": 6,  # (R P, R), (R, S0), (R, S2), (R, P), (S1, S1)
     "grouped_matmul-relu": 3,  # (R, R), (R, S0), (R, S2), each with the bias that fits
     "grouped_matmul-residual": 6,  # the same as grouped_matmul, each with the residual that fits
+    "route": 3,  # R S0 S1
+    "dispatch": 5,  # (R S2 P, R), (S0, S0), (S1, S1)
+    "combine": 4,  # (R S1 P, R, R), (S0, S0, S0)
+    "router_statistics": 3,  # (R, R), (S0, S0), (S1, S1)
+    "router_statistics-next": 2,  # (R, R, R), (S0, S0, P)
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)
     "embedding-padding": 6,
     "rms_norm-no-weight": 3,  # R S0 S1

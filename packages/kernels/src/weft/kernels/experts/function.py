@@ -17,7 +17,8 @@ from ..dispatch.backend import TOKEN_DTYPES, can_read, check_floats, use_triton
 from ..dispatch.op import Tensors
 from ..launching.launched import launched
 from ..matmul.checks import check_wide
-from .reference import plain_backward, plain_forward
+from ..routing.function import sort_rows
+from .reference import check_room, plain_backward, plain_forward
 
 OP = "experts"
 
@@ -38,16 +39,11 @@ def forward(
 
     keep: whether to save tensors for backward: x, weights, the sorted order, gate, up, down and both pre-activations.
     """
-    tokens, chosen, choices = x.reshape(-1, x.shape[-1]), experts.reshape(-1, experts.shape[-1]), weights.shape[-1]
-    source, offsets = sort_by_expert(chosen, len(gate), first)
-    out = torch.empty((*x.shape[:-1], down.shape[1]), dtype=x.dtype, device=x.device)
-    z_gate = z_up = None
-    if keep or use_triton(x):  # the kernels of a forward without a backward store the gated activation in z_gate
-        size = _count_rows(offsets, source, rows)
-        z_gate = torch.empty((size, gate.shape[1]), dtype=x.dtype, device=x.device)
-        z_up = torch.empty_like(z_gate) if keep else None
-    _forward(tokens, weights.reshape(-1, choices), source, offsets, gate, up, down, out.view(-1, down.shape[1]),
-             z_gate, z_up)  # fmt: skip
+    source, _, offsets = sort_rows(experts, len(gate), first)
+    size = _count_rows(offsets, source, rows)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    z_gate, z_up = (x.new_empty((size, gate.shape[1])) if keep else None for _ in range(2))
+    _forward(_rows(x), _rows(weights), source, offsets, gate, up, down, _rows(out), z_gate, z_up, size)
     return out, (x, weights, source, offsets, gate, up, down, z_gate, z_up) if keep else ()
 
 
@@ -68,19 +64,19 @@ def backward(
         for each, need in zip(of_operands, needed, strict=True)
     )
     dx, _, dweights, *of_experts = gradients
-    _backward(
-        grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]),
-        source, offsets, gate, up, down, z_gate, z_up,
-        None if dx is None else dx.view(-1, x.shape[-1]),
-        None if dweights is None else dweights.view(-1, weights.shape[-1]),
-        *of_experts,
-    )  # fmt: skip
+    operands = _rows(grad), _rows(x), _rows(weights), source, offsets, gate, up, down, z_gate, z_up
+    _backward(*operands, *(None if each is None else _rows(each) for each in (dx, dweights)), *of_experts)
     return gradients
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [N, H]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @launched(
     "experts(Tensor x, Tensor weights, Tensor source, Tensor offsets, Tensor gate, Tensor up, Tensor down, "
-    "Tensor(a!) out, Tensor(b!)? z_gate, Tensor(c!)? z_up)"
+    "Tensor(a!) out, Tensor(b!)? z_gate, Tensor(c!)? z_up, SymInt size)"
 )
 def _forward(x: Tensor, *operands: Any) -> None:
     if use_triton(x):
@@ -105,19 +101,6 @@ def _backward(grad: Tensor, *operands: Any) -> None:
         plain_backward(grad, *operands)
 
 
-def sort_by_expert(experts: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The choices sorted by expert, and by token within an expert: source int32 [N * k], offsets int32 [count].
-
-    experts: [N, k]. source: token * k + choice of each sorted row. offsets: where the rows of expert first + e end.
-    Choices of experts outside first to first + count - 1 are behind the last expert's rows.
-    """
-    local = experts.reshape(-1) - first
-    local = torch.where((local < 0) | (local >= count), count, local)
-    ordered, source = torch.sort(local, stable=True)
-    ends = torch.arange(count, dtype=local.dtype, device=local.device)
-    return source.to(torch.int32), torch.searchsorted(ordered, ends, right=True, out_int32=True)
-
-
 def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
     """The number of sorted rows to allocate: counted where the host can read the offsets, else `rows`, else all.
 
@@ -127,11 +110,7 @@ def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
     if not can_read(offsets):
         return most
     counted = int(offsets[-1]) if len(offsets) else 0
-    if counted > most:
-        raise ValueError(
-            f"{OP}: {counted} choices are of the {len(offsets)} experts here, and rows={rows} leaves no room for them; "
-            f"give rows={counted} or more, or leave rows out to allocate for all {len(source)} choices"
-        )
+    check_room(counted, most)
     return counted
 
 

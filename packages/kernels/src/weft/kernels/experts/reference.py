@@ -37,21 +37,24 @@ def plain_forward(
     out: Tensor,
     z_gate: Tensor | None,
     z_up: Tensor | None,
+    size: int,
 ) -> None:
     """out[n] = the sum over token n's choices of weight * down[e] @ (silu(gate[e] @ x[n]) * (up[e] @ x[n])).
 
     x: [N, H]. weights: [N, k]. out: [N, H]. The sum is in the order of the experts.
     source: int32 [N * k], token * k + choice of each sorted row.
     offsets: int32 [E], where each expert's rows end. The rows behind the last expert's add nothing.
-    z_gate, z_up: [rows, I], receive the pre-activations of the sorted rows; None where they are not wanted.
+    z_gate, z_up: [size, I], receive the pre-activations of the sorted rows; None where they are not wanted.
+    size: the sorted rows to compute at most. Raises ValueError where the experts have more.
     """
     inner = down.shape[2]
     ends: list[int] = offsets.tolist()
+    check_room(ends[-1] if ends else 0, size)
     row_weights = _row_weights(weights, source, ends)
     sums, is_sum = _sums_for(out)
-    size = min(ROWS_AT_ONCE, len(row_weights))
-    inputs, outputs = x.new_empty((size, x.shape[1])), x.new_empty((size, down.shape[1]))
-    gates, ups, gated = (x.new_empty((size, inner)) for _ in range(3))
+    most = min(ROWS_AT_ONCE, len(row_weights))
+    inputs, outputs = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
+    gates, ups, gated = (x.new_empty((most, inner)) for _ in range(3))
     for expert, rows, tokens, _ in _blocks(ends, source, weights.shape[1]):
         count = len(tokens)
         torch.index_select(x, 0, tokens, out=inputs[:count])
@@ -96,9 +99,9 @@ def plain_backward(
     row_weights = _row_weights(weights, source, ends)
     row_dweights = None if dweights is None else torch.empty_like(row_weights)
     sums, is_sum = (None, True) if dx is None else _sums_for(dx)
-    size = min(ROWS_AT_ONCE, len(row_weights))
-    inputs, upstream = x.new_empty((size, x.shape[1])), x.new_empty((size, down.shape[1]))
-    of_hidden, hidden, of_gate, of_up = (x.new_empty((size, inner)) for _ in range(4))
+    most = min(ROWS_AT_ONCE, len(row_weights))
+    inputs, upstream = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
+    of_hidden, hidden, of_gate, of_up = (x.new_empty((most, inner)) for _ in range(4))
     for expert, rows, tokens, is_first in _blocks(ends, source, weights.shape[1]):
         count, w = len(tokens), row_weights[rows]
         dy = torch.index_select(grad, 0, tokens, out=upstream[:count])
@@ -124,6 +127,15 @@ def plain_backward(
     if dweights is not None and row_dweights is not None:
         chosen = source[: len(row_dweights)].long()
         dweights.zero_().view(-1).index_copy_(0, chosen, row_dweights.view(-1).to(dweights.dtype))
+
+
+def check_room(rows: int, size: int) -> None:
+    """Raises ValueError where the experts' sorted rows are more than the caller allowed. size: the rows allocated."""
+    if rows > size:
+        raise ValueError(
+            f"experts: {rows} choices are of the experts here, and rows={size} leaves no room for them; give "
+            f"rows={rows} or more, or leave rows out to allocate for all choices"
+        )
 
 
 def _write_gated(

@@ -14,6 +14,7 @@ from ..matmul.sharded.layout_rule import GRADIENT
 from . import function
 
 BACKWARD = "experts, backward"
+BY_EXPERT = ", or call experts on local tensors with first="  # how to compute with experts of their own on each rank
 NAMES = ("x", "experts", "weights", "gate", "up", "down")
 
 
@@ -67,10 +68,9 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     for name, layout, dim in (("x", x, dims), ("experts", experts, dims), ("weights", weights, dims)):
         _check_unsharded(name, layout, dim, "a rank computes whole tokens, with all choices")
     for name, layout, dim in (("gate", gate, 2), ("up", up, 2), ("down", down, 1)):
-        _check_unsharded(name, layout, 0, "choices are of all experts; call experts on local tensors, with first=, or")
+        _check_unsharded(name, layout, 0, "a token chooses from all experts", BY_EXPERT)
         _check_unsharded(name, layout, dim, "only the dim I may be sharded")
-    for name, layout in zip(NAMES, layouts, strict=True):
-        assert layout is not None, "apply passes all"
+    for name, layout in zip(NAMES, (x, experts, weights, gate, up, down), strict=True):
         _check_complete(name, layout)
     lead = ascii_lowercase[:dims]  # the tokens' dims
     terms = (f"{lead}x", f"{lead}k", f"{lead}k", "eix", "eix", "eyi")
@@ -92,13 +92,13 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
     return Sharding(output, shape, gradient_layouts)
 
 
-def _check_unsharded(name: str, layout: Layout, dim: int, why: str) -> None:
-    """Raises LayoutError where the operand is sharded on `dim`. why: the reason, for the message."""
+def _check_unsharded(name: str, layout: Layout, dim: int, why: str, remedy: str = "") -> None:
+    """Raises LayoutError where the operand is sharded on `dim`. why, remedy: for the message."""
     if axes := layout.shard_order.get(dim):
         wanted = layout.replace(**dict.fromkeys(axes, "R"))
         raise LayoutError(
             f"experts: {name} is sharded on dim {dim} over {', '.join(map(repr, axes))}, and {why}; reshard {name} to "
-            f"({wanted})",
+            f"({wanted}){remedy}",
             (wanted,),
         )
 

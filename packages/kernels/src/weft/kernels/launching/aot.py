@@ -35,11 +35,13 @@ MODULES = (
     "weft.kernels.dropout.launch",
     "weft.kernels.matmul.variants",
     "weft.kernels.grouped_matmul.variants",
+    "weft.kernels.experts.variants",
     "weft.kernels.rms_norm.launch",
     "weft.kernels.layer_norm.launch",
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
     "weft.kernels.embedding.launch",
+    "weft.kernels.routing.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

@@ -9,17 +9,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..dispatch.backend import can_read
+from ..dispatch.backend import can_read, use_triton
 from ..dispatch.op import Tensors
+from ..launching.launched import launched
 from . import reference
-from .reference import Router
+from .reference import Router, wide_dtype
+
+MOST_EXPERTS, MOST_CHOICES = 512, 16  # in a kernel's registers
+MOST_ROWS = 2**31 - 1  # numbered by int32
 
 
-def route(scores: Tensor, bias: Tensor | None, **options: Any) -> tuple[tuple[Tensor, Tensor], Tensors]:
-    """`reference.route`. Saves the scores and the experts. options: the fields of `Router`."""
-    weights, experts = reference.route(scores, bias, Router(**options))
+def uses_kernels(scores: Tensor, k: int) -> bool:
+    """Whether kernels compute on these scores [..., E], for k choices."""
+    return use_triton(scores) and scores.shape[-1] <= MOST_EXPERTS and k <= MOST_CHOICES
+
+
+def route(
+    scores: Tensor,
+    bias: Tensor | None,
+    *,
+    k: int,
+    score: str,
+    softmax_after: bool,
+    normalize: bool,
+    scale: float,
+    groups: tuple[int, ...],
+) -> tuple[tuple[Tensor, Tensor], Tensors]:
+    """The weights and experts of `reference.route`. Saves the scores and the experts. Options: of `Router`."""
+    options = (k, score, softmax_after, normalize, scale, groups)
+    if not uses_kernels(scores, k):
+        weights, experts = reference.route(scores, bias, Router(*options))
+    else:
+        weights = scores.new_empty(*scores.shape[:-1], k, dtype=torch.float32)
+        experts = scores.new_empty(*scores.shape[:-1], k, dtype=torch.int32)
+        _launch_route(scores, bias, weights, experts, *options)
     return (weights, experts), (scores, experts)
 
 
@@ -30,12 +56,29 @@ def route_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], **opt
     grad = grads[0]
     if not needed[0] or grad is None:
         return None, None
-    return reference.route_backward(scores, experts, grad, Router(**options)), None
+    if not uses_kernels(scores, options["k"]):
+        return reference.route_backward(scores, experts, grad, Router(**options)), None
+    dscores = scores.new_empty(scores.shape)
+    fields = ("k", "score", "softmax_after", "normalize", "scale", "groups")
+    _launch_route_backward(grad, scores, experts, dscores, *(options[each] for each in fields))
+    return dscores, None
 
 
 def sort_rows(experts: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.sort_by_expert`: source, positions, offsets."""
-    return reference.sort_by_expert(experts, num_experts, first)
+    """`reference.sort_by_expert`: source, positions, offsets.
+
+    Raises ValueError for more choices than an int32 counts.
+    """
+    if experts.numel() > MOST_ROWS:
+        raise ValueError(
+            f"{experts.numel()} choices of experts are more than the {MOST_ROWS} that int32 numbers; give fewer tokens"
+        )
+    if not use_triton(experts):
+        return reference.sort_by_expert(experts, num_experts, first)
+    source, positions = (experts.new_empty(experts.numel(), dtype=torch.int32) for _ in range(2))
+    offsets = experts.new_empty(num_experts, dtype=torch.int32)
+    _launch_sort(experts, source, positions, offsets, first)
+    return source, positions, offsets
 
 
 def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[tuple[Tensor, Tensor], Tensors]:
@@ -44,9 +87,14 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[tuple[Ten
     Raises ValueError for an expert outside 0 to num_experts - 1, where the host can read the experts.
     """
     if can_read(experts):
-        check_experts("dispatch", experts, num_experts)
+        check_range("dispatch", experts, num_experts)
     _, positions, offsets = sort_rows(experts, num_experts)
-    rows = reference.gather_rows(x.reshape(-1, x.shape[-1]), positions, experts.shape[-1])
+    k = experts.shape[-1]
+    if use_triton(x):
+        rows = x.new_empty(experts.numel(), x.shape[-1])
+        _launch_gather(x, positions, rows, k)
+    else:
+        rows = reference.gather_rows(x.reshape(-1, x.shape[-1]), positions, k)
     return (rows, offsets), (positions, experts)
 
 
@@ -57,37 +105,56 @@ def dispatch_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *,
     grad = grads[0]
     if not needed[0] or grad is None:
         return None, None
-    dx = reference.sum_rows(grad, positions, None, experts.shape[-1])
-    return dx.view(*experts.shape[:-1], grad.shape[-1]), None
+    return sum_rows(grad, positions, None, tuple(experts.shape)), None
+
+
+def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, choices: tuple[int, ...]) -> Tensor:
+    """`reference.sum_rows` -> [..., H]. weights: [..., k], in the shape `choices`."""
+    k = choices[-1]
+    if use_triton(y) and (weights is None or weights.dtype != torch.float64):
+        output = y.new_empty(*choices[:-1], y.shape[-1])
+        _launch_sum(y, positions, weights, output, k)
+        return output
+    flat = None if weights is None else weights.reshape(-1, k)
+    return reference.sum_rows(y, positions, flat, k).view(*choices[:-1], y.shape[-1])
 
 
 def combine(y: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensors]:
     """y [N * k, H], experts and weights [..., k] -> [..., H]. Saves y, the positions and the weights."""
     positions = reference.invert(experts.reshape(-1).sort(stable=True).indices)
-    k = weights.shape[-1]
-    output = reference.sum_rows(y, positions, weights.reshape(-1, k), k)
-    return output.view(*weights.shape[:-1], y.shape[-1]), (y, positions, weights)
+    return sum_rows(y, positions, weights, tuple(weights.shape)), (y, positions, weights)
 
 
 def combine_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
-    """The gradients of y and the weights."""
+    """The gradients of y and the weights: `reference.sum_rows_backward`."""
     y, positions, weights = saved
     assert y is not None and positions is not None and weights is not None, "forward saves all"
-    flat = weights.reshape(-1, weights.shape[-1])
-    dy, dweights = reference.combine_backward(
-        grad.reshape(-1, grad.shape[-1]), y, positions, flat, (needed[0], needed[2])
-    )
-    return dy, None, None if dweights is None else dweights.view(weights.shape)
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needed[0] else None
+    dweights = torch.empty(weights.shape, dtype=weights.dtype, device=y.device) if needed[2] else None
+    if use_triton(y) and weights.dtype != torch.float64:
+        _launch_sum_backward(grad, y, positions, weights, dy, dweights)
+    else:
+        k = weights.shape[-1]
+        of_choices = None if dweights is None else dweights.view(-1, k)
+        reference.sum_rows_backward(
+            grad.reshape(-1, grad.shape[-1]), y, positions, weights.reshape(-1, k), dy, of_choices
+        )
+    return dy, None, dweights
 
 
 def statistics(
     logits: Tensor, experts: Tensor, previous: Tensor | None, *, layer: int, layers: int
 ) -> tuple[Tensor, Tensors]:
     """The sums of `router_statistics`, added to row `layer` of a copy of `previous`. Saves the logits."""
-    E = logits.shape[-1]
-    row = reference.statistics(logits.reshape(-1, E), experts.reshape(-1, experts.shape[-1]))
-    output = row.new_zeros(layers, 2 * E + 1) if previous is None else previous.clone()
-    output[layer] += row
+    E, k = logits.shape[-1], experts.shape[-1]
+    if previous is None:
+        output = logits.new_zeros(layers, 2 * E + 1, dtype=wide_dtype(logits))
+    else:
+        output = previous.clone()
+    if uses_kernels(logits, k):
+        _launch_statistics(logits, experts, output[layer])
+    else:
+        output[layer] += reference.statistics(logits.reshape(-1, E), experts.reshape(-1, k))
     return output, (logits,)
 
 
@@ -96,12 +163,15 @@ def statistics_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *,
     (logits,) = saved
     assert logits is not None, "forward saves them"
     dlogits = None
-    if needed[0]:
+    if needed[0] and uses_kernels(logits, 1):
+        dlogits = logits.new_empty(logits.shape)
+        _launch_statistics_backward(grad[layer], logits, dlogits)
+    elif needed[0]:
         dlogits = reference.statistics_backward(logits.reshape(-1, logits.shape[-1]), grad[layer]).view(logits.shape)
     return dlogits, None, grad if needed[2] else None
 
 
-def check_experts(name: str, experts: Tensor, num_experts: int) -> None:
+def check_range(name: str, experts: Tensor, num_experts: int) -> None:
     """Raise ValueError for an expert outside 0 to num_experts - 1. name: of the op. Reads the values."""
     if not experts.numel():
         return
@@ -113,3 +183,67 @@ def check_experts(name: str, experts: Tensor, num_experts: int) -> None:
         f"{name}: experts{position} is {int(experts[tuple(position)])}, outside the {num_experts} experts; experts "
         f"must be 0 to {num_experts - 1}: give the experts of route, and num_experts as the scores have"
     )
+
+
+@launched(
+    "route(Tensor scores, Tensor? bias, Tensor(a!) weights, Tensor(b!) experts, int k, str score, bool "
+    "softmax_after, bool normalize, float scale, int[] groups)"
+)
+def _launch_route(*arguments: Any) -> None:
+    from . import launch  # imports triton, which a CPU run may not have
+
+    launch.route(*arguments)
+
+
+@launched(
+    "route_backward(Tensor grad, Tensor scores, Tensor experts, Tensor(a!) dscores, int k, str score, "
+    "bool softmax_after, bool normalize, float scale, int[] groups)"
+)
+def _launch_route_backward(*arguments: Any) -> None:
+    from . import launch
+
+    launch.route_backward(*arguments)
+
+
+@launched("sort_by_expert(Tensor experts, Tensor(a!) source, Tensor(b!) positions, Tensor(c!) offsets, SymInt first)")
+def _launch_sort(*arguments: Any) -> None:
+    from . import launch
+
+    launch.sort_by_expert(*arguments)
+
+
+@launched("gather_rows(Tensor x, Tensor positions, Tensor(a!) rows, SymInt k)")
+def _launch_gather(*arguments: Any) -> None:
+    from . import launch
+
+    launch.gather_rows(*arguments)
+
+
+@launched("sum_rows(Tensor y, Tensor positions, Tensor? weights, Tensor(a!) output, SymInt k)")
+def _launch_sum(*arguments: Any) -> None:
+    from . import launch
+
+    launch.sum_rows(*arguments)
+
+
+@launched(
+    "sum_rows_backward(Tensor grad, Tensor y, Tensor positions, Tensor weights, Tensor(a!)? dy, Tensor(b!)? dweights)"
+)
+def _launch_sum_backward(*arguments: Any) -> None:
+    from . import launch
+
+    launch.sum_rows_backward(*arguments)
+
+
+@launched("router_statistics(Tensor logits, Tensor experts, Tensor(a!) row)")
+def _launch_statistics(*arguments: Any) -> None:
+    from . import launch
+
+    launch.statistics(*arguments)
+
+
+@launched("router_statistics_backward(Tensor grad, Tensor logits, Tensor(a!) dlogits)")
+def _launch_statistics_backward(*arguments: Any) -> None:
+    from . import launch
+
+    launch.statistics_backward(*arguments)

@@ -5,6 +5,7 @@ N tokens, E experts, k choices of each token, hidden size H. No one-hot matrices
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ class Router:
     softmax_after: bool = False  # softmax over the chosen scores alone, and choose by the scores themselves
     normalize: bool = True  # divide the weights by their sum
     scale: float = 1.0  # factor of the weights
-    groups: tuple[int, int] | None = None  # (groups of experts, groups that a token may choose from)
+    groups: Sequence[int] = ()  # (groups of experts, groups that a token may choose from); () without groups
 
     @property
     def is_over_chosen(self) -> bool:
@@ -40,14 +41,14 @@ def route(scores: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
     """scores [..., E] -> weights [..., k] in `wide_dtype`, experts [..., k] int32."""
     wide = scores.to(wide_dtype(scores))
     values, allowed = wide, None
-    is_adjusted = bias is not None or router.groups is not None
+    is_adjusted = bias is not None or bool(router.groups)
     if is_adjusted:
         if router.score == "sigmoid":
             values = wide.sigmoid()
         elif not router.softmax_after:
             values = wide.softmax(-1)
         values = values if bias is None else values + bias.to(wide.dtype)
-    if router.groups is not None:
+    if router.groups:
         groups, chosen = router.groups
         members = values.reshape(
             *values.shape[:-1], groups, values.shape[-1] // groups
@@ -158,24 +159,21 @@ def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, k: int) -> Te
     return total.to(y.dtype)
 
 
-def combine_backward(
-    grad: Tensor, y: Tensor, positions: Tensor, weights: Tensor, needed: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of y and of the weights of `sum_rows`: grad [N, H] times the weights, and dot products of rows.
+def sum_rows_backward(
+    grad: Tensor, y: Tensor, positions: Tensor, weights: Tensor, dy: Tensor | None, dweights: Tensor | None
+) -> None:
+    """Write the gradients of y and of the weights of `sum_rows`, each where it is given.
 
-    needed: which of both to compute.
+    grad: [N, H]. dy: grad times the weights, [N * k, H]. dweights: dot products of rows, [N, k].
     """
-    index = positions.view(weights.shape).long()
+    index = positions.view(weights.shape)
     dtype = wide_dtype(y, weights)
     wide, factors = grad.to(dtype), weights.to(dtype)
-    dy = torch.empty_like(y) if needed[0] else None
-    dweights = torch.empty_like(weights) if needed[1] else None
     for j in range(weights.shape[1]):
         if dy is not None:
-            dy.index_copy_(0, index[:, j], (wide * factors[:, j, None]).to(y.dtype))
+            dy.index_copy_(0, index[:, j].long(), (wide * factors[:, j, None]).to(y.dtype))
         if dweights is not None:
-            dweights[:, j] = (y.index_select(0, index[:, j]).to(dtype) * wide).sum(-1).to(weights.dtype)
-    return dy, dweights
+            dweights[:, j] = (y.index_select(0, index[:, j]).to(dtype) * wide).sum(-1)
 
 
 def statistics(logits: Tensor, experts: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def route(
     weights, experts = apply_many(
         ROUTE, scores, bias,
         k=k, score=score, softmax_after=softmax_after, normalize=normalize, scale=float(scale),
-        groups=None if groups is None else (groups[0], groups[1]),
+        groups=() if groups is None or groups[0] == 1 else (groups[0], groups[1]),
     )  # fmt: skip
     return experts, weights
 
@@ -170,7 +170,7 @@ def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options
     if statistics is not None and statistics != output:
         raise LayoutError(
             f"router_statistics: the statistics are ({statistics}), but the sums of logits ({logits}) are ({output}); "
-            f"give the statistics of the layers before, or None in the first layer",
+            f"give the statistics of the layers before, or reshard them to ({output})",
             (logits, experts, output),
         )
     operands = (logits,) if statistics is None else (logits, statistics)
