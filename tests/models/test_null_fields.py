@@ -8,7 +8,7 @@ from weft.models import from_pretrained
 from weft.models.families import FAMILIES
 from weft.models.rope import compute_rotary_frequencies
 
-from tests.models.folders import BASES, CLASSES, LLAMA3, close, their_model, tokens_for
+from tests.models.folders import CLASSES, LLAMA3, close, their_model, tokens_for
 
 # Possible settings of a rotary family.
 ROPES = {
