@@ -230,8 +230,8 @@ def test_folders_and_checkpoints_keep_config_and_weights(config: Any, kind: str,
     again: Any = from_pretrained(tmp_path / "folder")
     loaded = make_model(config).to_empty(device="cpu")
     load_checkpoint(loaded, tmp_path / "checkpoint")
-    assert again.config == of_checkpoint.config == config
     of_checkpoint: Any = from_pretrained(tmp_path / "checkpoint")
+    assert again.config == of_checkpoint.config == config
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name)), name
         assert torch.equal(parameter, of_checkpoint.get_parameter(name)), name

@@ -268,8 +268,8 @@ def test_a_path_without_a_model_is_refused(asked: Asked) -> None:
         "nowhere": "--from nowhere is not a folder; give a Hugging Face folder, a checkpoint, or the folder of a run",
         "empty": "--from empty has no model: no config.json, and no complete checkpoint of a run; give",
         "broken": "broken/config.json is not JSON",
-        "bert": "bert/config.json: model_type 'bert' is not supported; use one of llama, mistral, mixtral, qwen2, qwen3, "
-        "qwen3_moe, weft_moe, gpt2",
+        "bert": "bert/config.json: model_type 'bert' is not supported; use one of llama, mistral, mixtral, qwen2, "
+        "qwen3, qwen3_moe, weft_moe, gpt2",
         "other": "other has no config.json, because its model is a class of your own",
     }.items():
         assert said in asked.refusal("--from", name, *TEXT), name

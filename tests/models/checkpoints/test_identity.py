@@ -47,11 +47,7 @@ BASES: dict[str, ModelConfig] = {
     "qwen3": QwenConfig(**SIZES, version=3, num_kv_heads=2, sliding_window=4, sliding_layers=(0,)),
     "mixtral": MixtralConfig(**SIZES, num_kv_heads=2, num_experts=4, sliding_window=4),
     "qwen3-moe": QwenMoeConfig(
-        **SIZES,
-        num_kv_heads=2,
-        sliding_window=4,
-        num_experts=4,
-        experts_per_token=2,
+        **{**SIZES, "num_kv_heads": 2, "sliding_window": 4, "num_experts": 4, "experts_per_token": 2},
         moe_intermediate_size=12,
         router_bias_rate=0.1,
         expert_groups=(2, 1),
@@ -93,15 +89,8 @@ OTHERS: dict[str, Any] = {
     "shared_expert_size": 16,
     "shared_expert_gate": True,
 }
-ALIKE = {
-    "initializer_range": 0.1,
-    "attention_dropout": 0.2,
-    "dropout": 0.2,
-    "embedding_dropout": 0.2,
-    "mistral": True,
-    "router_aux_loss_coef": 0.5,
-    "router_z_loss_coef": 0.5,
-}
+ALIKE = dict.fromkeys(("initializer_range", "attention_dropout", "dropout", "embedding_dropout"), 0.2)
+ALIKE |= {"mistral": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5}
 
 
 def filled(config: ModelConfig, seed: int = 0) -> nn.Module:

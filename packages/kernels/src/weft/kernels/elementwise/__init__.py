@@ -1,6 +1,5 @@
 """add and sigmoid_gate: the ops, their local computation and their layout rules."""
 
-from .gate import sigmoid_gate
-from .sharded import add
+from .sharded import add, sigmoid_gate
 
 __all__ = ["add", "sigmoid_gate"]

@@ -28,28 +28,30 @@ if TYPE_CHECKING:
 __all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 _ROPE_THETA = 1e6  # transformers' default
-_FIELDS = Fields(
-    model="Mixtral",
-    config=MixtralConfig,
-    names={
-        **NAMES,
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "router_aux_loss_coef": "router_aux_loss_coef",
-    },
-    required=REQUIRED,
-    nullable=NULLABLE,
-    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    fixed={"hidden_act": ACTIVATIONS, "router_jitter_noise": (0.0, 0)},
-    read_by_family=(*ROPE_FIELDS, "sliding_window"),
-    ignored=("output_router_logits",),
-)
+_FIELDS = {
+    "mixtral": Fields(
+        model="Mixtral",
+        config=MixtralConfig,
+        names={
+            **NAMES,
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "experts_per_token",
+            "router_aux_loss_coef": "router_aux_loss_coef",
+        },
+        required=REQUIRED,
+        nullable=NULLABLE,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        fixed={"hidden_act": ACTIVATIONS, "router_jitter_noise": (0.0, 0)},
+        read_by_family=(*ROPE_FIELDS, "sliding_window"),
+        ignored=("output_router_logits",),
+    )
+}
 _PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def read_config(config: Mapping[str, Any]) -> MixtralConfig:
     """Our config from a config.json. Raises ValueError for an unsupported setting."""
-    values = _FIELDS.read(config)
+    values = _FIELDS["mixtral"].read(config)
     rope = {"rope_theta": _ROPE_THETA, **read_rope(config, values["max_seq_len"])}
     return MixtralConfig(**values, **rope, sliding_window=read_window(config, None))
 
@@ -60,7 +62,7 @@ def write_config(model: Mixtral) -> dict[str, Any]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        **_FIELDS.write(config),
+        **_FIELDS["mixtral"].write(config),
         **write_rope(config),
         "sliding_window": config.sliding_window or None,
     }
