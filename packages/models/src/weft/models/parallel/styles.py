@@ -186,6 +186,11 @@ def check_mesh_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
                 f"ParallelPlan(pipeline=PipelinePlan(...)), or lay out one stage alone, on "
                 f"mesh.get_mesh_with_dim('pp', 0)"
             )
+        if axis == EXPERT_AXIS:
+            raise ValueError(
+                f"{mesh} has an axis {axis!r}; experts lie on a mesh of their own, made by the plan: leave the axis "
+                f"out here, and give ParallelPlan(experts=ExpertPlan(size={size}))"
+            )
         raise ValueError(
             f"{mesh} has an axis {axis!r}, which a plan does not know; {_known_axes()}. Rename it, as by "
             f"mesh.rename({axis}={TENSOR_AXIS!r})"

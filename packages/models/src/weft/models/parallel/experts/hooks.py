@@ -123,7 +123,7 @@ def _forward(
     original = layout_of(x)
     if this_rank() not in original.mesh:
         return x
-    x = cast_for("linear", x)  # moves as few bytes as the products take
+    x = cast_for("experts", x)  # moves as few bytes as the products take
     layouts = _token_layouts(original, calls.plan)
     if layouts.tokens != original:
         x, experts, weights = (reshard(each, placements=layouts.tokens) for each in (x, experts, weights))
