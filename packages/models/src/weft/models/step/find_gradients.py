@@ -109,7 +109,8 @@ def find_gradients(
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
     after_phase("gradients")
-    return StepResult(sums[0] if sums.ndim else sums, loss_sum.local, norm, report)
+    total = sums[0] if sums.ndim and sums.numel() else sums  # no number on a rank outside the mesh
+    return StepResult(total, loss_sum.local, norm, report)
 
 
 def _start_sum(losses: list[Tensor], parts: list[RouterParts], parameter: Tensor) -> LossSum:
