@@ -107,41 +107,18 @@ def test_memory_of_experts_is_divided_by_ep() -> None:
 def test_a_run_goes_on_under_another_ep(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("experts on ranks of their own. " * 200)
-    options = [
-        sys.executable,
-        "-m",
-        "weft.models.cli",
-        "train",
-        "qwen3-moe-tiny",
-        *SMALL,
-        "--data.path",
-        str(text),
-        "--output",
-        str(tmp_path / "run"),
-    ]
-    first = preloaded.run(
-        [*options, "--steps", "4", "--save-every", "2", "--mesh.dp", "2", "--mesh.tp", "1", "--mesh.ep", "2"],
-        cwd=tmp_path,
-    )
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.count("as predicted") >= 3
-    assert "NOT" not in first.stdout
-    second = preloaded.run(
-        [
-            *options,
-            "--steps",
-            "6",
-            "--resume",
-            "--mesh.dp",
-            "2",
-            "--mesh.tp",
-            "2",
-            "--mesh.ep",
-            "4",
-            "--plan.experts-over-tp",
-        ],
-        cwd=tmp_path,
-    )
-    assert second.returncode == 0, second.stderr
+    start = [sys.executable, "-m", "weft.models.cli", "train", "qwen3-moe-tiny", *SMALL, "--data.path", str(text)]
+    options = [*start, "--output", str(tmp_path / "run")]
+    first = "--steps 4 --save-every 2 --mesh.dp 2 --mesh.tp 1 --mesh.ep 2 --plan.zero 3"
+    done = preloaded.run([*options, *first.split()], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as predicted") >= 3
+    assert "NOT" not in done.stdout
+    (suggested,) = (line for line in done.stdout.splitlines() if "the same loss on another mesh" in line)
+    assert "--mesh.dp 1 --mesh.tp 2" in suggested
+    assert "--mesh.ep" not in suggested
+    second = "--steps 6 --resume --mesh.dp 2 --mesh.tp 2 --mesh.ep 4 --plan.experts-over-tp"
+    done = preloaded.run([*options, *second.split()], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 6

@@ -75,9 +75,9 @@ def _alternative_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
             dp = processes // tp
             try:
                 check_tensor_parallel(run.config.model, tp)
-                check_room(
-                    dataclasses.replace(run, pp=1, dp=dp, cp=1, tp=tp, resume=None), gpus=0 if on_cpu else processes
-                )
+                config = dataclasses.replace(run.config, mesh=MeshConfig(dp=dp, tp=tp))
+                alternative = dataclasses.replace(run, config=config, pp=1, dp=dp, cp=1, tp=tp, resume=None)
+                check_room(alternative, gpus=0 if on_cpu else processes)
             except ValueError:
                 continue
             return MeshConfig(dp=dp, tp=tp)
