@@ -51,7 +51,7 @@ class ExpertCalls:
 
     mesh: ProcessMesh  # of the model, or of a stage
     plan: ExpertPlan
-    begun: Exchanging | None = field(default=None, init=False)  # the exchange of the coming call, by `_choose`
+    early_exchange: Exchanging | None = field(default=None, init=False)  # the exchange of the coming call, by `_choose`
 
     def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """The group along "ep", and the group's ranks by position. Communication: the first call makes the group.
@@ -95,7 +95,7 @@ def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None
 
     Only where the choices are laid out as the experts take them: not where they are gathered over "tp" before.
     """
-    calls.begun = None
+    calls.early_exchange = None
     if not isinstance(x, DTensor) or is_compiling() or this_rank() not in layout_of(x).mesh:
         return
     layout = layout_of(x)
@@ -104,7 +104,7 @@ def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None
         return
     num_experts = int(next(iter(module.parameters())).shape[0])
     way = _begin(calls, calls.members(layout, shape_of(x), num_experts), x, as_rows(memory_of(experts)))
-    calls.begun = way if isinstance(way, Exchanging) else None
+    calls.early_exchange = way if isinstance(way, Exchanging) else None
 
 
 def _forward(
@@ -131,7 +131,7 @@ def _forward(
     num_experts = int(next(iter(parameters.values())).shape[0])
     members = calls.members(layouts.tokens, shape_of(x), num_experts)
     local_experts = as_rows(memory_of(experts))
-    way, calls.begun = calls.begun or _begin(calls, members, x, local_experts), None
+    way, calls.early_exchange = calls.early_exchange or _begin(calls, members, x, local_experts), None
     if isinstance(way, Exchanging):
         way.read()
     locals_ = apply_function(LocalParameters, DATA_AXIS, *parameters.values())
@@ -177,17 +177,17 @@ def _token_layouts(original: Layout, plan: ExpertPlan) -> TokenLayouts:
     Each axis that "ep" divides shards the tokens: an axis of data the rows, where it did not shard before, any other
     axis the tokens of a row. Raises LayoutError where such an axis shards features, or tokens are partial sums.
     """
-    mesh, spread = original.mesh, {}
+    mesh, sharded = original.mesh, {}
     for axis in folded_axes(mesh, plan):
         placement = original[axis]
         if placement == Replicate():
-            spread[axis] = Shard(0) if is_data_axis(axis) else Shard(TOKENS_DIM)
+            sharded[axis] = Shard(0) if is_data_axis(axis) else Shard(TOKENS_DIM)
         elif not isinstance(placement, Shard) or placement.dim > TOKENS_DIM:
             raise LayoutError(
                 f"experts take tokens [B, T, H] sharded over rows or tokens, and these are ({original}); reshard "
                 f"{axis!r} to S(0), S(1) or R"
             )
-    tokens = original.replace(**{axis: each for axis, each in spread.items() if mesh.axis_size(axis) > 1})
+    tokens = original.replace(**{axis: each for axis, each in sharded.items() if mesh.axis_size(axis) > 1})
     splits = TENSOR_AXIS in mesh.axis_names and not plan.over_tp and mesh.axis_size(TENSOR_AXIS) > 1
     if splits and tokens[TENSOR_AXIS] != Replicate():
         raise LayoutError(

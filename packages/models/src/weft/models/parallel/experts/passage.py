@@ -89,9 +89,9 @@ class Passage:
 
     def leave_gradients(self, gradient: DTensor) -> Tensor:
         """Starts the output's gradient outward, and returns this rank's part [n, H]."""
-        layout, wanted = layout_of(gradient), cotangent(self._layouts.output)
-        sliced = slice_gradient(gradient, find_slice_layout(layout, wanted, tuple(gradient.shape), gradient.dtype))
-        if layout_of(sliced) != wanted:
+        layout, expected = layout_of(gradient), cotangent(self._layouts.output)
+        sliced = slice_gradient(gradient, find_slice_layout(layout, expected, tuple(gradient.shape), gradient.dtype))
+        if layout_of(sliced) != expected:
             raise LayoutError(
                 f"the gradient of experts' outputs laid out as ({self._layouts.output}) came as ({layout}); reshard "
                 f"the result computed from these outputs before it is used"

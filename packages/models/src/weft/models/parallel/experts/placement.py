@@ -17,8 +17,8 @@ from ..styles import DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, ExpertP
 
 def folded_axes(mesh: ProcessMesh, plan: ExpertPlan) -> tuple[str, ...]:
     """The axes of a model's mesh which "ep" divides: the data axes and "cp", and with `over_tp` also "tp"."""
-    kept = (PIPELINE_AXIS,) if plan.over_tp else (PIPELINE_AXIS, TENSOR_AXIS)
-    return tuple(axis for axis in mesh.axis_names if axis not in kept)
+    excluded = (PIPELINE_AXIS,) if plan.over_tp else (PIPELINE_AXIS, TENSOR_AXIS)
+    return tuple(axis for axis in mesh.axis_names if axis not in excluded)
 
 
 @lru_cache(maxsize=1024)
@@ -32,13 +32,13 @@ def experts_mesh(mesh: ProcessMesh, plan: ExpertPlan) -> ProcessMesh:
     ranks = math.prod(map(mesh.axis_size, folded))
     if ranks % plan.size:
         sizes = " x ".join(f"{axis}={mesh.axis_size(axis)}" for axis in folded) or "no axis of data"
-        beside = "" if plan.over_tp or TENSOR_AXIS not in mesh.axis_names else ", or fold tp in: over_tp=True"
+        remedy = "" if plan.over_tp or TENSOR_AXIS not in mesh.axis_names else ", or fold tp in: over_tp=True"
         raise ValueError(
             f"ep={plan.size} does not divide the {ranks} rank{'s' if ranks > 1 else ''} of {sizes}, over which "
-            f"experts are sharded; sizes that do: {', '.join(map(str, divisors(ranks)))}{beside}"
+            f"experts are sharded; sizes that do: {', '.join(map(str, divisors(ranks)))}{remedy}"
         )
-    kept = [axis for axis in mesh.axis_names if axis not in folded]
-    together = mesh.permute(*folded, *kept).flatten(folded, into="folded")
+    remaining = [axis for axis in mesh.axis_names if axis not in folded]
+    together = mesh.permute(*folded, *remaining).flatten(folded, into="folded")
     return together.unflatten("folded", **{DATA_AXIS: ranks // plan.size, EXPERT_AXIS: plan.size})
 
 
@@ -93,5 +93,5 @@ def expert_layout(mesh: ProcessMesh, in_expert: Mapping[str, Placement]) -> Layo
 
     mesh: the experts'. in_expert: the style's placement on "tp".
     """
-    kept = {axis: placement for axis, placement in in_expert.items() if axis in mesh.axis_names}
-    return Layout(mesh, {EXPERT_AXIS: Shard(0), **kept})
+    placements = {axis: placement for axis, placement in in_expert.items() if axis in mesh.axis_names}
+    return Layout(mesh, {EXPERT_AXIS: Shard(0), **placements})

@@ -55,9 +55,9 @@ def price_of(
     """The price of both ways.
 
     size: of "ep". tokens: on the rank with the most. itemsize: bytes of an element of a token.
-    By the exchange a token's row goes to the ranks that need it, expected as `expected_share`; by the gather to all. A
-    collective has a message for each other rank. The exchange has one collective more, of the counts, and the host
-    waits for it: as long as two collectives take to start, one to arrive and one until the device is busy again.
+    The exchange sends a row to the ranks with the token's experts (`expected_share`), the gather to all ranks. Every
+    collective sends a message to each other rank. The exchange has one more collective, of the counts. The host waits
+    for the counts: two latencies, until the counts arrive and until the device has new work.
     """
     share = expected_share(num_experts, experts_per_token, size)
     row_bytes = COPIES * hidden_size * itemsize

@@ -110,11 +110,11 @@ class Gathering:
 
 
 class Exchanging:
-    """A token goes once to each rank that holds at least one of its experts: all-to-alls of uneven parts.
+    """Sends a token once to each rank with at least one of the token's experts: all-to-alls of uneven parts.
 
-    How many tokens go between two ranks depends on the router. The ranks exchange these counts, and the host reads them
-    from the device, once a call (`read`). A rank receives the rows of the tokens that its experts need and that it does
-    not hold, and nothing else. Returned rows are added rank after rank, so a sum has one order.
+    The router decides how many tokens go between two ranks. The ranks exchange these counts, and the host reads the
+    counts from the device, once a call (`read`). A rank receives the rows of the tokens which need the rank's experts
+    and lie on other ranks; no further rows. Returned rows are added rank after rank, so a sum has one order.
     """
 
     def __init__(self, members: Members, experts: Tensor) -> None:
