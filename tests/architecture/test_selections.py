@@ -92,7 +92,7 @@ def test_every_step_of_a_plan_is_sampled(sampled: list[Test]) -> None:
     assert steps - {name for test in sampled if "tests/reshard/" in test["name"] for name in test["uses"]} == set()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt", "mixtral", "qwen3-moe"])
 def test_every_family_is_sampled_on_processes(sampled: list[Test], family: str) -> None:
     assert any(family in parameters for parameters in of_models_on_processes(sampled))
 
@@ -108,7 +108,7 @@ def test_every_schedule_is_sampled_on_processes(sampled: list[Test], schedule: s
     assert any(each in parameters for parameters in of_models_on_processes(sampled) for each in spellings)
 
 
-@pytest.mark.parametrize("axis", ["pp", "dp", "cp", "tp"])
+@pytest.mark.parametrize("axis", ["pp", "dp", "cp", "tp", "ep"])
 def test_every_axis_is_sampled_on_processes(sampled: list[Test], axis: str) -> None:
     assert any(f"{axis}2" in parameters for parameters in of_models_on_processes(sampled))
 

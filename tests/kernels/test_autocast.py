@@ -72,6 +72,10 @@ def torch_experts(chosen: Tensor, x: Tensor, weights: Tensor, gate: Tensor, up: 
     return (rows * weights[..., None].to(rows.dtype)).sum(-2)
 
 
+def torch_gate(_: object, x: Tensor, score: Tensor) -> Tensor:
+    return x * score.sigmoid()
+
+
 def torch_route(scores: Tensor) -> Tensor:
     chosen = scores.to(wide(scores)).softmax(-1).topk(2).values
     return chosen / chosen.sum(-1, keepdim=True)
@@ -96,6 +100,7 @@ PRODUCT = ((6, 5, 8), (8, 4))
 # By op: Weft's and torch's, given ids; and the shapes of the operands.
 OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...], Tensor | None]] = {
     "add": (lambda _, x, y: kernels.add(x, y), lambda _, x, y: x + y, ((6, 5, 8), (6, 5, 8)), None),
+    "sigmoid_gate": (lambda _, *each: kernels.sigmoid_gate(*each), torch_gate, ((6, 5, 8), (6, 5, 1)), None),
     "add_layer_norm": (
         lambda _, *operands: kernels.add(*kernels.add_layer_norm(*operands)),
         lambda _, x, y, *more: x.to(wide(x)) + y + torch_layer_norm(x.to(wide(x)) + y, *more),

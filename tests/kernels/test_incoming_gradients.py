@@ -87,6 +87,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] 
     "rope": (lambda _, x: kernels.rope(x, *TABLES), None, (normal(6, 5, 8),)),
     "swiglu": (lambda _, x, y: kernels.swiglu(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
     "add": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(6, 5, 8))),
+    "sigmoid_gate": (lambda _, x, y: kernels.sigmoid_gate(x, y), None, (normal(6, 5, 8), normal(6, 5, 1))),
     "add-repeated": (lambda _, x, y: kernels.add(x, y), None, (normal(6, 5, 8), normal(5, 8))),
     "attention": (lambda _, q, k, v: kernels.attention(q, k, v, head_dim=4), None, (normal(6, 5, 8),) * 3),
     "attention-in-order": (

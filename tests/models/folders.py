@@ -19,14 +19,26 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GPT_SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 44}
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt2": "GPT2",
+}
 BASES = {
     "llama": SIZES,
     "mistral": {**SIZES, "head_dim": 8},
+    "mixtral": {**SIZES, **EXPERTS, "num_local_experts": 5},
     "qwen2": SIZES,
     "qwen3": {**SIZES, "head_dim": 8},
+    "qwen3_moe": {**SIZES, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 20},
     "gpt2": GPT_SIZES,
 }
+BASES["weft_moe"] = {**BASES["qwen3_moe"], "router_score": "sigmoid"}  # of Weft alone
 
 
 def scaling(kind, **settings):
@@ -77,6 +89,20 @@ MISTRAL_WINDOWS = {
     "window-as-long-as-the-row": {"sliding_window": 33},
     "no-window": {"sliding_window": None},
 }
+ROUTERS = {
+    "one-expert-a-token": {"num_experts_per_tok": 1},
+    "three-experts-a-token": {"num_experts_per_tok": 3},
+    "balance": {"router_aux_loss_coef": 0.02},
+    "router-logits": {"output_router_logits": True},
+}
+SPARSE = {
+    "normalized": {"norm_topk_prob": True},
+    "every-second-layer": {"decoder_sparse_step": 2},
+    "first-layer-dense": {"mlp_only_layers": [0]},
+    "no-list-of-layers": {"mlp_only_layers": None},
+    "narrow-experts": {"moe_intermediate_size": 3},
+    "as-many-as-chosen": {"num_experts": 3, "num_experts_per_tok": 3},
+}
 GPT = {
     "plain": {},
     "inner-of-4": {"n_inner": None},
@@ -96,8 +122,17 @@ GPT = {
 OPTIONS = {
     "llama": {**SHARED, "attention-biases": {"attention_bias": True}, "mlp-biases": {"mlp_bias": True}},
     "mistral": {**SHARED, **MISTRAL_WINDOWS},
+    "mixtral": {**SHARED, **MISTRAL_WINDOWS, **ROUTERS, "as-many-as-chosen": {"num_local_experts": 2}},
     "qwen2": {**SHARED, **WINDOWS},
     "qwen3": {**SHARED, **WINDOWS, "attention-biases": {"attention_bias": True}},
+    "qwen3_moe": {
+        **SHARED,
+        **ROUTERS,
+        **SPARSE,
+        "attention-biases": {"attention_bias": True},
+        "window": {"use_sliding_window": True, "sliding_window": 5},
+        "window-unused": {"use_sliding_window": False, "sliding_window": 5},
+    },
     "gpt2": GPT,
 }
 
@@ -193,6 +228,15 @@ def check_agreement(kind, names, folder, *, seed=0, sharded=False, **options):
     check_saved(theirs, folder, seed=seed, sharded=sharded)
 
 
+def gradient_in(gradients, place, parameter):
+    """The gradient of one of our parameters, from those of transformers' model by name."""
+    if place.stacked:
+        of_experts = [gradients[name].grad for name in place.names(parameter.shape)]
+        return torch.stack([torch.zeros(parameter.shape[1:]) if each is None else each for each in of_experts])
+    their = gradients[place.name].grad
+    return (their.mT if place.transposed else their).chunk(place.parts)[place.part]
+
+
 def check_saved(theirs, folder, *, seed=0, sharded=False):
     """`check_agreement` for transformers' model `theirs`, saved in the folder "theirs" of `folder`."""
     ours = from_pretrained(folder / "theirs").eval()
@@ -205,10 +249,7 @@ def check_saved(theirs, folder, *, seed=0, sharded=False):
     stored = family_of(ours).weights.stored
     gradients = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        place = stored(name)
-        their = gradients[place.name].grad
-        their = (their.mT if place.transposed else their).chunk(place.parts)[place.part]
-        close(parameter.grad, their, name)
+        close(parameter.grad, gradient_in(gradients, stored(name), parameter), name)
     save_pretrained(ours, folder / "ours", shard_bytes=5_000 if sharded else 10**9)
     assert (folder / "ours" / "model.safetensors.index.json").exists() == sharded
     again = from_pretrained(folder / "ours")

@@ -1,10 +1,12 @@
 """Training on every mesh of up to 8 processes equals training on one process, for every family and every valid plan.
 
-A table over pp, dp, cp and tp, sequence and context parallelism, the ZeRO levels and the pipeline schedules.
+A table over pp, dp, cp and tp, sequence and context parallelism, the ZeRO levels and the pipeline schedules; for models
+with experts also over ep, with tp folded in and without.
 Compared are the loss, every gradient, and the weights after three AdamW steps whose gradients are clipped. A new
 family adds a config; a new way to lay out or to recompute adds a value to its list.
 
-The kinds of recomputation alternate from case to case: some family has each kind together with any mesh and plan.
+The kinds of recomputation, and the ways of tokens to experts, alternate from case to case: some family has each kind
+together with any mesh and plan.
 For one plan in `RECORDED`, a rank also records the step on shapes, and must issue the recorded collectives.
 """
 
@@ -25,9 +27,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
-from weft.models import GPTConfig, LlamaConfig, PipelinePlan, QwenConfig, initialize, parallelize, record
+from weft.models import (
+    ExpertPlan,
+    GPTConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PipelinePlan,
+    QwenConfig,
+    QwenMoeConfig,
+    RouterLosses,
+    initialize,
+    parallelize,
+    record,
+)
 from weft.models.config import ModelConfig
 from weft.models.families import make_model
+from weft.models.mixture_config import MixtureConfig
 from weft.models.parallel.parallelize import pipeline_of
 from weft.models.schedules.schedule import NAMES
 from weft.models.step.find_gradients import clip_gradients, find_gradients
@@ -41,13 +56,20 @@ SIZES: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "num_layers": 2, "num_heads": 8, "max_seq_len": 16, "intermediate_size": 24
 }  # fmt: skip
 GATED: dict[str, Any] = {**SIZES, "head_dim": 4, "num_kv_heads": 4}
+EXPERTS = 8
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 FAMILIES: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**GATED, **DROPOUT),
     "qwen2": QwenConfig(**GATED, **DROPOUT, version=2, sliding_window=5, sliding_layers=(1,), tie_embeddings=True),
     "qwen3": QwenConfig(**GATED, **DROPOUT),
     "gpt": GPTConfig(**SIZES, **DROPOUT),
+    "mixtral": MixtralConfig(**GATED, **DROPOUT, num_experts=EXPERTS),
+    "qwen3_moe": QwenMoeConfig(
+        **GATED, **DROPOUT, num_experts=EXPERTS, experts_per_token=3, moe_intermediate_size=12, mlp_only_layers=(0,)
+    ),
 }
+BALANCE, Z = 0.3, 0.05  # coefficients of the routers' losses
+WAYS = ("gather", "exchange")
 CONTEXTS = ("all_gather", "ulysses")
 RECOMPUTES = ("none", "selective", "full")
 ROWS, LENGTH = 5, 11  # no axis of a mesh divides both, or either unless its size is 1 or 5
@@ -103,15 +125,26 @@ def plans(sizes: Sizes, turn: int) -> list[dict[str, Any]]:
         kinds,
         range(4) if dp * cp > 1 else (0,),
         [PipelinePlan(schedule=name, microbatches=MICROBATCHES) for name in NAMES] if pp > 1 else [None],
+        expert_plans(sizes) if isinstance([*FAMILIES.values()][turn], MixtureConfig) else [None],
     )
     found = []
-    for number, (sequence, context, zero, pipeline) in enumerate(options):
+    for number, (sequence, context, zero, pipeline, experts) in enumerate(options):
         recompute = RECOMPUTES[(sum((dp, cp, tp)) + number + turn) % len(RECOMPUTES)]
-        found.append(
-            {"sequence": sequence, "context": context, "zero": zero, "pipeline": pipeline, "recompute": recompute}
-        )
+        if experts is not None:
+            experts = replace(experts, tokens=WAYS[(number // len(RECOMPUTES) + zero) % len(WAYS)])
+        each = {"sequence": sequence, "context": context, "zero": zero, "pipeline": pipeline, "recompute": recompute}
+        found.append(each | {"experts": experts})
     plain = [each for each in found if each["zero"] == 0 and each["pipeline"] is None]
     return found + [each | {"recompute": kind} for each in plain for kind in RECOMPUTES if kind != each["recompute"]]
+
+
+def expert_plans(sizes: Sizes) -> list[ExpertPlan | None]:
+    """No axis "ep", and each size of it that divides the experts and the mesh, with tp folded in and without."""
+    _, dp, cp, tp = sizes
+    degrees = [size for size in range(2, EXPERTS + 1) if EXPERTS % size == 0]
+    own: list[ExpertPlan | None] = [ExpertPlan(size=size) for size in degrees if dp * cp % size == 0]
+    over_tp = [ExpertPlan(size=size, over_tp=True) for size in degrees if tp > 1 and dp * cp * tp % size == 0]
+    return [None, *own, *over_tp]
 
 
 def rows_of(microbatches: int) -> int:
@@ -134,19 +167,30 @@ def make(config: ModelConfig) -> Any:
     return model
 
 
+def criterion_of(model: Any, microbatches: int) -> Any:
+    of_logits = partial(cross_entropy, denominator=float(rows_of(microbatches) * LENGTH))
+    if not isinstance(model.config, MixtureConfig):
+        return of_logits
+    return RouterLosses(of_logits, balance=BALANCE, z=Z, microbatches=microbatches)
+
+
+def inputs_of(model: Any, key: int) -> dict[str, Any]:
+    return {"dropout_key": key} | ({"router": True} if isinstance(model.config, MixtureConfig) else {})
+
+
 class Training:
     """Training steps of a model on a mesh or on one process."""
 
     def __init__(self, model: Any, microbatches: int) -> None:
         self.model, self._count = model, microbatches
         self._rows = rows_of(microbatches)
-        self.criterion = partial(cross_entropy, denominator=float(self._rows * LENGTH))
+        self.criterion = criterion_of(model, microbatches)
         self.sync = GradientSync(model)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
 
     def microbatches(self, step: int) -> list[Any]:
         key = derive_key(3, "dropout", step)
-        return divide_batch(self.model, *batch(self._rows, step), self._count, {"dropout_key": key})
+        return divide_batch(self.model, *batch(self._rows, step), self._count, inputs_of(self.model, key))
 
     def gradients(self, step: int) -> Any:
         return find_gradients(self.model, self.criterion, self.microbatches(step), self.sync)
@@ -209,12 +253,17 @@ def one_plan(
     plan = replace(model.parallel_plan(), **changes)
     shape = rows_of(microbatches), LENGTH
     if rank == recorder:
-        recorded = record(model, mesh, plan, batch=shape, rank=rank, inputs={"dropout_key": KEY}, clip_norm=1e9)
+        more: dict[str, Any] = {}
+        if isinstance(model.config, MixtureConfig):
+            more = {"criterion": criterion_of(model, microbatches), "microbatches": microbatches}
+        recorded = record(
+            model, mesh, plan, batch=shape, rank=rank, inputs=inputs_of(model, KEY), clip_norm=1e9, **more
+        )
     training = Training(parallelize(model, mesh, plan), microbatches)
 
     parts = training.microbatches(0)
     found, issued = observed_microbatches(model, training.criterion, parts, training.sync, clip_norm=1e9)
-    if rank == recorder and recorded != issued:
+    if rank == recorder and not recorded.predicts(issued):
         wrong.append(f"issued\n{issued}\nrecorded\n{recorded}")
     of_loss = abs(found.loss.item() - truth.loss) / truth.loss
     if not of_loss <= 1e-6:
@@ -253,7 +302,11 @@ def beside(found: Any, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # Their sisters with stages and with every level are in test_pipeline.py and test_zero.py.
-QUICK: dict[Sizes, list[Case]] = {(1, 1, 2, 1): [("llama", 0), ("llama", 7)], (1, 1, 1, 2): [("gpt", 0), ("gpt", 1)]}
+QUICK: dict[Sizes, list[Case]] = {
+    (1, 1, 2, 1): [("llama", 0), ("llama", 7)],
+    (1, 1, 1, 2): [("gpt", 0), ("gpt", 1)],
+    (1, 2, 1, 1): [("qwen3_moe", 7), ("mixtral", 5)],  # both over ep
+}
 
 
 def table() -> Iterator[Any]:
@@ -300,8 +353,10 @@ def test_the_table_has_every_kind_of_mesh_and_plan() -> None:
         (True,) * 4,
     }  # a mesh of one process is no mesh; all four axes need 16 processes
     every = [changes for sizes in meshes() for turn in range(len(FAMILIES)) for changes in plans(sizes, turn)]
-    for option in ("sequence", "context", "recompute", "zero", "pipeline"):
+    for option in ("sequence", "context", "recompute", "zero", "pipeline", "experts"):
         assert option in {field.name for field in fields(type(make_model(FAMILIES["llama"]).parallel_plan()))}
         assert len({changes[option] for changes in every}) > 1
+    experts = [changes["experts"] for changes in every if changes["experts"] is not None]
+    assert {(each.size, each.over_tp, each.tokens) for each in experts} == set(product((2, 4, 8), (False, True), WAYS))
     assert {changes["zero"] for changes in every} == set(range(4))
     assert {changes["pipeline"].schedule for changes in every if changes["pipeline"] is not None} == set(NAMES)

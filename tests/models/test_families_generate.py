@@ -15,8 +15,10 @@ MADE = {
     "llama-yarn": ("llama", ("yarn",)),
     "mistral-window": ("mistral", ("window",)),
     "mistral": ("mistral", ("no-window", "wide-heads")),
+    "mixtral": ("mixtral", ("window",)),
     "qwen2-window": ("qwen2", ("window",)),
     "qwen3": ("qwen3", ("one-key-head",)),
+    "qwen3-moe": ("qwen3_moe", ("every-second-layer",)),
     "gpt2": ("gpt2", ("scaled-by-layer",)),
 }
 each = pytest.mark.parametrize("name", MADE)

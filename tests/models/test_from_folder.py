@@ -19,7 +19,7 @@ from weft.models.config import ModelConfig
 from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.asked import GPT2, LLAMA, MISTRAL, QWEN, TEXT, Asked, begin, options_of, save
-from tests.models.folders import their_model
+from tests.models.folders import CLASSES, their_model
 from tests.support import preloaded
 
 
@@ -56,7 +56,7 @@ def test_the_model_is_the_folders(config: ModelConfig, converted: bool, asked: A
 def test_every_config_that_transformers_writes_is_taken(asked: Asked) -> None:
     import transformers  # here, as the import takes a second, also in workers that run none of these tests
 
-    for kind in ("llama", "mistral", "qwen2", "qwen3", "gpt2"):
+    for kind in CLASSES:
         their_model(kind, vocab_size=257).save_pretrained(f"theirs-{kind}")
         for name, content in byte_tokenizer().files:
             Path(f"theirs-{kind}", name).write_bytes(content)
@@ -268,7 +268,8 @@ def test_a_path_without_a_model_is_refused(asked: Asked) -> None:
         "nowhere": "--from nowhere is not a folder; give a Hugging Face folder, a checkpoint, or the folder of a run",
         "empty": "--from empty has no model: no config.json, and no complete checkpoint of a run; give",
         "broken": "broken/config.json is not JSON",
-        "bert": "bert/config.json: model_type 'bert' is not supported; use one of llama, mistral, qwen2, qwen3, gpt2",
+        "bert": "bert/config.json: model_type 'bert' is not supported; use one of llama, mistral, mixtral, qwen2, "
+        "qwen3, qwen3_moe, weft_moe, gpt2",
         "other": "other has no config.json, because its model is a class of your own",
     }.items():
         assert said in asked.refusal("--from", name, *TEXT), name

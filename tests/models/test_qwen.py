@@ -74,6 +74,7 @@ def test_a_model_is_made_of_its_config_and_known_again():
     assert family_of(torch.nn.Linear(1, 1)) is None
     other = ModelConfig(vocab_size=1, hidden_size=1, num_layers=1, num_heads=1)
     with pytest.raises(
-        ValueError, match="a ModelConfig is the config of no model; give one of LlamaConfig, QwenConfig, GPTConfig"
+        ValueError,
+        match="a ModelConfig is the config of no model; give one of LlamaConfig, MixtralConfig, QwenConfig, ",
     ):
         make_model(other)

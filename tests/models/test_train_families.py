@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.models import GPTConfig, LlamaConfig, QwenConfig
+from weft.models import GPTConfig, LlamaConfig, MixtralConfig, QwenConfig, QwenMoeConfig
 from weft.models.config import ModelConfig
 from weft.models.data.text import find_corpus
 from weft.models.families import FAMILIES
@@ -23,11 +23,23 @@ from tests.support.pool import Pool
 
 SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 24, "num_layers": 2, "num_heads": 8}
 SHARED: dict[str, Any] = {**SIZES, "dropout": 0.1, "attention_dropout": 0.1}
+EXPERTS: dict[str, Any] = {**SHARED, "num_kv_heads": 4, "num_experts": 4, "experts_per_token": 2}
 MODELS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(**SHARED, num_kv_heads=4),
     "mistral": LlamaConfig(**SHARED, num_kv_heads=4, sliding_window=5),
+    "mixtral": MixtralConfig(**EXPERTS, sliding_window=5),
     "qwen2": QwenConfig(**SHARED, num_kv_heads=4, version=2, sliding_window=5, sliding_layers=(1,)),
     "qwen3": QwenConfig(**SHARED, num_kv_heads=4, tie_embeddings=True),
+    "qwen3_moe": QwenMoeConfig(**EXPERTS, moe_intermediate_size=16, mlp_only_layers=(0,)),
+    "weft_moe": QwenMoeConfig(
+        **EXPERTS,
+        moe_intermediate_size=16,
+        router_score="sigmoid",
+        router_bias_rate=0.01,
+        shared_expert_size=16,
+        shared_expert_gate=True,
+        router_z_loss_coef=0.01,
+    ),
     "gpt2": GPTConfig(**SHARED),
 }  # named as in the table of families
 PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -18,8 +18,10 @@ from weft.models import (
     GPTConfig,
     LinearRopeScaling,
     LlamaConfig,
+    MixtralConfig,
     PipelinePlan,
     QwenConfig,
+    QwenMoeConfig,
     YarnRopeScaling,
     forward_backward,
     from_pretrained,
@@ -43,6 +45,14 @@ BASES: dict[str, ModelConfig] = {
     "mistral": LlamaConfig(**SIZES, num_kv_heads=2, sliding_window=4),
     "qwen2": QwenConfig(**SIZES, version=2, num_kv_heads=2, sliding_window=4, sliding_layers=(0,)),
     "qwen3": QwenConfig(**SIZES, version=3, num_kv_heads=2, sliding_window=4, sliding_layers=(0,)),
+    "mixtral": MixtralConfig(**SIZES, num_kv_heads=2, num_experts=4, sliding_window=4),
+    "qwen3-moe": QwenMoeConfig(
+        **{**SIZES, "num_kv_heads": 2, "sliding_window": 4, "num_experts": 4, "experts_per_token": 2},
+        moe_intermediate_size=12,
+        router_bias_rate=0.1,
+        expert_groups=(2, 1),
+        shared_expert_size=8,
+    ),
     "gpt": GPTConfig(**SIZES, max_seq_len=32),
 }
 # Another value of each field of a config.
@@ -65,8 +75,22 @@ OTHERS: dict[str, Any] = {
     "activation": "gelu",
     "scale_attention": False,
     "scale_attention_by_layer": True,
+    "num_experts": 6,
+    "experts_per_token": 1,
+    "moe_intermediate_size": 8,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": (1,),
+    "norm_topk_prob": False,
+    "router_score": "sigmoid",
+    "softmax_after": True,
+    "router_scale": 2.0,
+    "router_bias_rate": 0.0,
+    "expert_groups": None,
+    "shared_expert_size": 16,
+    "shared_expert_gate": True,
 }
-ALIKE = {"initializer_range": 0.1, "attention_dropout": 0.2, "dropout": 0.2, "embedding_dropout": 0.2, "mistral": True}
+ALIKE = dict.fromkeys(("initializer_range", "attention_dropout", "dropout", "embedding_dropout"), 0.2)
+ALIKE |= {"mistral": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5}
 
 
 def filled(config: ModelConfig, seed: int = 0) -> nn.Module:

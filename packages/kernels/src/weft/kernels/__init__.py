@@ -7,7 +7,7 @@ from weft.mesh.extension import version_of
 from .attention import KeyValueCache, attention, document_bounds
 from .cross_entropy.sharded import cross_entropy, vocab_parallel_cross_entropy
 from .dropout import dropout
-from .elementwise import add
+from .elementwise import add, sigmoid_gate
 from .embedding import embedding
 from .experts import experts
 from .gelu import gelu
@@ -55,6 +55,7 @@ __all__ = [
     "rope_tables",
     "route",
     "router_statistics",
+    "sigmoid_gate",
     "swiglu",
     "swiglu_linear",
     "uniform",

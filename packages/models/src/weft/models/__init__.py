@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from .initialization import initialize
     from .llama.config import LlamaConfig
     from .llama.model import Llama
+    from .mixtral.config import MixtralConfig
+    from .mixtral.model import Mixtral
     from .parallel import (
         Batch,
         ColwiseParallel,
+        ExpertParallel,
+        ExpertPlan,
         ParallelPlan,
         PositionParallel,
         PrepareInput,
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from .patching import Patch, patch
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
+    from .qwen_moe.config import QwenMoeConfig
+    from .qwen_moe.model import QwenMoe
     from .rope_scaling import DynamicRopeScaling, LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
     from .schedules.pipeline_plan import PipelinePlan
     from .step.communication import Communication
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
     from .step.record import record
+    from .step.router import RouterLosses
 
 _HOMES = {
     "load_lora": ".checkpoint.adapters",
@@ -56,6 +63,8 @@ _HOMES = {
     "forward_backward": ".step.forward_backward",
     "Batch": ".parallel",
     "ColwiseParallel": ".parallel",
+    "ExpertParallel": ".parallel",
+    "ExpertPlan": ".parallel",
     "ParallelPlan": ".parallel",
     "PipelinePlan": ".schedules.pipeline_plan",
     "PositionParallel": ".parallel",
@@ -70,6 +79,7 @@ _HOMES = {
     "Patch": ".patching",
     "patch": ".patching",
     "record": ".step.record",
+    "RouterLosses": ".step.router",
     "DynamicRopeScaling": ".rope_scaling",
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
@@ -84,12 +94,16 @@ __all__ = [
     "ColwiseParallel",
     "Communication",
     "DynamicRopeScaling",
+    "ExpertParallel",
+    "ExpertPlan",
     "GPTConfig",
     "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
     "LlamaConfig",
     "Memory",
+    "Mixtral",
+    "MixtralConfig",
     "ParallelPlan",
     "Patch",
     "PipelinePlan",
@@ -98,6 +112,9 @@ __all__ = [
     "PrepareOutput",
     "Qwen",
     "QwenConfig",
+    "QwenMoe",
+    "QwenMoeConfig",
+    "RouterLosses",
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",

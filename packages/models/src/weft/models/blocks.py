@@ -150,7 +150,7 @@ class Block(nn.Module):
     name: the block's path in the model.
     """
 
-    def __init__(self, attention: Attention, mlp: GatedMLP, *, norm_eps: float, dropout: float, name: str) -> None:
+    def __init__(self, attention: Attention, mlp: nn.Module, *, norm_eps: float, dropout: float, name: str) -> None:
         super().__init__()
         hidden_size = attention.o_proj.out_features
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from .checks import check_counts, check_positive, check_probabilities, check_sizes, check_table
+from .checks import check_choice, check_counts, check_positive, check_probabilities, check_sizes, check_table
 from .rope_scaling import DynamicRopeScaling, RopeScaling, Rotary
 
 
@@ -68,6 +68,11 @@ class ModelConfig:
         return 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
 
     @property
+    def num_multiplied(self) -> int:
+        """Parameters in the matrix products of a token: the operations of a step follow from them."""
+        return self.num_parameters - self.num_looked_up
+
+    @property
     def num_in_tables(self) -> int:
         """Parameters in the tables of the embedding and the output; a tied table counts once."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -84,6 +89,75 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOptions:
+    """The sizes of a mixture of experts, and how its router chooses and weights experts.
+
+    A token's experts are the `experts_per_token` with the highest scores. Raises ValueError for options that do not
+    fit together.
+    """
+
+    intermediate_size: int  # width inside an expert
+    num_experts: int
+    experts_per_token: int
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    softmax_after: bool = False  # weights: a softmax of the chosen experts' logits alone
+    normalize: bool = True  # divide a token's weights by their sum
+    scale: float = 1.0  # multiplies the weights
+    correction_bias: bool = False  # a number for each expert, added to the scores for the choice, not in the weights
+    groups: tuple[int, int] | None = None  # (groups of experts, groups of which a token's experts are chosen)
+    shared_size: int = 0  # width inside an expert that every token passes; 0: none
+    shared_gate: bool = False  # multiply the shared expert's output by sigmoid of a product of the token
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "intermediate_size")
+        check_counts(self, "num_experts", "experts_per_token")
+        check_table(self, "num_experts", "intermediate_size")
+        check_choice(self, "score", ("softmax", "sigmoid"))
+        check_positive(self, "scale")
+        where, E, k = type(self).__name__, self.num_experts, self.experts_per_token
+        if k > E:
+            raise ValueError(
+                f"{where}: experts_per_token {k} is above num_experts {E}; a token's experts are distinct: give at "
+                f"most {E}"
+            )
+        if self.softmax_after and self.score != "softmax":
+            raise ValueError(
+                f"{where}: softmax_after is an option of score 'softmax', not of {self.score!r}; leave it out"
+            )
+        if self.groups is not None:
+            _check_groups(where, self.groups, E, k)
+        if self.shared_size != 0:
+            check_sizes(self, "shared_size")
+        elif self.shared_gate:
+            raise ValueError(
+                f"{where}: shared_gate is on without a shared expert; give shared_size, or leave the gate out"
+            )
+
+    def num_parameters(self, hidden_size: int, *, experts: int | None = None) -> int:
+        """Parameters of the mixture, its router included. experts: how many experts count; None: all."""
+        experts = self.num_experts if experts is None else experts
+        shared = 3 * hidden_size * self.shared_size + self.shared_gate * hidden_size
+        router = self.num_experts * (hidden_size + self.correction_bias)
+        return router + 3 * hidden_size * self.intermediate_size * experts + shared
+
+
+def _check_groups(where: str, groups: tuple[int, int], E: int, k: int) -> None:
+    """Raises ValueError unless E experts divide into the groups, and the chosen groups hold k experts."""
+    count, chosen = groups
+    degrees = [n for n in range(1, E // 2 + 1) if E % n == 0]
+    if count < 1 or E % count or E // count < 2:
+        raise ValueError(
+            f"{where}: groups {count} do not divide num_experts {E} into groups of two or more; use one of {degrees}"
+        )
+    if not 1 <= chosen <= count or chosen * (E // count) < k:
+        least = -(-k // (E // count))
+        raise ValueError(
+            f"{where}: {chosen} of {count} groups of {E // count} experts are chosen, for experts_per_token {k}; "
+            f"choose {least} to {count}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
     """The options in which blocks of the rotary families differ."""
 
@@ -92,6 +166,7 @@ class BlockOptions:
     mlp_bias: bool = False
     qk_norm: bool = False  # norms of query and key heads
     window: int | None = None  # the number of most recent keys visible to a query; None: all
+    experts: ExpertOptions | None = None  # of the mixture in the MLP's place; None: a dense MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +257,13 @@ class RotaryConfig(ModelConfig):
         return tables + sum(self._block_parameters(i) for i in range(self.num_layers)) + self.hidden_size
 
     def _block_parameters(self, index: int) -> int:
-        options = self.block(index)
+        options, H = self.block(index), self.hidden_size
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        weights = 2 * self.hidden_size * (width + kv_width) + 3 * self.hidden_size * self.intermediate_size
-        biases = options.qkv_bias * (width + 2 * kv_width) + options.output_bias * self.hidden_size
-        biases += options.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return weights + biases + 2 * self.hidden_size + options.qk_norm * 2 * self.head_dim
+        mlp = 3 * H * self.intermediate_size if options.experts is None else options.experts.num_parameters(H)
+        weights = 2 * H * (width + kv_width) + mlp
+        biases = options.qkv_bias * (width + 2 * kv_width) + options.output_bias * H
+        biases += options.mlp_bias * (2 * self.intermediate_size + H)
+        return weights + biases + 2 * H + options.qk_norm * 2 * self.head_dim
 
     @property
     def parallel_sizes(self) -> dict[str, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, Self, TypeVar
+from dataclasses import asdict
+from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor, nn
 from weft import kernels
@@ -13,9 +14,12 @@ from weft.kernels.extension import has_data, is_compiling
 
 from .blocks import Attention, Block, GatedMLP
 from .config import ModelConfig, RotaryConfig
+from .experts import MixtureBlock, MixtureOfExperts
 from .initialization import Constant, Initial, Normal
 from .layers import DotProductAttention, Dropout, Embedding, Linear, RMSNorm
-from .parallel.styles import ColwiseParallel, RowwiseParallel, Style, VocabParallel
+from .mixture_config import MixtureConfig
+from .parallel.plan import ParallelPlan
+from .parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
 from .rope import compute_rotary_frequencies, compute_rotary_tables, length_of, rotary_frequencies, rotary_tables
 
 TENSOR_STYLES: dict[str, Style] = {
@@ -30,6 +34,7 @@ TENSOR_STYLES: dict[str, Style] = {
 
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig)
 AnyRotaryConfig = TypeVar("AnyRotaryConfig", bound=RotaryConfig)
+AnyMixtureConfig = TypeVar("AnyMixtureConfig", bound=MixtureConfig)
 
 
 class CausalModel(nn.Module, Generic[AnyConfig]):
@@ -139,7 +144,7 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
 class Decoder(CausalModel[AnyRotaryConfig]):
     """Decoder with rotary positions, RMS pre-norms and gated MLPs: tokens [B, T] int64 -> logits [B, T, V]."""
 
-    residual_outputs = ("o_proj.weight", "down_proj.weight")
+    residual_outputs: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
 
     def __init__(self, config: AnyRotaryConfig) -> None:
         super().__init__(config)
@@ -194,6 +199,58 @@ class Decoder(CausalModel[AnyRotaryConfig]):
         return cos[first:stop], sin[first:stop]
 
 
+class MixtureDecoder(Decoder[AnyMixtureConfig]):
+    """Decoder whose MLPs are mixtures of experts, in all layers or some: tokens [B, T] int64 -> logits [B, T, V]."""
+
+    residual_outputs = (*Decoder.residual_outputs, "experts.down_proj")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        dropout_key: int | Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Sequence[KeyValueCache] | None = None,
+        last: bool = False,
+        router: bool = False,
+    ) -> Any:
+        """Computes logits [B, T, V] of tokens [B, T]; with `router`, the pair (logits, statistics).
+
+        statistics: float32 [layers with experts, 2 * E + 1], the sums over tokens that `RouterLosses` takes: for each
+            expert, the number of its tokens and the sum of its softmax probabilities; the sum of squared logsumexps.
+            On a mesh, Partial over the axes that shard the tokens.
+        Further arguments: as for `CausalModel.forward`.
+        """
+        if isinstance(documents, Tensor) and not cache:
+            documents = kernels.document_bounds(documents)  # once, for the attention of all blocks
+        x, block_inputs = self.embed(tokens, positions, cache[0].length if cache else 0, dropout_key)
+        statistics: Tensor | None = None
+        for i, block in enumerate(self.layers):
+            x, statistics = block(
+                x, statistics, *block_inputs, dropout_key, documents, cache[i] if cache else None, router
+            )
+        logits: Tensor = self.lm_head(self.final_norm(x[:, -1:] if last else x))  # [B, T, V]
+        return (logits, statistics) if router else logits
+
+    def initial_value(self, name: str) -> Initial:
+        """As `CausalModel.initial_value`; correction biases are 0."""
+        return Constant(0.0) if name.endswith("correction_bias") else super().initial_value(name)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """The plan that `parallelize` uses by default."""
+        config = self.config
+        styles = {pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." not in pattern}
+        mlps = {pattern: style for pattern, style in TENSOR_STYLES.items() if ".mlp." in pattern}
+        if len(config.sparse_layers) < config.num_layers:
+            styles |= mlps
+        if config.sparse_layers:
+            styles["layers.*.mlp.experts"] = ExpertParallel()
+            if any(isinstance(each, MixtureOfExperts) and each.shared_expert is not None for each in self.modules()):
+                styles |= {pattern.replace(".mlp.", ".mlp.shared_expert."): style for pattern, style in mlps.items()}
+        return ParallelPlan(tensor=styles)
+
+
 def _block(config: RotaryConfig, index: int) -> Block:
     options, name = config.block(index), f"layers.{index}"
     attention = Attention(
@@ -208,5 +265,12 @@ def _block(config: RotaryConfig, index: int) -> Block:
         dropout=config.attention_dropout,
         name=f"{name}.self_attn",
     )
+    settings: dict[str, Any] = {"norm_eps": config.norm_eps, "dropout": config.dropout, "name": name}
+    if options.experts is not None:
+        assert isinstance(config, MixtureConfig), "a block with experts is of such a config"
+        row: dict[str, Any] = {"layer": config.sparse_layers.index(index), "layers": len(config.sparse_layers)}
+        experts: dict[str, Any] = asdict(options.experts)
+        mixture = MixtureOfExperts(config.hidden_size, **experts, **row)
+        return MixtureBlock(attention, mixture, **settings)
     mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=options.mlp_bias)
-    return Block(attention, mlp, norm_eps=config.norm_eps, dropout=config.dropout, name=name)
+    return (MixtureBlock if isinstance(config, MixtureConfig) else Block)(attention, mlp, **settings)

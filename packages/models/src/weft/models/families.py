@@ -45,9 +45,19 @@ class Family:
 
 
 _LLAMA, _QWEN, _GPT = Family("llama", "Llama"), Family("qwen", "Qwen"), Family("gpt", "GPT")
+_QWEN_MOE = Family("qwen_moe", "QwenMoe")
 
-# model_type of Hugging Face's config.json -> family.
-FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN, "gpt2": _GPT}
+# model_type of config.json -> family; all but weft_moe are Hugging Face's.
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": Family("mixtral", "Mixtral"),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "qwen3_moe": _QWEN_MOE,
+    "weft_moe": _QWEN_MOE,  # with options that Hugging Face's Qwen3Moe lacks
+    "gpt2": _GPT,
+}
 
 
 def make_model(config: ModelConfig) -> nn.Module:

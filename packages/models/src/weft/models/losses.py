@@ -36,21 +36,31 @@ class LossSum:
 
     losses: this rank's scalars, all in the same layout. Empty on a pipeline stage other than the last; the sum is
     then 0, of the model's `dtype` widened to at least float32.
-    local: the sum on this rank alone.
-    Communication: a reshard of one number, over the axes that shard the tokens.
+    addends: further numbers [n] of this rank, summed over the ranks with the losses.
+    local: the sum of the losses on this rank alone.
+    Communication: a reshard of one number, or 1 + n, over the axes that shard the tokens.
     """
 
-    def __init__(self, losses: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        losses: Sequence[Tensor],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        addends: Tensor | None = None,
+    ) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         parts = [local_value(loss) for loss in losses] or [torch.zeros((), dtype=wide, device=device)]
         self.local = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         self._pending: Pending | None = None
+        self._values = self.local
+        if addends is not None:
+            self._values = torch.cat([self.local[None], addends.to(self.local.dtype)])
         if losses and isinstance(losses[0], DTensor):
             layout = layout_of(losses[0])
             # Runs the plan on plain tensors: the autograd and DTensors of `reshard` take longer than the sum.
-            summed = plan(layout, cotangent(layout), (), self.local.dtype)
-            self._pending = start_plan(summed, self.local, losses[0].device_mesh)
+            summed = plan(layout, cotangent(layout), tuple(self._values.shape), self.local.dtype)
+            self._pending = start_plan(summed, self._values, losses[0].device_mesh)
 
     def wait(self) -> Tensor:
-        """The sum over all ranks, as a plain scalar."""
-        return self.local if self._pending is None else self._pending.wait()
+        """The sum over all ranks, as a plain scalar; with addends, a vector of the loss's and the addends' sums."""
+        return self._values if self._pending is None else self._pending.wait()

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from .config import ModelConfig
 from .gpt.config import GPTConfig
 from .llama.config import LlamaConfig
+from .mixtral.config import MixtralConfig
 from .qwen.config import QwenConfig
+from .qwen_moe.config import QwenMoeConfig
 from .rope_scaling import Llama3RopeScaling
 
 
@@ -131,6 +133,26 @@ def _qwen(
     )
 
 
+def _qwen_moe(
+    hidden_size: int, intermediate_size: int, moe_intermediate_size: int, num_layers: int, num_heads: int
+) -> QwenMoeConfig:
+    return QwenMoeConfig(
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        moe_intermediate_size=moe_intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=4,
+        head_dim=128,
+        num_experts=128,
+        experts_per_token=8,
+        max_seq_len=40960,
+        rope_theta=1000000.0,
+        norm_eps=1e-6,
+    )
+
+
 PUBLISHED: Mapping[str, ModelConfig] = {
     "gpt2": _gpt2(768, 12, 12),  # openai-community/gpt2
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -148,9 +170,23 @@ PUBLISHED: Mapping[str, ModelConfig] = {
     "smollm2-1.7b": _smollm2(2048, 8192, 24, 32, 32, rope_theta=130000.0),
     "mistral-7b-v0.1": _mistral(32000, rope_theta=10000.0, sliding_window=4096),  # mistralai/Mistral-7B-v0.1
     "mistral-7b-v0.3": _mistral(32768, rope_theta=1000000.0, sliding_window=0),
+    "mixtral-8x7b": MixtralConfig(  # mistralai/Mixtral-8x7B-v0.1
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        max_seq_len=32768,
+        rope_theta=1000000.0,
+        norm_eps=1e-5,
+        router_aux_loss_coef=0.02,
+    ),
     "qwen2.5-7b": _qwen(2, 3584, 18944, 28, 28, 4, vocab_size=152064),  # Qwen/Qwen2.5-7B
     "qwen2.5-72b": _qwen(2, 8192, 29568, 80, 64, 8, vocab_size=152064),
     "qwen3-0.6b": _qwen(3, 1024, 3072, 28, 16, 8, tie_embeddings=True),  # Qwen/Qwen3-0.6B
     "qwen3-8b": _qwen(3, 4096, 12288, 36, 32, 8),  # Qwen/Qwen3-8B
     "qwen3-32b": _qwen(3, 5120, 25600, 64, 64, 8),
+    "qwen3-30b-a3b": _qwen_moe(2048, 6144, 768, 48, 32),  # Qwen/Qwen3-30B-A3B
+    "qwen3-235b-a22b": _qwen_moe(4096, 12288, 1536, 94, 64),
 }

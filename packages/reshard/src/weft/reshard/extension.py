@@ -5,7 +5,16 @@ The other packages import from these two modules only. The names come from the f
 groups). A release may rename a name here; the changelog then gives the new name.
 """
 
-from .moving.collectives import Pending, Running, WaitTimer, measure_waits, reduce_scatter, start_all_gather, wait_for
+from .moving.collectives import (
+    Pending,
+    Running,
+    WaitTimer,
+    all_gather,
+    measure_waits,
+    reduce_scatter,
+    start_all_gather,
+    wait_for,
+)
 from .moving.compiled import COMMUNICATING
 from .moving.dtensor import (
     as_process_mesh,
@@ -34,7 +43,7 @@ from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
 from .training.hooks import differentiable, tensors_of
 from .training.pending_gradient import GradPlaceholder
 from .training.unit import ParameterSlot
-from .world.collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op
+from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
 from .world.groups import (
     axes_of_group,
@@ -65,6 +74,7 @@ __all__ = [
     "Running",
     "StartedReshard",
     "WaitTimer",
+    "all_gather",
     "announce",
     "as_process_mesh",
     "axes_of_group",
@@ -73,6 +83,7 @@ __all__ = [
     "bytes_of_call",
     "contiguous_shard_slices",
     "cotangent",
+    "count_as",
     "device_mesh",
     "differentiable",
     "dtensor_spec",

@@ -48,6 +48,7 @@ RUNS = {
     "rope": Runs.UNCHANGED,  # computes in float32
     "route": Runs.UNCHANGED,  # computes and returns float32 for any scores
     "router_statistics": Runs.UNCHANGED,  # as route
+    "sigmoid_gate": Runs.WIDEST,
     "swiglu": Runs.WIDEST,
     "swiglu_linear": Runs.LOWER,
 }

@@ -1,5 +1,5 @@
-"""add: the op, its local computation and its layout rule."""
+"""add and sigmoid_gate: the ops, their local computation and their layout rules."""
 
-from .sharded import add
+from .sharded import add, sigmoid_gate
 
-__all__ = ["add"]
+__all__ = ["add", "sigmoid_gate"]

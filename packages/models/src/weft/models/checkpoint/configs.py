@@ -30,6 +30,9 @@ MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "embedding_dropout": _always,
     # Only chooses the model_type of a Hugging Face folder. A Mistral's attention window is a field of its own.
     "mistral": _always,
+    # Of the routers' losses, in training only.
+    "router_aux_loss_coef": _always,
+    "router_z_loss_coef": _always,
     "max_seq_len": _may_lengthen,  # may grow, where each position is computed the same for every max_seq_len
 }
 

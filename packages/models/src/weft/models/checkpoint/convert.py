@@ -34,11 +34,11 @@ from .manifest import (
     as_document,
     key_of,
 )
-from .shards import STORED_DTYPES, positional_sum, sync_folder, write_shard
+from .shards import NAMES, STORED_DTYPES, positional_sum, sync_folder, write_shard
 from .states import check_model
 from .storage import FolderReader, begin_folder, finish_folder, partial_path
-from .stored import common_dtype
-from .tensors import check_tensors, open_tensors, read_slices, weight_files
+from .stored import StoredGroup, common_dtype
+from .tensors import check_tensors, open_tensors, read_parameter, weight_files
 
 
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
@@ -122,23 +122,30 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[str]:
         opened.enter_context(_partial_folder(target))
         files: dict[str, StoredFile] = {}
         stored_tensors: dict[str, StoredTensor] = {}
-        for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
+        for filename, groups in shards_of(parameters, weights, shard_bytes).items():
             shapes = {
                 tensor: (
-                    common_dtype(dtypes[name] for name in names),
-                    weights.stored(names[0]).shape(tuple(parameters[names[0]].shape)),
+                    common_dtype(dtypes[name] for name in group.parameters),
+                    weights.stored(group.parameters[0]).shape(tuple(parameters[group.parameters[0]].shape)),
                 )
-                for tensor, names in tensors.items()
+                for group in groups
+                for tensor in group.tensors
             }
 
             def values(
-                tensors: Mapping[str, list[str]] = tensors,
+                groups: Iterable[StoredGroup] = groups,
                 shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = shapes,
             ) -> Iterator[Tensor]:
-                for tensor, names in tensors.items():
-                    dtype, shape = shapes[tensor]
+                for group in groups:
+                    dtype, shape = shapes[group.tensors[0]]
+                    if weights.stored(group.parameters[0]).stacked:
+                        stack = torch.empty(parameters[group.parameters[0]].shape, dtype=dtype)
+                        reader.read_into(f"{MODEL}{group.parameters[0]}", stack)
+                        yield from stack
+                        del stack  # freed before the next tensor is made
+                        continue
                     whole = torch.empty(shape, dtype=dtype)
-                    for name in names:
+                    for name in group.parameters:
                         place = weights.stored(name).place(whole)
                         part = place if dtypes[name] == dtype else torch.empty_like(place, dtype=dtypes[name])
                         reader.read_into(f"{MODEL}{name}", part)
@@ -168,7 +175,9 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
         for filename, names in _assign_files(model, shard_bytes).items():
             shapes = {
                 key_of(f"{MODEL}{name}", (0,) * len(shape)): (
-                    STORED_DTYPES[tensors[weights.stored(name).name]().get_dtype()],
+                    common_dtype(
+                        STORED_DTYPES[tensors[each]().get_dtype()] for each in weights.stored(name).names(shape)
+                    ),
                     shape,
                 )
                 for name, shape in names.items()
@@ -176,14 +185,10 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
             def values(filename: str = filename, names: Mapping[str, tuple[int, ...]] = names) -> Iterator[Tensor]:
                 for name, shape in names.items():
-                    stored = weights.stored(name)
-                    file = tensors[stored.name]()
-                    whole = stored.to_parameter_orientation(
-                        read_slices(file, stored.slices(tuple(map(slice, [0] * len(shape), shape)), shape))
-                    )
                     starts = (0,) * len(shape)
+                    whole = read_parameter(weights.stored(name), tensors, tuple(map(slice, starts, shape)), shape)
                     part = StoredPart(starts, shape, filename, positional_sum(whole, shape, starts))
-                    found[f"{MODEL}{name}"] = StoredTensor(file.get_dtype(), shape, (part,))
+                    found[f"{MODEL}{name}"] = StoredTensor(NAMES[whole.dtype], shape, (part,))
                     yield whole
                     del whole  # freed before the next tensor is made
 

@@ -30,8 +30,8 @@ from .configs import check_layers, read_config, weights_of
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
 from .states import fill_from
-from .stored import common_dtype, group_by_stored_tensor, join_parameters
-from .tensors import SINGLE_FILE, WEIGHT_DTYPES, check_tensors, open_tensors, read_slices
+from .stored import StoredGroup, common_dtype, group_by_stored_tensor
+from .tensors import SINGLE_FILE, WEIGHT_DTYPES, check_tensors, open_tensors, read_parameter
 
 SHARD_BYTES = 5_000_000_000  # the size of a weights file, as in transformers
 
@@ -80,11 +80,8 @@ def from_pretrained(
             model = parallelize(model, mesh, plan)
         loaded: dict[Tensor, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
-            stored = weights.stored(name)
-            file = tensors[stored.name]()
-            held = stored.slices(local_slices(parameter), tuple(parameter.shape))
-            part = stored.to_parameter_orientation(read_slices(file, held)).to(
-                device, dtype or WEIGHT_DTYPES[file.get_dtype()]
+            part = read_parameter(
+                weights.stored(name), tensors, local_slices(parameter), tuple(parameter.shape), device, dtype
             )
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
@@ -134,13 +131,12 @@ def save_pretrained(
         files[filename], found = write_with_checksums(temporary / filename, shapes, whole.values())
         stored.update(found)
 
-    for filename, tensors in shards_of(parameters, weights, shard_bytes).items():
-        whole = {
-            tensor: join_parameters(
-                [(weights.stored(name), whole_parameter(model, name, keep=writer)) for name in names]
-            )
-            for tensor, names in tensors.items()
-        }
+    for filename, groups in shards_of(parameters, weights, shard_bytes).items():
+        whole: dict[str, Tensor] = {}
+        for group in groups:
+            gathered = [whole_parameter(model, name, keep=writer) for name in group.parameters]
+            whole |= group.values(weights.stored, gathered)
+            del gathered
         if writer and error is None:  # after a failure all ranks still gather; the error is raised at the end
             error = attempt(write, filename, whole)
     if writer and error is None:
@@ -213,20 +209,20 @@ def weights_of_model(model: nn.Module) -> Any:
     return family.weights
 
 
-def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, dict[str, list[str]]]:
-    """File name -> stored tensor -> parameters. A file holds up to shard_bytes, or one larger tensor."""
-    files: list[dict[str, list[str]]] = [{}]
+def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, list[StoredGroup]]:
+    """File name -> stored tensors, with their parameters. A file holds up to shard_bytes, or one larger group."""
+    files: list[list[StoredGroup]] = [[]]
     held = 0
-    for tensor, names in group_by_stored_tensor(parameters, weights.stored).items():
-        nbytes = sum(parameters[name].numel() * parameters[name].element_size() for name in names)
+    for group in group_by_stored_tensor({n: tuple(each.shape) for n, each in parameters.items()}, weights.stored):
+        nbytes = sum(parameters[name].numel() * parameters[name].element_size() for name in group.parameters)
         if files[-1] and held + nbytes > shard_bytes:
-            files.append({})
+            files.append([])
             held = 0
-        files[-1][tensor] = names
+        files[-1].append(group)
         held += nbytes
     if len(files) == 1:
         return {SINGLE_FILE: files[0]}
-    return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": groups for i, groups in enumerate(files, 1)}
 
 
 def is_parallel(model: nn.Module) -> bool:

@@ -169,6 +169,21 @@ def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     return rope
 
 
+def read_window(config: Mapping[str, Any], default: int | None) -> int:
+    """The field sliding_window for our config; 0 for null. default: for an absent field.
+
+    Raises ValueError for a number below 1.
+    """
+    kind: Any = int | None
+    window = config.get("sliding_window", default)
+    as_type(kind, window, "config.json: sliding_window")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"config.json: sliding_window is {window}; give the number of keys that a query sees, or null for all keys"
+        )
+    return window or 0
+
+
 def write_rope(config: RotaryConfig) -> dict[str, Any]:
     """The rotary settings in config.json, under the keys of transformers 4, which transformers 5 reads too."""
     scaling: dict[str, Any] | None = None

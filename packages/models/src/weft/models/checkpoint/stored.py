@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -23,14 +23,23 @@ class Stored:
     part: int = 0  # which of the parameters in the stored tensor
     parts: int = 1  # how many parameters the stored tensor holds
     transposed: bool = False  # whether the file stores the transpose
+    # Whether the parameter is a stack, of which the file stores each entry, the matrix of an expert, as a tensor of its
+    # own. `name` then has "{}" in the place of the expert's number.
+    stacked: bool = False
+
+    def names(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The names of the stored tensors: one, or one for each entry of a stack. shape: the parameter's."""
+        return tuple(self.name.format(i) for i in range(shape[0])) if self.stacked else (self.name,)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The stored tensor's shape, from the parameter's shape."""
+        """The shape of the stored tensor, of each for a stack. shape: the parameter's."""
+        if self.stacked:
+            return shape[1:]
         whole = (shape[0] * self.parts, *shape[1:])
         return whole[::-1] if self.transposed else whole
 
     def slices(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's."""
+        """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's. No stack."""
         first, *further = slices
         start = self.part * shape[0]
         found = (slice(start + first.start, start + first.stop), *further)
@@ -45,6 +54,21 @@ class Stored:
     def to_parameter_orientation(self, read: Tensor) -> Tensor:
         """Values read from the stored tensor, in the parameter's orientation."""
         return read.mT.contiguous() if self.transposed else read
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """Stored tensors and the parameters in them: one tensor of one or several parameters, or a stack's tensors."""
+
+    tensors: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    def values(self, stored: Callable[[str], Stored], whole: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The stored tensors by name, from the whole parameters in order. Entries of a stack are views."""
+        pairs = [(stored(name), each) for name, each in zip(self.parameters, whole, strict=True)]
+        if pairs[0][0].stacked:
+            return dict(zip(self.tensors, pairs[0][1].unbind(), strict=False))
+        return {self.tensors[0]: join_parameters(pairs)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +118,9 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(promote_types, dtypes)
 
 
-def group_by_stored_tensor(names: Iterable[str], stored: Callable[[str], Stored]) -> dict[str, list[str]]:
-    """Stored tensor's name -> the parameters in it, in order of their first parameters."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(stored(name).name, []).append(name)
-    return groups
+def group_by_stored_tensor(shapes: Mapping[str, tuple[int, ...]], stored: Callable[[str], Stored]) -> list[StoredGroup]:
+    """The stored tensors of parameters, in order of their first parameters. shapes: of the parameters, by name."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault(stored(name).names(shape), []).append(name)
+    return [StoredGroup(tensors, tuple(parameters)) for tensors, parameters in groups.items()]

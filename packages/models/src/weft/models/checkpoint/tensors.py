@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..documents import as_type, check_plain_name, read_json
 from .checksums import INDEX_FILE, FolderChecksums
 from .shards import open_shard
-from .stored import Repeats
+from .stored import Repeats, Stored, common_dtype
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -95,13 +95,18 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, OpenTensor], folder: P
     model. Its values are read and compared, because other values would mean a network that config.json does not
     describe. A tensor of zeros is accepted as an unfilled placeholder.
     """
-    shapes = {}
+    shapes, experts = {}, {}
     for name, parameter in model.named_parameters():
-        stored = weights.stored(name)
-        shapes[stored.name] = stored.shape(tuple(parameter.shape))
+        stored, whole_shape = weights.stored(name), tuple(parameter.shape)
+        for i, stored_name in enumerate(stored.names(whole_shape)):
+            shapes[stored_name] = stored.shape(whole_shape)
+            if stored.stacked:
+                experts[stored_name] = f"expert {i} of {whole_shape[0]} in {name.partition('.mlp.')[0]}"
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise ValueError(f"{folder} lacks {_list_names(missing)}; check config.json against the files")
+        found = list(dict.fromkeys(experts[name] for name in missing if name in experts))
+        lost = f", of {_list_names(found, 'experts')}" if found else ""
+        raise ValueError(f"{folder} lacks {_list_names(missing)}{lost}; check config.json against the files")
     repetitions = {name: weights.repetition(name, model.config) for name in tensors if name not in shapes}
     unexpected = [name for name, repeats in repetitions.items() if repeats is None]
     if unexpected:
@@ -142,9 +147,34 @@ def _rows(stored: Any, start: int, stop: int | None) -> Tensor:
     return tensor
 
 
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+def _list_names(names: list[str], what: str = "tensors") -> str:
+    more = f" and {len(names) - 3} more {what}" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def read_parameter(
+    stored: Stored,
+    tensors: Mapping[str, OpenTensor],
+    part: tuple[slice, ...],
+    shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The slices `part` of a parameter of `shape`, read from the files. Of a stack, one entry is read at a time.
+
+    dtype: None for the stored tensor's; for a stack, the narrowest dtype that holds all stored values.
+    """
+    names = stored.names(shape)
+    if not stored.stacked:
+        file = tensors[names[0]]()
+        values = stored.to_parameter_orientation(read_slices(file, stored.slices(part, shape)))
+        return values.to(device, dtype or WEIGHT_DTYPES[file.get_dtype()])
+    files = [tensors[name]() for name in names]
+    dtype = dtype or common_dtype(WEIGHT_DTYPES[file.get_dtype()] for file in files)
+    stack = torch.empty([each.stop - each.start for each in part], dtype=dtype, device=device)
+    for entry, file in zip(stack, files[part[0]], strict=True):
+        entry.copy_(read_slices(file, part[1:]))
+    return stack
 
 
 def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:

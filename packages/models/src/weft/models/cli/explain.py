@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..terminal import PROGRAM
-from ..train.config import MeshConfig, TrainConfig
+from ..train.config import TrainConfig
 from ..train.launch import processes_for
 from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
@@ -85,7 +85,7 @@ def _complete_configuration(
     """
     mesh = config.mesh
     dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), exact=False)
-    config = replace(config, mesh=MeshConfig(pp=mesh.pp, dp=dp, cp=cp, tp=tp))
+    config = replace(config, mesh=replace(mesh, dp=dp, cp=cp, tp=tp))
     if batch is not None:
         rows, tokens = _sizes(batch)
         config = replace(config, data=replace(config.data, batch_size=rows, sequence_length=tokens))

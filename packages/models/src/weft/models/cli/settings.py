@@ -280,4 +280,6 @@ def drop_unusable_mesh(config: TrainConfig, arguments: Sequence[str]) -> TrainCo
     plan = config.plan
     if not any(each.startswith("--mesh.pp") for each in arguments):
         plan = replace(plan, schedule=None, split=None)  # these belong to the old pipeline
+    if not any(each.startswith("--mesh.ep") for each in arguments):
+        plan = replace(plan, experts_tokens=None, experts_over_tp=False)  # these belong to the old mesh of experts
     return replace(config, mesh=MeshConfig(), plan=plan)

@@ -14,11 +14,11 @@ from ..checkpoint.rotary import (
     REQUIRED,
     ROPE_FIELDS,
     read_rope,
+    read_window,
     repetition,
     stored,
     write_rope,
 )
-from ..documents import as_type
 from .config import LlamaConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["PREFIX", "read_config", "repetition", "stored", "write_config"]
 
 _WINDOW, _DEFAULT_WINDOW = "sliding_window", 4096  # transformers' default
-_WINDOW_TYPE: Any = int | None
 _FIELDS = {
     "llama": Fields(
         model="Llama",
@@ -59,7 +58,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     kind = config["model_type"]
     values = _FIELDS[kind].read(config)
     if kind == "mistral":
-        values |= {"mistral": True, "sliding_window": _read_window(config)}
+        values |= {"mistral": True, "sliding_window": read_window(config, _DEFAULT_WINDOW)}
     return LlamaConfig(**values, **read_rope(config, values["max_seq_len"]))
 
 
@@ -74,14 +73,3 @@ def write_config(model: Llama) -> dict[str, Any]:
         **write_rope(config),
         **({_WINDOW: config.sliding_window or None} if config.mistral else {}),
     }
-
-
-def _read_window(config: Mapping[str, Any]) -> int:
-    """A Mistral's window for our config; 0 for null. Raises ValueError for a number below 1."""
-    window = config.get(_WINDOW, _DEFAULT_WINDOW)
-    as_type(_WINDOW_TYPE, window, f"config.json: {_WINDOW}")
-    if window is not None and window < 1:
-        raise ValueError(
-            f"config.json: {_WINDOW} is {window}; give the number of keys that a query sees, or null for all keys"
-        )
-    return window or 0

@@ -3,12 +3,22 @@
 from .batch import Batch, lay_out_batch
 from .lora import lora, merge_lora
 from .parallelize import parallelize
-from .plan import ParallelPlan
-from .styles import ColwiseParallel, PositionParallel, PrepareInput, PrepareOutput, RowwiseParallel, VocabParallel
+from .plan import ExpertPlan, ParallelPlan
+from .styles import (
+    ColwiseParallel,
+    ExpertParallel,
+    PositionParallel,
+    PrepareInput,
+    PrepareOutput,
+    RowwiseParallel,
+    VocabParallel,
+)
 
 __all__ = [
     "Batch",
     "ColwiseParallel",
+    "ExpertParallel",
+    "ExpertPlan",
     "ParallelPlan",
     "PositionParallel",
     "PrepareInput",

@@ -27,6 +27,7 @@ from .styles import (
     TENSOR_AXIS,
     TOKENS_DIM,
     ColwiseParallel,
+    ExpertParallel,
     PlacementsByAxis,
     PositionParallel,
     PrepareInput,
@@ -85,7 +86,12 @@ def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepare
         modules[parent].register_forward_hook(shared_input.forget, always_call=True)
     stream_placement = f"S({TOKENS_DIM})" if plan.sequence else "R"
     for each, style in styles.items():
-        if isinstance(style, RowwiseParallel | VocabParallel) and each not in with_prepared_output:
+        if isinstance(style, ExpertParallel) and plan.experts is not None and plan.experts.folds_tensor_axis:
+            continue  # each expert is whole, and tokens come to it from all ranks along "tp", too
+        if isinstance(style, ExpertParallel):
+            modules[each].register_forward_pre_hook(_replicate_experts_inputs)
+        reduced = isinstance(style, RowwiseParallel | VocabParallel | ExpertParallel)
+        if reduced and each not in with_prepared_output:
             if isinstance(style, RowwiseParallel) and overlapped_sequence.may_run_in_steps(modules[each], plan):
                 overlapped_sequence.reduce_rows(modules[each])
             modules[each].register_forward_hook(_output_hook(stream_placement))
@@ -116,6 +122,17 @@ def _replicate_input(x: Any) -> Any:
     if not isinstance(x, DTensor):  # a plain tensor counts as replicated
         return x
     return _reshard_on_tensor_axis(cast_for("linear", x), "R")
+
+
+def _replicate_experts_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pre-hook of `Experts`: reshard the tokens, their experts and the experts' weights to replicated over "tp".
+
+    Each rank computes a part of each expert's features, so backward reduces the gradients of tokens and weights.
+    """
+    x, experts, weights = args
+    if not isinstance(x, DTensor):
+        return args
+    return _replicate_input(x), _reshard_on_tensor_axis(experts, "R"), _reshard_on_tensor_axis(weights, "R")
 
 
 def _replicate_unless_overlapped(layer: nn.Module, x: Any) -> Any:

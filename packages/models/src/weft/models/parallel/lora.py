@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from weft.reshard import layout_of, reshard
 from weft.reshard.extension import layout_in_call, this_rank, wrap
 
+from ..experts import Experts
 from ..initialization import Constant, Initial, Normal, fill
 from ..low_rank import LowRank
 from .parallelize import pipeline_of
 from .parameter_layouts import adapter_layout
 from .resolve import nearest
 
+_EXPERTS_REMEDY = ": in a model with experts, those of attention, and the router, 'layers.*.mlp.gate'"
 _ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model
 
 
@@ -180,7 +182,7 @@ def _find_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
             if not isinstance(modules[name], nn.Linear):
                 raise ValueError(
                     f"LoRA target {pattern!r} matches {name!r}, a {type(modules[name]).__name__}; adapters are for "
-                    f"Linear layers"
+                    f"Linear layers{_EXPERTS_REMEDY if isinstance(modules[name], Experts) else ''}"
                 )
         matching.update(names)
     layers = {name: module for name, module in modules.items() if name in matching}

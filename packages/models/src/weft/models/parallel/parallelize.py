@@ -14,6 +14,8 @@ from weft.reshard.extension import as_process_mesh, mesh_argument, this_rank
 from ..schedules.pipeline_plan import PipelinePlan
 from .boundaries import check_preparations, hook_preparations, hook_tensor_parallel
 from .context import check_context, hook_context
+from .experts.hooks import hook_experts
+from .experts.placement import check_experts, expert_meshes
 from .local_modules import hook_rows
 from .parameter_layouts import has_tensor_axis, parameter_layouts
 from .pipeline.cut import cut
@@ -59,10 +61,12 @@ def parallelize(
     other mesh.
     Communication: none here, apart from making the mesh's process groups. In forward, a reduction of the output of
     each row- or vocab-parallel layer. In backward, a reduction for each input shared by column-parallel layers.
-    Further, the reshards of prepared inputs and outputs, and with `zero` the all-gathers of sharded parameters.
+    Further, the reshards of prepared inputs and outputs, with `zero` the all-gathers of sharded parameters, and with
+    `experts` the tokens on their way to experts and back, in both directions.
     Raises ValueError before the model is changed and before a process group is used: as `module_plans_of`
-    does; for an axis unknown to plans; where tied parameters get two layouts, or a head would be cut; for a
-    prepared input unknown to forward; for a model of which a part is laid out already; for no mesh, or two meshes.
+    does; for an axis unknown to plans; for a size of "ep" that does not divide the experts or the data axes; where
+    tied parameters get two layouts, or a head would be cut; for a prepared input unknown to forward; for a model of
+    which a part is laid out already; for no mesh, or two meshes.
     """
     chosen_mesh = mesh_argument(mesh, device_mesh)
     if chosen_mesh is None:
@@ -84,6 +88,7 @@ def _lay_out_on(
     pipeline = pipeline_plan(plan)
     check_mesh_axes(mesh, pipeline=pipeline is not None)
     check_preparations(model, module_plans, mesh)
+    check_experts(model, mesh, module_plans)
     for module_plan in module_plans:
         check_zero(mesh, module_plan.plan)
     recompute_plans = plans_deciding(module_plans, "recompute")
@@ -97,7 +102,7 @@ def _lay_out_on(
     context_plans = plans_deciding(module_plans, "context")
     for module_plan in context_plans:
         check_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
-    layouts = parameter_layouts(model, mesh, styles)
+    layouts = parameter_layouts(model, mesh, styles, expert_meshes(mesh, module_plans))
     stored_layouts = shard_layouts(module_plans, layouts, model)
     parallel_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -115,6 +120,7 @@ def _lay_out_on(
                 if TENSOR_AXIS in style.placements_by_output.get(None, ())
             }
             hook_tensor_parallel(model, module_plan, with_prepared_output)
+    hook_experts(model, mesh, module_plans)
     for module_plan in context_plans:
         hook_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
     hook_preparations(model, module_plans, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,8 @@ from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of
 
 from ..low_rank import LowRank
-from .styles import TENSOR_AXIS, ColwiseParallel, RowwiseParallel, Style, VocabParallel
+from .experts.placement import expert_layout
+from .styles import TENSOR_AXIS, ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
 
 HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the parts of "tp" in `split_tensor_axis`
 
@@ -64,9 +66,12 @@ def has_tensor_axis(mesh: ProcessMesh) -> bool:
     return TENSOR_AXIS in mesh.axis_names and mesh.axis_size(TENSOR_AXIS) > 1
 
 
-def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style]) -> dict[str, Layout]:
+def parameter_layouts(
+    model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style], expert_meshes: Mapping[str, ProcessMesh]
+) -> dict[str, Layout]:
     """The layout in which each parameter computes, by name.
 
+    expert_meshes: the mesh of each module of experts that is sharded over "ep", by the module's name.
     Tied parameters are listed under each of their names. A module registered under several names is listed under
     the first.
     Each of `layers_with_few_heads` gets a mesh of its own over the same ranks, in which tp is unflattened into tp_heads
@@ -83,6 +88,8 @@ def parameter_layouts(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Sty
                 layouts[name] = adapter_layout(layouts[f"{module_name.rpartition('.')[0]}.weight"], leaf)
             elif module_name in num_heads:
                 layouts[name] = Layout(split_tensor_axis(mesh, num_heads[module_name]), {HEADS_AXIS: Shard(0)})
+            elif module_name in expert_meshes:
+                layouts[name] = expert_layout(expert_meshes[module_name], _placements(styles[module_name], leaf))
             else:
                 placements = _placements(styles.get(module_name), leaf) if has_tensor_axis(mesh) else {}
                 layouts[name] = Layout(mesh, placements)
@@ -116,6 +123,8 @@ def _placements(style: Style | None, leaf: str) -> dict[str, Shard]:
             return {TENSOR_AXIS: Shard(0)}
         case RowwiseParallel() if leaf == "weight":
             return {TENSOR_AXIS: Shard(1)}
+        case ExpertParallel():
+            return {TENSOR_AXIS: Shard(2 if leaf == "down_proj" else 1)}
     return {}
 
 

@@ -11,6 +11,43 @@ from .styles import Preparation, Style, as_styles
 
 Context = Literal["all_gather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
+TokenTransport = Literal["exchange", "gather"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """Where the experts of mixtures are, and how tokens come to them. A plan's field `experts`.
+
+    size: the size of the axis "ep": each rank along "ep" holds 1 / size of the experts. The axis adds no ranks: it
+        divides the data axes, dp x cp.
+    over_tp: let "ep" divide dp x cp x tp instead. Each expert is then whole on its ranks, instead of split over "tp".
+    tokens: "exchange" sends a token once to each rank that has some of its experts; the host reads the counts from the
+        device once a layer. "gather" brings all tokens of the ranks along "ep" to each of them; no rank waits for its
+        device. None takes the one with the lower price; see experts/price.py.
+    Raises ValueError for a size below 1, and for any other value of tokens.
+    """
+
+    size: int = 1
+    over_tp: bool = False
+    tokens: TokenTransport | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"ExpertPlan: size is {self.size!r}; it must be an int >= 1")
+        if self.tokens is not None and self.tokens not in get_args(TokenTransport):
+            raise ValueError(
+                f"ExpertPlan: tokens is {self.tokens!r}; it must be None or one of "
+                f"{', '.join(map(repr, get_args(TokenTransport)))}"
+            )
+
+    @property
+    def folds_tensor_axis(self) -> bool:
+        """Whether "ep" divides "tp", too."""
+        return self.over_tp and self.size > 1
+
+    def __str__(self) -> str:
+        over = "dp x cp x tp" if self.over_tp else "dp x cp"
+        return f"ep={self.size} over {over}, tokens by {self.tokens or 'price'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +76,8 @@ class ParallelPlan:
         backward; a pipeline stage's parameters are gathered once a step and freed when all microbatches are done.
     zero_over: the data axes to shard over; None for all data axes of the mesh, such as "dp" and "cp".
     regather: with zero=3, False keeps the gathered parameters from forward to backward.
+    experts: experts sharded over an axis "ep" of their own, and how tokens come to them. None leaves experts on the
+        model's own mesh: replicated over the data axes, and split over "tp" by the style `ExpertParallel`.
     parts: the plans of models within the model, by module name; see `merge`.
     Raises ValueError for a value that is no style or option, and for parts beside any other field.
     """
@@ -54,6 +93,7 @@ class ParallelPlan:
     zero: Literal[0, 1, 2, 3] = 0
     zero_over: Sequence[str] | None = None
     regather: bool = True
+    experts: ExpertPlan | None = None
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -9,11 +9,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from ..experts import Experts
 from ..low_rank import LowRank
 from .plan import ParallelPlan
 from .styles import (
     TENSOR_AXIS,
     ColwiseParallel,
+    ExpertParallel,
     PositionParallel,
     Preparation,
     PrepareInput,
@@ -219,7 +221,7 @@ def _check_together(earlier: _Assignment, new: _Assignment, name: str) -> None:
 def _accepts(style: Style | Preparation, placement: str) -> bool:
     """Whether a layer of this style can take an input with this placement on the tensor axis."""
     match style:
-        case ColwiseParallel() | VocabParallel():
+        case ColwiseParallel() | VocabParallel() | ExpertParallel():
             return placement == "R"
         case RowwiseParallel():
             return placement.startswith("S")
@@ -238,7 +240,11 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
     """Raises ValueError for a style unfit for the module's class."""
     if isinstance(style, Preparation):
         return
-    kind = nn.Embedding if isinstance(style, VocabParallel | PositionParallel) else nn.Linear
+    kind: type[nn.Module] = nn.Linear
+    if isinstance(style, VocabParallel | PositionParallel):
+        kind = nn.Embedding
+    elif isinstance(style, ExpertParallel):
+        kind = Experts
     if not isinstance(module, kind):
         raise ValueError(
             f"plan pattern {pattern!r} gives {style} to {name!r}, a {type(module).__name__}; "

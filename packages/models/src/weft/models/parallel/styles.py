@@ -15,6 +15,7 @@ DATA_AXIS_NAMES = ("dp", "data", "batch", "replica", "shard")  # names that plan
 
 # The axis names of Weft's own meshes. A data axis may have another of DATA_AXIS_NAMES, the other axes may not.
 DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "dp", "cp", "tp", "pp"
+EXPERT_AXIS = "ep"  # an axis of the experts' mesh alone; see experts/placement.py
 TOKENS_DIM = 1  # activations are [B, T, ...]
 
 
@@ -46,6 +47,15 @@ class PositionParallel:
     In a plan with `ParallelPlan.sequence`, the positions are sharded along the tokens, like the activations to which
     the embedding is added. Each rank then looks up the positions of its own tokens only, and the table's gradient is
     Partial.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """The experts of a mixture split inside each expert: gate_proj and up_proj S(1), down_proj S(2).
+
+    The tokens, and the weights of their experts, are replicated; their gradients are reduced. The output is Partial
+    and reduced as by `RowwiseParallel`.
     """
 
 
@@ -121,7 +131,7 @@ class PrepareOutput:
         return f"PrepareOutput({shown.get(None, shown)})"
 
 
-Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel
+Style = ColwiseParallel | RowwiseParallel | VocabParallel | PositionParallel | ExpertParallel
 Preparation = PrepareInput | PrepareOutput
 
 
@@ -136,8 +146,8 @@ def as_styles(pattern: str, value: object) -> tuple[Style | Preparation, ...]:
             hint = f"; write {style.__name__}()" if isinstance(style, type) and issubclass(style, Style) else ""
             raise ValueError(
                 f"plan pattern {pattern!r} is given {style!r}, which is no style; use ColwiseParallel(), "
-                f"RowwiseParallel(), VocabParallel(), PositionParallel(), PrepareInput(…), PrepareOutput(…), "
-                f"or a sequence of styles{hint}"
+                f"RowwiseParallel(), VocabParallel(), PositionParallel(), ExpertParallel(), PrepareInput(…), "
+                f"PrepareOutput(…), or a sequence of styles{hint}"
             )
     return styles
 
@@ -175,6 +185,11 @@ def check_mesh_axes(mesh: ProcessMesh, *, pipeline: bool = False) -> None:
                 f"{mesh} has an axis 'pp', and the plan has no pipeline; say how the model is cut, by "
                 f"ParallelPlan(pipeline=PipelinePlan(...)), or lay out one stage alone, on "
                 f"mesh.get_mesh_with_dim('pp', 0)"
+            )
+        if axis == EXPERT_AXIS:
+            raise ValueError(
+                f"{mesh} has an axis {axis!r}; experts lie on a mesh of their own, made by the plan: leave the axis "
+                f"out here, and give ParallelPlan(experts=ExpertPlan(size={size}))"
             )
         raise ValueError(
             f"{mesh} has an axis {axis!r}, which a plan does not know; {_known_axes()}. Rename it, as by "

@@ -12,7 +12,7 @@ from weft.reshard.extension import ParameterSlot, gather_when_called, shard_repl
 
 from .plan import ParallelPlan
 from .resolve import ModulePlan
-from .styles import PIPELINE_AXIS, TENSOR_AXIS
+from .styles import EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 
 
 def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
@@ -44,13 +44,19 @@ def shard_layouts(
     """The layout in which each parameter is stored, by name.
 
     layouts: the layout in which each parameter computes, by name. Where a parameter's plan has `zero`, the stored
-        layout is this one, further sharded over the data axes of size above 1 (only over `zero_over`, if given).
+        layout is this one, further sharded over the data axes of size above 1 (only over `zero_over`, if given;
+        experts on a mesh of their own over all ranks that hold the same experts).
     """
     stored_layouts = {}
     for name, layout in layouts.items():
         plan = plan_of(module_plans, name)
         shape = tuple(model.get_parameter(name).shape)
-        axes = plan.zero_over or _data_axes(layout.mesh)
+        # the experts' mesh has data axes of its own, which zero_over does not name
+        axes = (
+            _data_axes(layout.mesh)
+            if EXPERT_AXIS in layout.mesh.axis_names
+            else plan.zero_over or _data_axes(layout.mesh)
+        )
         stored_layouts[name] = (
             shard_replicated_axes(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1])
             if plan.zero
@@ -122,9 +128,9 @@ def _modules_with_units(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _data_axes(mesh: ProcessMesh) -> tuple[str, ...]:
-    """The axes of the mesh that shard data: all but the tensor axis, its parts, and the pipeline axis."""
+    """The axes of the mesh that shard data: all but "tp", its parts, "ep" and "pp"."""
     return tuple(
         axis
         for axis in mesh.axis_names
-        if axis not in (TENSOR_AXIS, PIPELINE_AXIS) and not axis.startswith(f"{TENSOR_AXIS}_")
+        if axis not in (TENSOR_AXIS, EXPERT_AXIS, PIPELINE_AXIS) and not axis.startswith(f"{TENSOR_AXIS}_")
     )

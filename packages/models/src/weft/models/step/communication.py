@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # imports torch, which printing a Communication does not need
@@ -23,6 +23,7 @@ class Entry:
     axes: tuple[str, ...]  # () where unknown
     nbytes: int  # received by the rank in all `count` collectives; sent bytes are equal, except with uneven parts
     count: int
+    at_most: bool = False  # whether `nbytes` is the most: predicted, of bytes that depend on data
 
     @property
     def over(self) -> str:
@@ -39,15 +40,32 @@ class Communication:
     @classmethod
     def of(cls, issued: Mapping[Phase, Iterable[Collective]]) -> Communication:
         """Groups the collectives issued in each phase by kind and axes."""
-        found: dict[tuple[Phase, str, tuple[str, ...]], list[int]] = {}
+        found: dict[tuple[Phase, str, tuple[str, ...]], list[Collective]] = {}
         for phase in PHASES:
             for each in issued.get(phase, ()):
-                found.setdefault((phase, each.kind, each.axes), []).append(each.nbytes)
+                found.setdefault((phase, each.kind, each.axes), []).append(each)
         return cls(
             tuple(
-                Entry(phase=phase, kind=kind, axes=axes, nbytes=sum(sizes), count=len(sizes))
-                for (phase, kind, axes), sizes in found.items()
+                Entry(
+                    phase=phase,
+                    kind=kind,
+                    axes=axes,
+                    nbytes=sum(each.nbytes for each in of_kind),
+                    count=len(of_kind),
+                    at_most=any(each.at_most for each in of_kind),
+                )
+                for (phase, kind, axes), of_kind in found.items()
             )
+        )
+
+    def predicts(self, issued: Communication) -> bool:
+        """Whether `issued` is as predicted: the same, but fewer bytes may be received where these are `at_most`."""
+        if len(self.entries) != len(issued.entries):
+            return False
+        return all(
+            own == replace(other, nbytes=own.nbytes, at_most=own.at_most)
+            and (own.nbytes == other.nbytes or (own.at_most and other.nbytes < own.nbytes))
+            for own, other in zip(self.entries, issued.entries, strict=True)
         )
 
     def select(self, *, phase: Phase | None = None, kind: str | None = None, axis: str | None = None) -> Communication:
@@ -66,8 +84,13 @@ class Communication:
 
     @property
     def nbytes(self) -> int:
-        """Bytes received by the rank."""
+        """Bytes received by the rank; at most these, where `at_most`."""
         return sum(each.nbytes for each in self.entries)
+
+    @property
+    def at_most(self) -> bool:
+        """Whether the bytes of some collectives are the most, and depend on data."""
+        return any(each.at_most for each in self.entries)
 
     @property
     def counts(self) -> Counter[str]:
@@ -83,7 +106,8 @@ class Communication:
         lines = []
         for phase, over in groups:
             part = Communication(tuple(each for each in self.entries if (each.phase, each.over) == (phase, over)))
-            lines.append((phase, over, part.summary, f"{part.nbytes:,} bytes"))
+            most = "at most " if part.at_most else ""
+            lines.append((phase, over, part.summary, f"{most}{part.nbytes:,} bytes"))
         wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
         rows = (f"{p:{wide[0]}}  {o:{wide[1]}}  {s:{wide[2]}}  {b:>{wide[3]}}" for p, o, s, b in lines)
         return "\n".join(rows) or "none"

@@ -14,7 +14,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -28,12 +28,13 @@ from weft.reshard.extension import tensors_of, wrap
 
 from ..losses import IGNORE_INDEX
 from ..parallel.pipeline.run import Microbatch, Pipeline
+from .router import RouterLosses
 
 SCALE = 10.0  # of the added row's output: raises its cross-entropy by some tens, far above a mean's rounding error
 CLASSES = 4  # candidates for the added row's class; not all may be ignored
 ALLOWED = 2e-5  # relative rounding error of a mean in float32
 
-Criterion = Callable[..., Tensor]
+Criterion = Callable[..., Any]  # (output, targets) -> a scalar, or a `LossWithParts`
 
 _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
@@ -46,6 +47,7 @@ def weight_criterion(
     The losses of microbatches and ranks then add up to the whole batch's loss. Called by `forward_backward` and
     `on_shapes`; `Trainer` uses `Outline.criterion` instead.
     targets: of the whole batch.
+    The criterion in a `RouterLosses` is weighted, and the routers' terms count 1 / microbatches.
     A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless it gets the whole batch at once:
     one microbatch whose targets are not sharded.
     If `denominator` is not bound and reduction is not "sum", it is passed the count (or summed weights) of the whole
@@ -54,6 +56,9 @@ def weight_criterion(
     other between forward and backward.
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
+    if isinstance(criterion, RouterLosses):
+        weighted = weight_criterion(criterion.criterion, microbatches, targets, pipeline)
+        return replace(criterion, criterion=weighted, microbatches=len(microbatches))
     parameters = _parameters(criterion)
     options = {name: each.default for name, each in parameters.items()} | getattr(criterion, "keywords", {})
     if "denominator" not in parameters:
@@ -114,7 +119,8 @@ class ProbedCriterion:
     """
 
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
-        self._criterion, self._targets, self._pipeline = criterion, targets, pipeline
+        self._criterion: Callable[..., Tensor] = criterion
+        self._targets, self._pipeline = targets, pipeline
         self._shares: Shares | None = None
         self._reason: str | None = None  # why the criterion is refused; `finish` tells the other stages
 

@@ -17,11 +17,13 @@ from weft.reshard import GradientSync, clip_grad_norm_
 from weft.reshard.extension import with_fixed_parameters
 
 from ..losses import LossSum, first_gradient, without_graph
+from ..mixture_config import MixtureConfig
 from ..parallel.parallelize import pipeline_of
-from ..parallel.pipeline.run import Microbatch
+from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..tracing import traced
 from .communication import Phase
 from .criterion import Criterion
+from .router import RouterLosses, RouterParts, RouterReport, add_parts, split_loss
 
 CallContext = Callable[[], AbstractContextManager[Any]]
 
@@ -33,6 +35,7 @@ class StepResult:
     loss: Tensor  # scalar: the loss of the whole batch, the same on every rank
     local_loss: Tensor  # scalar: this rank's part of the loss
     grad_norm: Tensor | None  # scalar: the norm of the gradients before clipping; None without clip_norm
+    parts: RouterReport | None = None  # the routers' losses, under `RouterLosses`
 
 
 @with_fixed_parameters
@@ -49,7 +52,8 @@ def find_gradients(
     """Runs forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
-    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed.
+    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed. Under
+        `RouterLosses`, the microbatches call the model with router=True.
     clip_norm: 0 computes the norm and scales nothing.
     after_phase: called with the phase of the collectives issued since the last call. The calls come after each forward
         and each backward of a microbatch, or under a pipeline after each action of the schedule. One call with
@@ -63,11 +67,13 @@ def find_gradients(
     sum of the losses and the transfer of the sum to all stages.
     """
     losses: list[Tensor] = []
+    parts: list[RouterParts] = []
 
     def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
         with call_context():
-            loss = criterion(output, microbatch.targets)
+            loss, of_routers = split_loss(criterion(output, microbatch.targets))
         losses.append(without_graph(loss))
+        parts.extend([] if of_routers is None else [of_routers])
         return loss
 
     pipeline, parameter = pipeline_of(model), next(model.parameters())
@@ -83,25 +89,52 @@ def find_gradients(
                 loss = loss_of(output, microbatch)
             # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
-                loss_sum = LossSum(losses, parameter.device, parameter.dtype)
+                loss_sum = _start_sum(losses, parts, parameter)
             after_phase("forward")
             with traced("backward"):
                 loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
         after_phase("backward")
     after_phase("backward")
     with traced("sync"):
-        loss_sum = loss_sum or LossSum(losses, parameter.device, parameter.dtype)
+        loss_sum = loss_sum or _start_sum(losses, parts, parameter)
         sync.wait()
-        total_loss = loss_sum.wait()
+        sums, added = loss_sum.wait(), add_parts(parts)
+        load = None if added is None else added.load
         if pipeline is not None:
             pipeline.add_shared(model)
-            total_loss = pipeline.sum_over_stages(total_loss)
+            sums, load = _sum_over_stages(pipeline, model, criterion, sums, load)
+    report = None if load is None else RouterReport(balance=sums[1], z=sums[2:], load=load)
     norm = None
     if clip_norm is not None:
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
     after_phase("gradients")
-    return StepResult(total_loss, loss_sum.local, norm)
+    total = sums[0] if sums.ndim and sums.numel() else sums  # no number on a rank outside the mesh
+    return StepResult(total, loss_sum.local, norm, report)
+
+
+def _start_sum(losses: list[Tensor], parts: list[RouterParts], parameter: Tensor) -> LossSum:
+    """Start the sum of the losses, and of the routers' parts, over the ranks."""
+    added = add_parts(parts)
+    return LossSum(losses, parameter.device, parameter.dtype, None if added is None else added.addends)
+
+
+def _sum_over_stages(
+    pipeline: Pipeline, model: nn.Module, criterion: Criterion, sums: Tensor, load: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The last stage's sums, and load of experts, on the ranks of all stages.
+
+    Communication: an all-reduce over "pp". The other stages know the load's shape from the model's config; under a
+    config without experts, the loss alone is summed and the load is None.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(criterion, RouterLosses) or not isinstance(config, MixtureConfig):
+        return pipeline.sum_over_stages(sums[0] if sums.ndim else sums), None
+    layers, E = len(config.sparse_layers), config.num_experts
+    if load is None:
+        sums, load = torch.cat([sums[None], sums.new_zeros(1 + layers)]), sums.new_zeros(layers, E)
+    values = pipeline.sum_over_stages(torch.cat([sums, load.flatten().to(sums.dtype)]))
+    return values[: 2 + layers], values[2 + layers :].view(layers, E)
 
 
 @with_fixed_parameters
@@ -120,7 +153,7 @@ def find_loss(
         else:
             outputs = pipeline.forward(model, microbatches)
         pairs = zip(outputs, microbatches, strict=bool(outputs))  # only ranks of the last stage have outputs
-        losses = [criterion(output, microbatch.targets) for output, microbatch in pairs]
+        losses = [split_loss(criterion(output, microbatch.targets))[0] for output, microbatch in pairs]
         total = LossSum(losses, parameter.device, parameter.dtype).wait()
         return total if pipeline is None else pipeline.sum_over_stages(total)
 

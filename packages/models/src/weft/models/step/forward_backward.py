@@ -22,13 +22,14 @@ from ..parallel.styles import PIPELINE_AXIS
 from ..rope import link_positions_of_batch
 from .criterion import ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
+from .router import RouterLosses
 
 _SYNC = "_gradient_sync"  # attribute of a model: the GradientSync made by forward_backward
 
 
 def forward_backward(
     model: nn.Module,
-    criterion: Callable[..., Tensor],
+    criterion: Callable[..., Any],
     tokens: Tensor,
     targets: Tensor,
     *,
@@ -40,7 +41,8 @@ def forward_backward(
 
     Call it once a step, before `optimizer.step()`. Gradients are added to existing gradients.
     criterion: called with the model's output and the targets. The losses of all microbatches and ranks are weighted
-        to add up to the criterion's loss of the whole batch. Three kinds of criteria are supported:
+        to add up to the criterion's loss of the whole batch. A `RouterLosses` around a criterion adds the losses of
+        routers, and takes a model called with router=True. Three kinds of criteria are supported:
         - `weft.kernels.cross_entropy`, also with options by functools.partial: a mean over the tokens whose target is
           not ignore_index, weighted by `weight` if given. With reduction="sum" or a denominator, losses are added
           unweighted.
@@ -72,8 +74,9 @@ def forward_backward(
             object.__setattr__(model, _SYNC, sync)
     weighted = weight_criterion(criterion, batch, targets, pipeline)
     loss = find_gradients(model, weighted, batch, sync).loss
-    if isinstance(weighted, ProbedCriterion):
-        weighted.raise_if_unweighted()
+    of_logits = weighted.criterion if isinstance(weighted, RouterLosses) else weighted
+    if isinstance(of_logits, ProbedCriterion):
+        of_logits.raise_if_unweighted()
     return loss
 
 

@@ -20,6 +20,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.mesh.extension import as_mesh
 from weft.reshard.extension import contiguous_shard_slices, gathering_units
 
+from ..parallel.experts.placement import expert_meshes
 from ..parallel.parallelize import own_plan, pipeline_of
 from ..parallel.parameter_layouts import parameter_layouts
 from ..parallel.pipeline.cut import cut
@@ -91,7 +92,8 @@ def predict_memory(
         stages = set(schedule.stages[coordinate[PIPELINE_AXIS]])
         own_names = {name for name, users in cut(model, cut_plan, schedule).parameters.items() if users & stages}
         stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
-    layouts = parameter_layouts(model, stage_mesh, styles_of(model, module_plans))
+    meshes = expert_meshes(stage_mesh, module_plans)
+    layouts = parameter_layouts(model, stage_mesh, styles_of(model, module_plans), meshes)
     stored_layouts = shard_layouts(module_plans, layouts, model)
     counts = {"parameters": 0, "gathered": 0, "gradients": 0, "states": 0}
     for name, parameter in model.named_parameters():

@@ -33,6 +33,7 @@ from .communication import Communication, Phase
 from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide_batch
+from .router import RouterLosses
 
 
 def record(
@@ -203,7 +204,8 @@ def on_shapes(
         weighted = weight_criterion(compute, microbatches, targets)
         # Without stages and with a single microbatch, a criterion without `denominator` is called unweighted, as in a
         # training loop of the caller's own.
-        if len(microbatches) > 1 or pipeline is not None or not isinstance(weighted, ProbedCriterion):
+        of_logits = weighted.criterion if isinstance(weighted, RouterLosses) else weighted
+        if len(microbatches) > 1 or pipeline is not None or not isinstance(of_logits, ProbedCriterion):
             compute = weighted
         if pipeline is not None:
             pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, microbatches[0], compute)

@@ -21,6 +21,7 @@ from ..schedules.pipeline_plan import PipelinePlan, Split
 from ..schedules.schedule import Name as Schedule
 
 Context = Literal["all_gather", "ulysses"]
+TokenTransport = Literal["exchange", "gather"]
 TrackerName = Literal["tensorboard", "wandb"]
 PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
 # optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on one rank
@@ -50,8 +51,12 @@ class MeshConfig:
     """Context parallel: the ranks along cp share the tokens of every sequence."""
     tp: Annotated[int | None, shown("INT", "2; 1 for an odd number of processes")] = None
     """Tensor parallel: the ranks along tp share every layer."""
+    ep: int = 1
+    """Expert parallel: the ranks along ep share the experts of a mixture. Divides dp x cp, and adds no processes."""
 
     def __post_init__(self) -> None:
+        check_at_least("mesh", self, 1, "ep")
+        check_at_most("mesh", self, MOST_RANKS, "ep")
         names = [name for name in ("pp", "dp", "cp", "tp") if getattr(self, name) is not None]
         check_at_most("mesh", self, MOST_RANKS, *names)
         check_at_least("mesh", self, 1, *names)
@@ -77,6 +82,10 @@ class PlanConfig:
     """What backward recomputes. selective: all but matrix products and communicated tensors; full: every block."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO level, over dp and cp: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
+    experts_tokens: Annotated[TokenTransport | None, shown("{exchange,gather}", "the cheaper by its price")] = None
+    """With mesh.ep: send each token to the ranks that hold its experts, or gather all tokens on every rank along ep."""
+    experts_over_tp: bool = False
+    """Let mesh.ep divide dp x cp x tp: each expert is then whole, and not split over tp."""
 
     def pipeline(self, pp: int) -> PipelinePlan | None:
         """The `PipelinePlan` of these options; None without a pipeline, and before `complete_plan`.
@@ -91,14 +100,18 @@ class PlanConfig:
             split = tuple(int(part) for part in parts)
         return PipelinePlan(split=split, schedule=self.schedule, microbatches=self.microbatches)
 
-    def options(self, pp: int) -> dict[str, Any]:
-        """The keyword arguments for `ParallelPlan`."""
+    def options(self, pp: int, ep: int) -> dict[str, Any]:
+        """The keyword arguments for `ParallelPlan`. pp, ep: sizes of the axes."""
+        from ..parallel.plan import ExpertPlan  # imported here because torch takes seconds
+
+        experts = ExpertPlan(size=ep, over_tp=self.experts_over_tp, tokens=self.experts_tokens) if ep > 1 else None
         return {
             "sequence": self.sequence,
             "context": self.context,
             "recompute": self.recompute,
             "zero": self.zero,
             "pipeline": self.pipeline(pp),
+            "experts": experts,
         }
 
 

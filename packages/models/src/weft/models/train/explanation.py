@@ -19,16 +19,20 @@ from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
 
+from ..mixture_config import MixtureConfig
 from ..parallel import ParallelPlan
 from ..parallel.batch import cuts_by_documents
+from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
 from ..step.memory import Memory, predict_memory
 from ..step.record import Step, StepShape, run_on_shapes
+from ..step.router import RouterLosses
 from .config import TrainConfig
 from .measure import flops_per_token
-from .model_class import inputs_of, make_model_of, parameters_of
+from .memory_check import gpu_count
+from .model_class import ROUTER, has_router, inputs_of, make_model_of, parameters_of
 from .optimizer import communicate_update, count_states
 from .recipes import size_in_words
 from .report import ParameterLayout, Report, mesh_in_words
@@ -43,11 +47,13 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     The cost does not grow with the mesh. Communication: none.
     Raises ValueError for a model that the plan cannot lay out.
     """
-    report, outline = Report(enabled=True), Outline.of(config, axes)
+    report, outline = Report(enabled=True), Outline.of(config, axes, "cuda" if gpu_count() else "cpu")
     step = outline.record_step(rank, "cpu")
     coordinate = outline.mesh.coordinate(rank)
     assert coordinate is not None, "the rank is one of the mesh"
-    report.print_line(f"{title}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes)}")
+    report.print_line(
+        f"{title}: {size_in_words(config.model, config.model_class)}; {mesh_in_words(axes, config.mesh.ep)}"
+    )
     report.print_line(_batch_line(outline))
     if outline.mesh.size > 1:
         report.print_line(f"rank {rank} is at {', '.join(f'{axis}={index}' for axis, index in coordinate.items())}")
@@ -57,6 +63,8 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     report.print_layout(parameters, "" if step.schedule is None else f" of rank {rank}'s stage")
     if step.schedule is not None:
         report.print_schedule(step.schedule)
+    if outline.tokens_line is not None:
+        report.print_line(outline.tokens_line)
     by_documents = config.data.pack and cuts_by_documents(outline.mesh, outline.plan, compiled=config.compile)
     report.print_prediction(step.communication, rank, documents="unknown" if by_documents else None)
     states = count_states(outline.make_model(), config.optimizer)
@@ -110,16 +118,43 @@ class Outline:
     config: TrainConfig
     mesh: ProcessMesh
     plan: ParallelPlan
+    tokens_price: Price | None = None  # of both ways of tokens to experts on an axis "ep"
 
     @classmethod
-    def of(cls, config: TrainConfig, axes: Mapping[str, int]) -> Outline:
+    def of(cls, config: TrainConfig, axes: Mapping[str, int], device_type: str = "cpu") -> Outline:
         """The outline of a run. The parallel plan is the model's own, with the options of `config.plan`.
 
+        Tokens take the cheaper way to experts on an axis "ep", unless `config.plan` names one.
         config: with the options of `config.plan` filled in by `run.complete_plan`. axes: the mesh's axes with their
-            sizes.
+            sizes. device_type: of the run, "cpu" or "cuda", for the price.
         """
-        model_plan, options = own_plan(_make_on_meta(config)), config.plan.options(axes.get("pp", 1))
-        return cls(config=config, mesh=ProcessMesh.grid(**axes), plan=dataclasses.replace(model_plan, **options))
+        model_plan = own_plan(_make_on_meta(config))
+        options = config.plan.options(axes.get("pp", 1), config.mesh.ep)
+        mesh, plan = ProcessMesh.grid(**axes), dataclasses.replace(model_plan, **options)
+        price, model = None, config.model
+        if plan.experts is not None and isinstance(model, MixtureConfig):
+            rows = config.data.batch_size // (config.plan.microbatches or 1)
+            price = price_of(
+                size=plan.experts.size,
+                tokens=tokens_on_rank(mesh, plan.experts, rows, config.data.sequence_length),
+                hidden_size=model.hidden_size,
+                num_experts=model.num_experts,
+                experts_per_token=model.experts_per_token,
+                itemsize=getattr(torch, config.dtype).itemsize,
+                link=LINKS[device_type],
+            )
+            experts = dataclasses.replace(plan.experts, tokens=plan.experts.tokens or price.cheaper)
+            plan = dataclasses.replace(plan, experts=experts)
+        return cls(config=config, mesh=mesh, plan=plan, tokens_price=price)
+
+    @property
+    def tokens_line(self) -> str | None:
+        """How tokens come to experts on an axis "ep", and why, in words; None without such an axis."""
+        experts, price = self.plan.experts, self.tokens_price
+        if experts is None or price is None:
+            return None
+        why = "as --plan.experts-tokens says" if self.config.plan.experts_tokens else "the cheaper one"
+        return f"tokens come to experts over ep={experts.size} by {experts.tokens}, {why}: {price}"
 
     def make_model(self) -> nn.Module:
         """The model on the meta device (no memory), not yet parallelized."""
@@ -139,9 +174,25 @@ class Outline:
     def criterion(self) -> Criterion:
         """Cross-entropy over the number of tokens of the global batch.
 
-        The losses of microbatches and ranks then add up to the mean loss of the batch.
+        The losses of microbatches and ranks then add up to the mean loss of the batch. For a model with experts, with
+        the routers' losses.
         """
-        return partial(cross_entropy, denominator=float(math.prod(self.batch_shape)))
+        of_logits = partial(cross_entropy, denominator=float(math.prod(self.batch_shape)))
+        model = self.config.model
+        if not self.training_inputs or not isinstance(model, MixtureConfig):
+            return of_logits
+        balance, z = model.router_aux_loss_coef, model.router_z_loss_coef
+        return RouterLosses(of_logits, balance=balance, z=z, microbatches=self.num_microbatches)
+
+    @property
+    def training_inputs(self) -> dict[str, Any]:
+        """Inputs of the model in training steps alone: router=True, for a model that returns router statistics."""
+        return {ROUTER: True} if has_router(self.config.model, self.config.model_class) else {}
+
+    @property
+    def bias_rate(self) -> float:
+        """How much the correction biases of experts change after a step; 0 for a model without."""
+        return self.config.model.bias_rate if isinstance(self.config.model, MixtureConfig) else 0.0
 
     def autocast_context(self, device_type: str) -> AbstractContextManager[None]:
         """The context to call the model in: autocast to the run's dtype, disabled for float32."""
@@ -163,7 +214,7 @@ class Outline:
 
     def select_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The items of `inputs` that the model's forward takes, by name. Tokens are passed separately."""
-        names = inputs_of(self.config.model_class)
+        names = (*inputs_of(self.config.model_class), *self.training_inputs)
         return {name: value for name, value in inputs.items() if name in names}
 
     def record_step(self, rank: int, device_type: str, documents: Tensor | None = None) -> Step:
@@ -177,7 +228,7 @@ class Outline:
             batch=self.batch_shape,
             criterion=self.criterion,
             rank=rank,
-            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)} | extra),
+            inputs=self.select_inputs({"dropout_key": self.dropout_key(0)} | extra | self.training_inputs),
             microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
         )

@@ -16,6 +16,7 @@ from weft.reshard.extension import measure_waits
 
 from ..checkpoint.huggingface import attempt
 from ..data.sources import Data, check_share
+from ..mixture_config import MixtureConfig
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .agreement import RollCall, StopVote, describe_store_host, is_silence
@@ -111,6 +112,8 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     report.print_layout(parameters)
     if trainer.pipeline is not None:
         report.print_schedule(trainer.pipeline.schedule)
+    if trainer.tokens_line is not None:
+        report.print_line(trainer.tokens_line)
     if trainer.prediction is not None:
         report.print_prediction(trainer.prediction, documents="known" if trainer.predicts_exchange else None)
     try:
@@ -150,8 +153,11 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     if trainer.pipeline is None:  # no rank of a pipeline can generate alone
         report.print_line("sample\n" + "\n".join(f"  | {line}" for line in printable(trainer.sample()).split("\n")))
     held_out_loss = trainer.held_out_loss()
-    if trainer.rank == 0 and (picture := results.picture(report.width)):
-        report.print_line(picture)
+    if trainer.rank == 0:
+        load = None if trainer.load is None else trainer.load.tolist()
+        layers = config.model.sparse_layers if isinstance(config.model, MixtureConfig) else ()
+        if picture := results.picture(report.width, load, layers):
+            report.print_line(picture)
     losses = saver.held_out_loss, held_out_loss
     bytes_per_token, on_cpu = trainer.held_out_bytes_per_token(), device.type == "cpu"
     report.print_line(closing_lines(run, losses, seconds, bytes_per_token=bytes_per_token, on_cpu=on_cpu))

@@ -57,12 +57,13 @@ _BF16_PEAKS = (
 def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
     """Floating-point operations of a training step per token, in sequences of T tokens.
 
-    6 for each weight in a matrix product, plus 12 * T * attention_width per layer. A causal mask does not lower the
-    count: Chowdhery et al., "PaLM" (2022), appendix B; published MFU figures are counted this way.
+    6 for each weight in a token's matrix products (of experts, those that the token is sent to), plus 12 * T *
+    attention_width per layer. A causal mask does not lower the count: Chowdhery et al., "PaLM" (2022), appendix B;
+    published MFU figures are counted this way.
     multiplying: the number of weights in matrix products, from `model_class.parameters_of`, which also counts those of
         a model class of the user; None takes the config's number.
     """
-    weights = model.num_parameters - model.num_looked_up if multiplying is None else multiplying
+    weights = model.num_multiplied if multiplying is None else multiplying
     return 6 * weights + 12 * model.num_layers * model.attention_width * T
 
 

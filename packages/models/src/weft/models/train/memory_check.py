@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..checks import check_tensor_parallel
 from ..config import ModelConfig
+from ..mixture_config import MixtureConfig
 from .config import OptimizerConfig
 from .model_class import count_block_matrices, parameters_of
 from .recipes import RECIPES
@@ -45,6 +46,9 @@ class MemoryNeed:
     zero: int  # the plan's ZeRO level
     states: float  # state tensors per parameter, each of the parameter's size; a mean over the parameters
     compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
+    experts: int = 0  # of the parameters: those of experts on an axis "ep"
+    expert_parts: int = 1  # into which pp, ep and tp split them
+    expert_across: int = 1  # processes with the same part of them
 
     @property
     def nbytes(self) -> int:
@@ -53,11 +57,17 @@ class MemoryNeed:
         Each process counts with the mean over the run's processes, as if all parts of the model were equally large.
         Activations are not counted, and replicated tensors (norms, ...) count as sharded.
         """
-        parameters, gradients, states = (1 / (self.across if self.zero >= level else 1) for level in (3, 2, 1))
-        copies = self.processes / self.parts
-        updated = copies * (parameters + gradients + self.states * states)
-        compared = copies * parameters + 1 if self.compares else 0.0
-        return math.floor(BYTES * self.parameters * max(updated, compared))
+        groups = (
+            (self.parameters - self.experts, self.parts, self.across),
+            (self.experts, self.expert_parts, self.expert_across),
+        )
+        updated, compared = 0.0, float(self.parameters if self.compares else 0)
+        for count, parts, across in groups:
+            parameters, gradients, states = (1 / (across if self.zero >= level else 1) for level in (3, 2, 1))
+            copies = count * self.processes / parts
+            updated += copies * (parameters + gradients + self.states * states)
+            compared += copies * parameters if self.compares else 0
+        return math.floor(BYTES * max(updated, compared))
 
 
 def check_room(run: Run, *, gpus: int) -> list[str]:
@@ -93,7 +103,12 @@ def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
         in_blocks = state_tensors(config.optimizer, in_block=True)
         share = count_block_matrices(config.model, config.model_class) / parameters
         states = share * in_blocks + (1 - share) * states
+    ep, over_tp = config.mesh.ep, config.plan.experts_over_tp
+    expert_parts = run.pp * ep * (1 if over_tp else run.tp)
     return MemoryNeed(
+        experts=_experts_of(config.model) if ep > 1 else 0,
+        expert_parts=expert_parts,
+        expert_across=run.processes // expert_parts,
         parameters=parameters,
         processes=1 if on_gpus else _local_processes(run),
         parts=run.pp * run.tp,
@@ -101,6 +116,14 @@ def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
         zero=config.plan.zero,
         states=states,
         compares=config.check and run.resume is None,
+    )
+
+
+def _experts_of(model: ModelConfig) -> int:
+    """The parameters of a model's experts."""
+    mixtures = (model.block(layer).experts for layer in model.sparse_layers) if isinstance(model, MixtureConfig) else ()
+    return sum(
+        3 * model.hidden_size * each.intermediate_size * each.num_experts for each in mixtures if each is not None
     )
 
 
@@ -134,7 +157,7 @@ def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus:
         ),
         [],
     )
-    alone = replace(need, processes=1, parts=1, across=1)
+    alone = replace(need, processes=1, parts=1, across=1, experts=0)
     if options:
         yield " ".join(options)
     elif on_gpus:
@@ -143,7 +166,7 @@ def _alternatives(run: Run, need: MemoryNeed, memory: MachineMemory, *, on_gpus:
     elif "RANK" not in os.environ and fits(alone):
         yield "--mesh.dp 1 --mesh.tp 1"
     sizes = {name: config.model.num_parameters for name, config in RECIPES.items() if _is_cut(config.model, run.tp)}
-    smaller = {name: size for name, size in sizes.items() if fits(replace(need, parameters=size))}
+    smaller = {name: size for name, size in sizes.items() if fits(replace(need, parameters=size, experts=0))}
     if smaller and run.config.from_ is None and run.config.model_class is None:
         yield f"the recipe {max(smaller, key=smaller.__getitem__)}"
 

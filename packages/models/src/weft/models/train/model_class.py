@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 
 from ..config import ModelConfig
 from ..families import make_model
+from ..mixture_config import MixtureConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 # keyword arguments passed to a model's forward besides the tokens
 INPUTS = ("dropout_key", "positions", "documents")
+ROUTER = "router"  # the parameter of forward by which a model with experts returns its routers' statistics
 
 
 @lru_cache(maxsize=8)
@@ -99,6 +101,13 @@ def inputs_of(name: str | None) -> tuple[str, ...]:
     return tuple(each for each in INPUTS if each in {parameter.name for parameter in parameters})
 
 
+def has_router(config: ModelConfig, name: str | None) -> bool:
+    """Whether the model returns router statistics: its config has experts, and its forward the parameter `router`."""
+    if not isinstance(config, MixtureConfig):
+        return False
+    return name is None or ROUTER in inspect.signature(find_class(name).forward).parameters
+
+
 def check_class(name: str, *, ordered: bool, documents: bool, compiled: bool) -> None:
     """Raise ValueError if the user's model class lacks an attribute or a parameter needed by the run.
 
@@ -157,7 +166,7 @@ def parameters_of(config: ModelConfig, name: str | None) -> tuple[int, int]:
     inherit the count of another model.
     """
     if name is None:
-        return config.num_parameters, config.num_parameters - config.num_looked_up
+        return config.num_parameters, config.num_multiplied
     import torch
     from torch import nn
 

@@ -10,8 +10,11 @@ from ..config import ModelConfig
 from ..data.tokenizer import BYTE_VOCAB_SIZE
 from ..gpt.config import GPTConfig
 from ..llama.config import LlamaConfig
+from ..mixtral.config import MixtralConfig
+from ..mixture_config import MixtureConfig
 from ..published import PUBLISHED
 from ..qwen.config import QwenConfig
+from ..qwen_moe.config import QwenMoeConfig
 from .config import DataConfig, OptimizerConfig, TrainConfig
 from .model_class import parameters_of
 
@@ -43,6 +46,14 @@ TINY = {
     ),
     "qwen2-tiny": TrainConfig(model=QwenConfig(version=2, **_GATED), optimizer=_LLAMA),
     "qwen3-tiny": TrainConfig(model=QwenConfig(version=3, **_GATED)),
+    # As many active parameters, so operations a token, as qwen3-tiny: 2 experts of 188 and 24 rows of the router have
+    # as many elements as the MLP of 384.
+    "qwen3-moe-tiny": TrainConfig(
+        model=QwenMoeConfig(**_GATED, moe_intermediate_size=188, num_experts=24, experts_per_token=2)
+    ),
+    "mixtral-tiny": TrainConfig(
+        model=MixtralConfig(**{**_GATED, "intermediate_size": 192}, router_aux_loss_coef=0.01), optimizer=_LLAMA
+    ),
     # With lr 4e-3 and 20 steps of warmup, the gradient's norm jumped to 4.3 right after the warmup for one of two
     # orders of the samples. With the values below, the norm stays low for both orders.
     "gpt-tiny": TrainConfig(model=GPTConfig(**_SIZES), optimizer=OptimizerConfig(lr=3e-3, warmup_steps=40)),
@@ -89,5 +100,12 @@ def size_in_words(model: ModelConfig, name: str | None = None) -> str:
     title = model.title if name is None else name.partition(":")[2]
     tied = ", one table for embedding and output" if model.tie_embeddings else ""
     count, _ = parameters_of(model, name)
-    size = f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
-    return f"{title}, {size} parameters, {model.num_layers} layer{'s' if model.num_layers > 1 else ''}{tied}"
+    active = ""
+    if isinstance(model, MixtureConfig):
+        active = f" ({_in_millions(model.num_active_parameters)} active)"
+    layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"
+    return f"{title}, {_in_millions(count)} parameters{active}, {layers}{tied}"
+
+
+def _in_millions(count: int) -> str:
+    return f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"

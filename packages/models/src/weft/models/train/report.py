@@ -28,6 +28,7 @@ SKIPPED_NAMES_SHOWN = 3
 # signs.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 METRICS_COLUMNS = 139  # width of the metrics beside the progress bar; a narrower terminal gets no bar
+ROUTER_METRICS = ("balance", "z", "busiest_expert")  # fields of Metrics, for models with experts alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,9 @@ class Metrics:
     data_share: float  # share of the step's time spent waiting for the batch to be read
     seconds_left: float  # until the last step is done
     held_out_loss: float | None = None  # None in steps without an evaluation
+    balance: float | None = None  # the balance loss, before its coefficient; None without experts
+    z: float | None = None  # the routers' mean squared logsumexp; None without experts
+    busiest_expert: float | None = None  # tokens of a layer's busiest expert over the mean, of the worst layer
     perplexity: float | None = field(
         init=False, default=None
     )  # e**held_out_loss, at most e**700, near the largest float
@@ -70,6 +74,8 @@ class Metrics:
             f"waiting {self.communication_share:.0%}",
             f"{left} left",
         ]
+        if self.busiest_expert is not None:
+            shown.insert(2, f"balance {self.balance:.3f}  busiest expert {self.busiest_expert:.2f}x")
         if self.held_out_loss is not None:
             shown.insert(1, f"held out {self.held_out_loss:.4f} (perplexity {self.perplexity:.4g})")
         return "  ".join(shown)
@@ -166,7 +172,8 @@ class Report:
             actual, expected = issued.select(phase=phase), predicted.select(phase=phase)
             if phase == "optimizer" and not (actual.entries or expected.entries):
                 continue  # an elementwise optimizer
-            is_same = (actual.counts, actual.nbytes) == (expected.counts, expected.nbytes)
+            as_many = expected.nbytes == actual.nbytes or (expected.at_most and actual.nbytes < expected.nbytes)
+            is_same = actual.counts == expected.counts and as_many
             verdict = "as predicted" if is_same else "NOT as predicted"
             self.print_line(f"  {phase:10} {actual.summary:{width}}  {actual.nbytes:>13,} bytes  {verdict}")
 
@@ -253,12 +260,13 @@ def _shard_shapes(layout: Layout, shape: tuple[int, ...]) -> str:
     return "" if shapes == [shape] else "shards " + ", ".join(str(list(shard)) for shard in shapes[:4])
 
 
-def mesh_in_words(axes: Mapping[str, int]) -> str:
-    """The mesh as text: "4 processes, mesh dp=2 x tp=2"."""
+def mesh_in_words(axes: Mapping[str, int], ep: int = 1) -> str:
+    """The mesh as text: "4 processes, mesh dp=2 x tp=2". ep: the size of the axis "ep" of experts."""
     count = math.prod(axes.values())
     return (
         f"{count:,} process{'es' if count > 1 else ''}, "
         f"mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"
+        + (f", experts over ep={ep}" if ep > 1 else "")
     )
 
 
@@ -271,7 +279,7 @@ def describe_run(run: Run, *, gpus: int) -> str:
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     line = (
         f"{run.title}: {size_in_words(run.config.model, run.config.model_class)}, on {run.corpus.name}; {device}, "
-        f"{backend}, {mesh_in_words(run.axes)}"
+        f"{backend}, {mesh_in_words(run.axes, run.config.mesh.ep)}"
     )
     left_out = (
         (run.corpus.skipped, "skipped", "file", "files", ", not UTF-8 text"),

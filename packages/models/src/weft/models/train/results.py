@@ -21,6 +21,7 @@ from ..terminal import can_show
 from ..versions import versions
 from .config import TrainConfig
 from .folder import CHECKPOINT, CONFIG, NEW, lock, make_new, rename_damaged_checkpoints, replace_folder, tidy
+from .load_picture import draw_load
 from .metrics_file import (
     METRICS,
     NARROWEST,
@@ -31,7 +32,7 @@ from .metrics_file import (
     read_logged,
     save_picture,
 )
-from .report import Metrics, ParameterLayout, general_name
+from .report import ROUTER_METRICS, Metrics, ParameterLayout, general_name
 from .toml import add_checksum, as_toml
 from .trackers import Trackers
 
@@ -129,7 +130,10 @@ class Results:
             self._error = attempt(self._add, metrics)
 
     def _add(self, metrics: Metrics) -> None:
-        line = json.dumps(dataclasses.asdict(metrics)) + "\n"
+        values = dataclasses.asdict(metrics)
+        if metrics.balance is None:  # a model without experts
+            values = {name: value for name, value in values.items() if name not in ROUTER_METRICS}
+        line = json.dumps(values) + "\n"
         append(self._metrics, line.encode())
         self._checksum.add(line)
         if self._trackers is not None:
@@ -140,9 +144,10 @@ class Results:
         """Current length and checksum of metrics.jsonl, on the writing rank."""
         return self._checksum.as_json()
 
-    def picture(self, width: int) -> str:
+    def picture(self, width: int, load: Sequence[Sequence[float]] | None = None, layers: Sequence[int] = ()) -> str:
         """Plot loss and speed for a terminal of `width` columns, and save the plot as curves.svg.
 
+        load, layers: of the experts of each of these layers, drawn below the curves; None without experts.
         Never raises, because the run is complete: errors are part of the returned text.
         """
         try:
@@ -153,6 +158,8 @@ class Results:
         except Exception as error:
             return f"no curves are drawn: {error}"
         lines = [shown] if can_show(shown) else []
+        if load is not None and can_show(drawn := draw_load(load, layers, width)):
+            lines.append(drawn)
         try:
             save_picture(curves, self._folder / "curves.svg")
         except Exception as error:

@@ -44,7 +44,7 @@ class Run:
     @property
     def resolved(self) -> TrainConfig:
         """The config with the mesh's actual sizes."""
-        return replace(self.config, mesh=MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp))
+        return replace(self.config, mesh=replace(self.config.mesh, dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp))
 
     @property
     def processes(self) -> int:
@@ -102,9 +102,10 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
 def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> PlanConfig:
     """Fill in the options of `plan` implied by the mesh: context, schedule, microbatches and split.
 
-    Raises ValueError for heads, microbatches or stages that do not divide, and for pipeline options without mesh.pp
-    above 1.
+    Raises ValueError for heads, experts, microbatches or stages that do not divide, for pipeline options without
+    mesh.pp above 1, and for options of experts without mesh.ep above 1.
     """
+    _check_experts(plan, config, dp=dp, cp=cp, tp=tp)
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
         sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
@@ -152,6 +153,34 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
         if pipeline.split != "layers" and not counts:
             _check_names(config, pipeline, pp)
     return completed
+
+
+def _check_experts(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> None:
+    """Raise ValueError where mesh.ep does not divide the data axes or the model's experts."""
+    ep, num_experts = config.mesh.ep, getattr(config.model, "num_experts", None)
+    if ep == 1:
+        for name, value in (("experts_tokens", plan.experts_tokens), ("experts_over_tp", plan.experts_over_tp)):
+            if value:
+                raise ValueError(f"plan.{name} is {value}, which needs experts over an axis; set --mesh.ep above 1 too")
+        return
+    if num_experts is None and config.model_class is None:
+        raise ValueError(f"mesh.ep is {ep}, but a {config.model.title} has no experts; leave it at 1")
+    ranks, axes = (dp * cp * tp, "dp x cp x tp") if plan.experts_over_tp else (dp * cp, "dp x cp")
+    if ranks % ep:
+        raise ValueError(
+            f"mesh.ep {ep} does not divide the {ranks} process{'es' if ranks > 1 else ''} of {axes}; sizes that do: "
+            f"{', '.join(map(str, divisors(ranks)))}"
+        )
+    if config.compile:
+        raise ValueError(
+            f"compile is on, but tokens move between the ops of a block where mesh.ep is {ep}, which no compiled block "
+            f"can contain; leave out --compile, or --mesh.ep"
+        )
+    if num_experts is not None and num_experts % ep:
+        raise ValueError(
+            f"mesh.ep {ep} does not divide model.num_experts {num_experts}; sizes that do: "
+            f"{', '.join(map(str, divisors(num_experts)))}"
+        )
 
 
 def _check_names(config: TrainConfig, pipeline: PipelinePlan, pp: int) -> None:

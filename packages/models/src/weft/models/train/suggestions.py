@@ -10,6 +10,7 @@ import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from ..checks import check_tensor_parallel
 from ..terminal import PROGRAM
@@ -36,8 +37,9 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     try:
         mesh = _alternative_mesh(run, on_cpu)
         if mesh is not None:
-            # the new mesh has neither cp nor pp
-            plan = dataclasses.replace(run.config.plan, context=None, schedule=None, split=None)
+            # the new mesh has neither cp nor pp nor ep
+            without: dict[str, Any] = {"context": None, "schedule": None, "split": None, "experts_tokens": None}
+            plan = dataclasses.replace(run.config.plan, experts_over_tp=False, **without)
             alternative = dataclasses.replace(run.config, mesh=mesh, plan=plan)
             commands.append(f"{train} {_arguments(run, alternative)}    the same loss on another mesh")
         if run.config.data.path is None and not run.config.data.mixture:
@@ -73,9 +75,9 @@ def _alternative_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
             dp = processes // tp
             try:
                 check_tensor_parallel(run.config.model, tp)
-                check_room(
-                    dataclasses.replace(run, pp=1, dp=dp, cp=1, tp=tp, resume=None), gpus=0 if on_cpu else processes
-                )
+                config = dataclasses.replace(run.config, mesh=MeshConfig(dp=dp, tp=tp))
+                alternative = dataclasses.replace(run, config=config, pp=1, dp=dp, cp=1, tp=tp, resume=None)
+                check_room(alternative, gpus=0 if on_cpu else processes)
             except ValueError:
                 continue
             return MeshConfig(dp=dp, tp=tp)

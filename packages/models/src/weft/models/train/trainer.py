@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,9 @@ from ..parallel.batch import cuts_by_documents, prepare_rows
 from ..parallel.parallelize import pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..step.communication import Communication, Phase
-from ..step.find_gradients import StepResult, find_gradients, find_loss
+from ..step.find_gradients import find_gradients, find_loss
 from ..step.forward_backward import divide_batch, link_positions
+from ..step.router import update_correction_biases
 from ..tracing import traced
 from .explanation import Outline
 from .initial_weights import draw_weights, load_unsharded_weights, load_weights
@@ -42,6 +42,7 @@ from .measure import CollectiveCount, flops_per_token, memory_table, peak_flops,
 from .model_class import parameters_of
 from .optimizer import make_optimizer
 from .report import Metrics, Report
+from .router_metrics import UnreadStep, name_failing_router, router_metrics, sum_loads
 from .run import Run
 
 SAMPLE_TOKENS = 60
@@ -54,15 +55,6 @@ class TrainingError(RuntimeError):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class _UnreadStep:
-    """A step whose loss and gradient norm are still on the device, until `Trainer.read_metrics`."""
-
-    step: int  # from 1, as in `Metrics`
-    result: StepResult
-    lr: float
-
-
 class Trainer:
     """The model, optimizer and data on this process, with the methods to train, evaluate and sample.
 
@@ -70,7 +62,7 @@ class Trainer:
     report: prints on rank 0. activity: what the process does, in words, for `RollCall`.
     prediction: the predicted communication of a step, on rank 0; else None.
     predicts_exchange: whether the prediction counts exchanges of keys by the documents of step 1.
-    issued_collectives: the collectives of step 1, by phase.
+    tokens_line: as `Outline.tokens_line`. issued_collectives: the collectives of step 1, by phase.
     wait_timer: measures how long the device waits for communication.
     """
 
@@ -78,8 +70,8 @@ class Trainer:
         self._config, self._device = run.config, device
         self.rank = dist.get_rank()
         self.report = Report(enabled=self.rank == 0)
-        self._outline = outline = Outline.of(run.config, run.axes)
-        self.mesh, self.plan = outline.mesh, outline.plan
+        self._outline = outline = Outline.of(run.config, run.axes, device.type)
+        self.mesh, self.plan, self.tokens_line = outline.mesh, outline.plan, outline.tokens_line
         self._batch_shape, self._criterion = outline.batch_shape, outline.criterion
         data = run.config.data
         self._batches = Batches(
@@ -119,7 +111,8 @@ class Trainer:
             multiplying=parameters_of(run.config.model, run.config.model_class)[1],
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
-        self._unread_steps: list[_UnreadStep] = []
+        self._unread_steps: list[UnreadStep] = []
+        self.load: Tensor | None = None  # [layers with experts, E]: tokens of each expert in the steps read last
         self.wait_timer = WaitTimer(device)
         self._read_at = time.perf_counter()
 
@@ -159,8 +152,10 @@ class Trainer:
         with traced("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if result.parts is not None and self._outline.bias_rate:
+                update_correction_biases(self.model, result.parts.load, self._outline.bias_rate)
         after_phase("optimizer")
-        self._unread_steps.append(_UnreadStep(step + 1, result, lr))
+        self._unread_steps.append(UnreadStep(step + 1, result, lr))
 
     def prefetch_data(self, step: int) -> None:
         """Start reading the data of `step`, the run's first, in a thread. Later steps are then prefetched."""
@@ -185,15 +180,16 @@ class Trainer:
         steps, self._unread_steps = self._unread_steps, []
         losses = torch.stack([each.result.loss for each in steps]).tolist()
         norms = torch.stack([each.result.grad_norm for each in steps if each.result.grad_norm is not None]).tolist()
+        of_routers, self.load = router_metrics(steps), sum_loads(steps)
         seconds, waited = time.perf_counter() - self._read_at, self.wait_timer.pop_seconds()
         waited_for_data, self._prefetch.waited = self._prefetch.waited, 0.0
         self.restart_clock()
         for each, loss, norm in zip(steps, losses, norms, strict=True):
             if not math.isfinite(loss):
                 ranks = self._ranks_with(not math.isfinite(float(each.result.local_loss)))
-                raise TrainingError(
-                    self._failure(f"the loss is {loss} at step {each.step}, on {ranks}", newest_checkpoint)
-                )
+                what = f"the loss is {loss} at step {each.step}, on {ranks}"
+                what += name_failing_router(each.result, self._config.model)
+                raise TrainingError(self._failure(what, newest_checkpoint))
             if not math.isfinite(norm):
                 raise TrainingError(
                     self._failure(f"the gradients' norm is {norm} at step {each.step}", newest_checkpoint)
@@ -216,8 +212,9 @@ class Trainer:
                 communication_share=waited / seconds,
                 data_share=waited_for_data / seconds,
                 seconds_left=(self._config.steps - each.step) * seconds / len(steps),
+                **routers,
             )
-            for each, loss, norm in zip(steps, losses, norms, strict=True)
+            for each, loss, norm, routers in zip(steps, losses, norms, of_routers, strict=True)
         ]
 
     def check_finite(self, step: int, newest_checkpoint: Callable[[], Path | None]) -> None:
@@ -322,7 +319,7 @@ class Trainer:
             own_rows = self._prefetch(step)
         for number, each in enumerate(own_rows):
             key = self._outline.dropout_key(step, number)
-            microbatches.append(self._lay_out_microbatch(each, shape, dropout_key=key))
+            microbatches.append(self._lay_out_microbatch(each, shape, dropout_key=key, **self._outline.training_inputs))
         link_positions(microbatches)
         return microbatches
 
@@ -359,7 +356,8 @@ class Trainer:
             model = load_unsharded_weights(model, self._origin, self._device)
         tensors = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
         tokens, targets = tensors.pop("tokens"), tensors.pop("targets")
-        tensors = self._outline.select_inputs({"dropout_key": self._outline.dropout_key(0), **tensors})
+        inputs = {"dropout_key": self._outline.dropout_key(0), **tensors, **self._outline.training_inputs}
+        tensors = self._outline.select_inputs(inputs)
         microbatches = divide_batch(model, tokens, targets, self._outline.num_microbatches, tensors)
         return float(find_loss(model, self._criterion, microbatches, self._call_context))
 

@@ -35,6 +35,7 @@ class Collective:
     kind: str  # such as "all-reduce"
     axes: tuple[str, ...]  # mesh axes of the group; () where unknown
     nbytes: int  # received from other ranks, by `received_bytes`
+    at_most: bool = False  # whether `nbytes` is the most: recorded on shapes, of bytes that depend on data
 
 
 def received_bytes(kind: str, ranks: int, input_bytes: int, output_bytes: int, itemsize: int = 1) -> int:
@@ -69,20 +70,27 @@ def uneven_bytes(output_bytes: int, sizes: Sequence[int], position: int) -> int:
     return output_bytes * (rows - sizes[position]) // rows if rows else 0
 
 
-_counted_as: ContextVar[tuple[str | None, int | None]] = ContextVar("_counted_as", default=(None, None))
+_counted_as: ContextVar[tuple[str | None, int | None, bool]] = ContextVar("_counted_as", default=(None, None, False))
 
 
 @contextmanager
-def count_as(kind: str, nbytes: int | None = None) -> Iterator[None]:
+def count_as(kind: str, nbytes: int | None = None, *, at_most: bool = False) -> Iterator[None]:
     """Collectives issued inside count as `kind`, whatever op issues them: an all-to-all may stand for an all-gather.
 
     nbytes: received by a rank, where the call's tensors do not show this.
+    at_most: `nbytes` is the most, on shapes; the data decides.
     """
-    token = _counted_as.set((kind, nbytes))
+    token = _counted_as.set((kind, nbytes, at_most))
     try:
         yield
     finally:
         _counted_as.reset(token)
+
+
+def counted_collective(kind: str, axes: tuple[str, ...], nbytes: int) -> Collective:
+    """The Collective of a recorded call, as the innermost `count_as` counts it."""
+    stated_kind, stated_bytes, at_most = _counted_as.get()
+    return Collective(stated_kind or kind, axes, nbytes if stated_bytes is None else stated_bytes, at_most)
 
 
 def kind_of_op(namespace: str, name: str) -> str | None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.extension import as_mesh
 
-from .world import PREFIX, Positions, world
+from .world import PREFIX, Positions, nontrivial_axes, world
 
 RANKS = "ranks"  # the first word of a group's name in a graph, where the name lists the group's ranks
 
@@ -80,6 +80,9 @@ def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGrou
         assert part is not None, "ranks outside the mesh have no groups"
         group = axis_group(mesh, axes[0]) if len(axes) == 1 else current.group_of(part)
         current.cache[key] = group, current.positions(part, group)
+        if ("used", group.group_name) not in current.cache:  # until now named by the mesh for which it was made
+            current.cache["used", group.group_name] = True
+            current.axes[group.group_name] = nontrivial_axes(part)
     group_and_positions: tuple[dist.ProcessGroup, Positions] = current.cache[key]
     return group_and_positions
 

@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.mesh import ProcessMesh
 
 from . import dynamo
-from .collective_bytes import Collective, bytes_of_call, group_of_call, kind_of_op, received_bytes, uneven_bytes
+from .collective_bytes import (
+    Collective,
+    bytes_of_call,
+    counted_collective,
+    group_of_call,
+    kind_of_op,
+    received_bytes,
+    uneven_bytes,
+)
 from .world import Positions, enter_world, nontrivial_axes, world
 
 
@@ -62,12 +70,13 @@ class Recorded:
         self.cache: dict[Any, Any] = {}
         self.axes: dict[str, tuple[str, ...]] = {}
         self.groups: dict[str, _Group] = {}
+        self._same_ranks: dict[str, str] = {}  # by the name of a part's own group, the name of the group of its ranks
         self._parts: dict[str, ProcessMesh] = {}  # by group name, the ranks of each group from `group_of`
         self._issued: list[Collective] = []
 
     def add(self, kind: str, group: _Group, nbytes: int) -> None:
         """Appends a collective to the record."""
-        self._issued.append(Collective(kind, self.axes[group.group_name], nbytes))
+        self._issued.append(counted_collective(kind, self.axes[group.group_name], nbytes))
 
     def take_each(self) -> list[Collective]:
         """The collectives recorded since the last call, in order."""
@@ -86,6 +95,9 @@ class Recorded:
 
     def group_of(self, part: ProcessMesh) -> _Group:
         name = f"recorded {part.rename(**{a: f'axis{i}' for i, a in enumerate(part.axis_names)}).digest}"
+        if name not in self._same_ranks:
+            self._same_ranks[name] = self._name_of_same_ranks(part) or name
+        name = self._same_ranks[name]
         if name not in self.groups:
             coordinate = part.coordinate(self.rank)
             assert coordinate is not None, "ranks outside the mesh have no groups"
@@ -96,6 +108,11 @@ class Recorded:
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
             self.axes[name], self._parts[name] = nontrivial_axes(part), part
         return self.groups[name]
+
+    def _name_of_same_ranks(self, part: ProcessMesh) -> str | None:
+        """The name of a group of the ranks of `part`: real processes have one group for all parts of these ranks."""
+        same = (name for name, each in self._parts.items() if each.size == part.size and {*each} == {*part})
+        return next(same, None)
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> _Group:
         for name, part in self._parts.items():  # real processes, too, have one group of the same ranks

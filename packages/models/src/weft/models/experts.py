@@ -1,0 +1,160 @@
+"""Mixtures of experts: the layer that routes each token to a few gated MLPs, and the block with such a layer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from weft import kernels
+from weft.kernels import KeyValueCache
+
+from .blocks import Block, GatedMLP, add_and_norm
+from .config import ExpertOptions
+from .layers import Linear
+
+
+class Experts(nn.Module):
+    """The experts of a mixture, as stacked matrices: each expert is a gated MLP, down(silu(gate(x)) * up(x)).
+
+    The parameters start unset, as `Linear`'s.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int) -> None:
+        super().__init__()
+        E, H, I = num_experts, hidden_size, intermediate_size
+        self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(E, I, H)) for _ in range(2))
+        self.down_proj = nn.Parameter(torch.empty(E, H, I))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
+        """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
+
+        Each token's output is the sum over its k experts of weight times expert. No token is dropped.
+        rows: how many choices are of these experts, where the caller knows; see `kernels.experts`.
+        """
+        output: Tensor = kernels.experts(x, experts, weights, self.gate_proj, self.up_proj, self.down_proj, rows=rows)
+        return output
+
+    def choose(self, x: Tensor, experts: Tensor) -> None:
+        """Called with the tokens' choices as soon as they are known, before other work of the layer.
+
+        Does nothing here. Where experts are sharded over "ep", ranks begin to tell each other how many tokens to send.
+        """
+
+    def extra_repr(self) -> str:
+        E, I, H = self.gate_proj.shape
+        return f"{E} experts, {H} -> {I} -> {H}"
+
+
+class MixtureOfExperts(nn.Module):
+    """A mixture of experts in the place of an MLP: a router chooses `experts_per_token` experts for each token.
+
+    hidden_size: width of the tokens. intermediate_size, num_experts, experts_per_token, and the options from `score`
+    on: see `ExpertOptions`, which checks them.
+    layer, layers: this layer's row in the router's statistics, and the number of rows; see `forward`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        softmax_after: bool = False,
+        normalize: bool = True,
+        scale: float = 1.0,
+        correction_bias: bool = False,
+        groups: tuple[int, int] | None = None,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        layer: int = 0,
+        layers: int = 1,
+    ) -> None:
+        super().__init__()
+        self.options = options = ExpertOptions(
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            score=score,
+            softmax_after=softmax_after,
+            normalize=normalize,
+            scale=scale,
+            correction_bias=correction_bias,
+            groups=groups,
+            shared_size=shared_size,
+            shared_gate=shared_gate,
+        )
+        self.layer, self.layers = layer, layers
+        self.gate = Linear(hidden_size, num_experts, bias=False)
+        self.correction_bias = None
+        if options.correction_bias:  # not trained by gradients: see `step.router.update_correction_biases`
+            self.correction_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+        self.experts = Experts(hidden_size, intermediate_size, num_experts)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False) if shared_size else None
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if shared_gate else None
+
+    def forward(
+        self, x: Tensor, statistics: Tensor | None = None, router: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, H] -> ([B, T, H], statistics).
+
+        router: add this layer's statistics to row `layer` of `statistics` [layers, 2 * E + 1], see
+            `kernels.router_statistics`; None starts at zeros. False: `statistics` is returned unchanged.
+        """
+        options = self.options
+        logits = self.gate(x)  # [B, T, E]
+        experts, weights = kernels.route(
+            logits,
+            options.experts_per_token,
+            score=options.score,
+            softmax_after=options.softmax_after,
+            normalize=options.normalize,
+            bias=self.correction_bias,
+            scale=options.scale,
+            groups=options.groups,
+        )  # [B, T, k]
+        if router:
+            statistics = kernels.router_statistics(logits, experts, statistics, layer=self.layer, layers=self.layers)
+        self.experts.choose(x, experts)
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        if shared is not None and self.shared_expert_gate is not None:
+            shared = kernels.sigmoid_gate(shared, self.shared_expert_gate(x))
+        output = self.experts(x, experts, weights)
+        return (output if shared is None else kernels.add(output, shared)), statistics
+
+    def extra_repr(self) -> str:
+        return f"{self.options.experts_per_token} experts per token, score={self.options.score}"
+
+
+class MixtureBlock(Block):
+    """A transformer block of a model with mixtures of experts: its MLP is a mixture, or a dense `GatedMLP`.
+
+    Router statistics pass through the block beside the residual stream, so that stages of a pipeline hand both on.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        statistics: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        dropout_key: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        router: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x [B, T, H], statistics) -> (x, statistics).
+
+        statistics, router: as for `MixtureOfExperts.forward`; a dense layer returns `statistics` unchanged.
+        Further arguments: as for `Attention`.
+        """
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, dropout_key, documents, cache)
+        x, normed = add_and_norm(self.self_attn_dropout, self.post_attention_layernorm, mixed, x, dropout_key)
+        mlp: Any = self.mlp
+        if isinstance(mlp, MixtureOfExperts):
+            output, statistics = mlp(normed, statistics, router)
+        else:
+            output = mlp(normed)
+        return self.mlp_dropout(output, dropout_key, residual=x), statistics

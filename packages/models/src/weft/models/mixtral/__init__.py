@@ -1,0 +1,1 @@
+"""Mixtral: config, model, parallel plan and Hugging Face format."""

@@ -1,0 +1,199 @@
+"""Makes a laid-out model's modules of experts compute with the experts of their rank, on tokens of all ranks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.kernels.extension import apply_function, cast_for
+from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
+from weft.reshard import layout_of, reshard
+from weft.reshard.extension import group_for, is_compiling, memory_of, shape_of, this_rank
+
+from ..plan import ExpertPlan, TokenTransport
+from ..resolve import ModulePlan
+from ..styles import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
+from .passage import LocalParameters, Passage, TokenLayouts, as_rows
+from .placement import experts_mesh, find_expert_plans, folded_axes
+from .price import LINKS, Price, price_of
+from .transport import Exchanging, Gathering, Members, Way
+
+
+def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> None:
+    """Replace the forward of each module of experts that is sharded over "ep".
+
+    mesh: of the model, or of a stage. A module's forward takes tokens [..., H], their experts [..., k] and the experts'
+    weights [..., k]. It is called twice for each call: with local tensors, local parameters, and experts numbered from
+    the rank's first expert; choices of other ranks' experts have a number outside.
+    Communication: none here, apart from making the group along "ep"; in a call as `Passage`, and reshards where tokens
+    are replicated over axes that "ep" divides.
+    """
+    for name, plan in find_expert_plans(module_plans).items():
+        module = model.get_submodule(name)
+        calls = ExpertCalls(mesh, plan)
+        if this_rank() in mesh:
+            calls.group()
+        module.forward = partial(_forward, calls, module, module.forward)
+        if hasattr(module, "choose"):
+            module.choose = partial(_choose, calls, module)  # type: ignore[assignment]
+
+
+@dataclass(slots=True, eq=False)
+class ExpertCalls:
+    """What the calls of a module of experts have in common."""
+
+    mesh: ProcessMesh  # of the model, or of a stage
+    plan: ExpertPlan
+    early_exchange: Exchanging | None = field(default=None, init=False)  # the exchange of the coming call, by `_choose`
+
+    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """The group along "ep", and the group's ranks by position. Communication: the first call makes the group.
+
+        A group of its own: tokens do not wait for gradients that are summed over the same ranks.
+        """
+        own = experts_mesh(self.mesh, self.plan).submesh(this_rank(), EXPERT_AXIS)
+        assert own is not None, "a rank outside the mesh moves no tokens"
+        return group_for("tokens of experts", tuple(sorted(own)), (EXPERT_AXIS,)), own.ranks
+
+    def members(self, layout: Layout, shape: tuple[int, ...], experts: int) -> Members:
+        """The ranks along "ep". layout, shape: of the tokens [..., H]. experts: in all."""
+        group, ranks = self.group()
+        return Members(
+            group=group,
+            positions=_positions(ranks),
+            ranks=ranks,
+            position=ranks.index(this_rank()),
+            tokens=tuple(math.prod(layout.local_shape(shape, rank)[:-1]) for rank in ranks),
+            experts=experts // self.plan.size,
+        )
+
+    def choose(self, members: Members, x: DTensor, experts_per_token: int) -> TokenTransport:
+        """The way that the tokens take. x: [..., H]."""
+        return self.plan.tokens or self.price(members, x, experts_per_token).cheaper
+
+    def price(self, members: Members, x: DTensor, experts_per_token: int) -> Price:
+        return price_of(
+            size=members.size,
+            tokens=max(members.tokens),
+            hidden_size=int(x.shape[-1]),
+            num_experts=members.experts * members.size,
+            experts_per_token=experts_per_token,
+            itemsize=x.element_size(),
+            link=LINKS.get(x.device_mesh.device_type, LINKS["cpu"]),
+        )
+
+
+def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None:
+    """`Experts.choose` of sharded experts: starts to exchange counts, if tokens are to be exchanged.
+
+    Only where the choices are laid out as the experts take them: not where they are gathered over "tp" before.
+    """
+    calls.early_exchange = None
+    if not isinstance(x, DTensor) or is_compiling() or this_rank() not in layout_of(x).mesh:
+        return
+    layout = layout_of(x)
+    splits = TENSOR_AXIS in experts_mesh(calls.mesh, calls.plan).axis_names
+    if (splits and layout[TENSOR_AXIS] != Replicate()) or _token_layouts(layout, calls.plan).tokens != layout:
+        return
+    num_experts = int(next(iter(module.parameters())).shape[0])
+    way = _begin(calls, calls.members(layout, shape_of(x), num_experts), x, as_rows(memory_of(experts)))
+    calls.early_exchange = way if isinstance(way, Exchanging) else None
+
+
+def _forward(
+    calls: ExpertCalls, module: nn.Module, forward: Callable[..., Tensor], x: Any, experts: Any, weights: Any
+) -> Tensor:
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            f"experts sharded over {EXPERT_AXIS!r} were called with plain tokens {tuple(x.shape)}; call the model with "
+            f"tokens laid out by lay_out_batch or distribute, or give the module DTensors"
+        )
+    if is_compiling():
+        raise ValueError(
+            f"experts sharded over {EXPERT_AXIS!r} cannot be compiled: their tokens move between the ops of a block; "
+            f"leave the block uncompiled, or give the plan no experts"
+        )
+    original = layout_of(x)
+    if this_rank() not in original.mesh:
+        return x
+    x = cast_for("experts", x)  # moves as few bytes as the products take
+    layouts = _token_layouts(original, calls.plan)
+    if layouts.tokens != original:
+        x, experts, weights = (reshard(each, placements=layouts.tokens) for each in (x, experts, weights))
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    num_experts = int(next(iter(parameters.values())).shape[0])
+    members = calls.members(layouts.tokens, shape_of(x), num_experts)
+    local_experts = as_rows(memory_of(experts))
+    way, calls.early_exchange = calls.early_exchange or _begin(calls, members, x, local_experts), None
+    if isinstance(way, Exchanging):
+        way.read()
+    locals_ = apply_function(LocalParameters, DATA_AXIS, *parameters.values())
+    swapped = [_owner(module, name) for name in parameters]
+    takes_rows = "rows" in inspect.signature(forward).parameters
+
+    def compute(tokens: Tensor, local: Tensor, own_weights: Tensor, rows: int | None) -> Tensor:
+        for (owner, leaf), tensor in zip(swapped, locals_, strict=True):
+            owner._parameters[leaf] = tensor
+        try:
+            return forward(tokens, local, own_weights, **({"rows": rows} if takes_rows else {}))
+        finally:
+            for (owner, leaf), parameter in zip(swapped, parameters.values(), strict=True):
+                owner._parameters[leaf] = parameter
+
+    output = Passage(way, members, layouts, shape_of(x)).run(x, local_experts, weights, compute)
+    back = {axis: original[axis] for axis in folded_axes(original.mesh, calls.plan)}
+    return reshard(output, placements=layouts.output.replace(**back)) if layouts.tokens != original else output
+
+
+def _begin(calls: ExpertCalls, members: Members, x: DTensor, experts: Tensor) -> Way:
+    if calls.choose(members, x, experts.shape[-1]) == "gather":
+        return Gathering(members)
+    return Exchanging(members, experts)
+
+
+@lru_cache(maxsize=1024)
+def _positions(ranks: tuple[int, ...]) -> Sequence[int]:
+    """The position of each of a group's ranks, which are in ascending order; a range where positions are, too."""
+    positions = [ranks.index(rank) for rank in sorted(ranks)]
+    return range(len(ranks)) if positions == [*range(len(ranks))] else positions
+
+
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner), leaf
+
+
+@lru_cache(maxsize=1024)  # few layouts, looked up in every call
+def _token_layouts(original: Layout, plan: ExpertPlan) -> TokenLayouts:
+    """The layouts of a call whose tokens [B, T, H] came as `original`.
+
+    Each axis that "ep" divides shards the tokens: an axis of data the rows, where it did not shard before, any other
+    axis the tokens of a row. Raises LayoutError where such an axis shards features, or tokens are partial sums.
+    """
+    mesh, sharded = original.mesh, {}
+    for axis in folded_axes(mesh, plan):
+        placement = original[axis]
+        if placement == Replicate():
+            sharded[axis] = Shard(0) if is_data_axis(axis) else Shard(TOKENS_DIM)
+        elif not isinstance(placement, Shard) or placement.dim > TOKENS_DIM:
+            raise LayoutError(
+                f"experts take tokens [B, T, H] sharded over rows or tokens, and these are ({original}); reshard "
+                f"{axis!r} to S(0), S(1) or R"
+            )
+    tokens = original.replace(**{axis: each for axis, each in sharded.items() if mesh.axis_size(axis) > 1})
+    splits = TENSOR_AXIS in mesh.axis_names and not plan.over_tp and mesh.axis_size(TENSOR_AXIS) > 1
+    if splits and tokens[TENSOR_AXIS] != Replicate():
+        raise LayoutError(
+            f"each expert is split over {TENSOR_AXIS!r}, so its tokens must be replicated over {TENSOR_AXIS!r}, and "
+            f"these are ({original}); give the module the style ExpertParallel()"
+        )
+    partial_over = {TENSOR_AXIS: Partial()} if splits else {}
+    output = tokens.replace(**partial_over)
+    return TokenLayouts(tokens=tokens, output=output, gradient=output)

@@ -1,0 +1,225 @@
+"""Rows of tokens moved to the ranks that hold their experts, and sums of rows moved back.
+
+Two ways, `Gathering` and `Exchanging`. Each has two linear maps of rows, and each map is the other's transpose:
+`outward` copies the rows of this rank's tokens to other ranks; `homeward` returns rows and adds them up, by token. So
+forward sends tokens outward and experts' outputs homeward; backward sends gradients of outputs outward and gradients
+of tokens homeward. All tensors here are local: one row for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from weft.reshard.extension import LazyText, Running, all_gather, announce, count_as, reduce_scatter, run_or_replay
+
+from ..styles import EXPERT_AXIS
+
+NO_EXPERT = -1  # in place of an expert's number: the choice is of no expert of this rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The ranks along "ep" among which a layer's tokens move, and the number of tokens on each."""
+
+    group: dist.ProcessGroup
+    positions: Sequence[int]  # of the group's i-th rank along "ep"
+    ranks: tuple[int, ...]  # by position
+    position: int  # this rank's
+    tokens: tuple[int, ...]  # by position: known on every rank, as they follow from the tokens' layout
+    experts: int  # on each rank
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def first(self) -> int:
+        """The first expert on this rank."""
+        return self.position * self.experts
+
+
+class Way(Protocol):
+    """One way of one layer's tokens. Made for each call of the layer; both directions may run several times."""
+
+    # How many choices of this rank's own tokens, and of the received tokens, are of its experts; None: not known.
+    own_choices: int | None
+    received_choices: int | None
+
+    def outward(self, rows: Tensor) -> Running:
+        """rows [n, W] of this rank's tokens -> [M, W], the rows of other ranks' tokens."""
+
+    def homeward(self, rows: Tensor) -> Running:
+        """rows [M, W] of other ranks' tokens -> [n, W], for each of this rank's tokens the sum of its returned rows."""
+
+    def without_own(self, experts: Tensor) -> Tensor:
+        """The received choices [M, k]: `NO_EXPERT` where a row is of no other rank's token."""
+
+
+def pack_choices(experts: Tensor, weights: Tensor) -> Tensor:
+    """A token's choices and their weights, [n, k] each, as bytes [n, ...]: they move in one collective."""
+    return torch.cat([each.contiguous().view(torch.uint8) for each in (experts, weights)], -1)
+
+
+def unpack_choices(packed: Tensor, experts: torch.dtype, weights: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`pack_choices` undone. experts, weights: their dtypes."""
+    k = packed.shape[-1] // (experts.itemsize + weights.itemsize)
+    parts = torch.split(packed, [k * experts.itemsize, k * weights.itemsize], -1)
+    first, second = (part.contiguous().view(dtype) for part, dtype in zip(parts, (experts, weights), strict=True))
+    return first, second
+
+
+class Gathering:
+    """All ranks' tokens come to every rank: all-gathers outward, reduce-scatters homeward.
+
+    Nothing waits for the host: sizes follow from the layouts. A rank receives (ep - 1) times the rows of the rank with
+    the most tokens, in each collective. Rows of fewer tokens are padded.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.own_choices: int | None = None
+        self.received_choices: int | None = None
+        self._members, self._most = members, max(members.tokens)
+        self._phases = [(members.group, members.positions)]
+
+    def outward(self, rows: Tensor) -> Running:
+        padded = _padded(rows, self._most)
+        _announce("tokens gathered", rows, self._members)
+        gathered = yield from all_gather(padded.view(-1), self._phases)
+        return gathered.view(self._members.size * self._most, rows.shape[-1])
+
+    def homeward(self, rows: Tensor) -> Running:
+        _announce("sums of experts scattered", rows, self._members)
+        stacked = rows.reshape(self._members.size, self._most * rows.shape[-1])
+        part = yield from reduce_scatter(stacked, "sum", self._phases)
+        return part.view(self._most, rows.shape[-1])[: self._members.tokens[self._members.position]]
+
+    def without_own(self, experts: Tensor) -> Tensor:
+        of_rank = experts.view(self._members.size, self._most, experts.shape[-1])
+        for position, tokens in enumerate(self._members.tokens):
+            first = 0 if position == self._members.position else tokens
+            if first < self._most:
+                of_rank[position, first:] = NO_EXPERT
+        return experts
+
+
+class Exchanging:
+    """Sends a token once to each rank with at least one of the token's experts: all-to-alls of uneven parts.
+
+    The router decides how many tokens go between two ranks. The ranks exchange these counts, and the host reads the
+    counts from the device, once a call (`read`). A rank receives the rows of the tokens which need the rank's experts
+    and lie on other ranks; no further rows. Returned rows are added rank after rank, so a sum has one order.
+    """
+
+    def __init__(self, members: Members, experts: Tensor) -> None:
+        """Starts to exchange the counts. experts: [n, k], the choices of this rank's tokens."""
+        self._members, self._choices_of_token = members, experts.shape[-1]
+        tokens, size = len(experts), members.size
+        owners = torch.div(experts, members.experts, rounding_mode="floor").long()  # positions
+        if not isinstance(members.positions, range):  # from here on in the order of the group's ranks
+            owners = owners.new_tensor(_inverse(members.positions))[owners]
+        self._own = list(members.positions).index(members.position)
+        needs = torch.zeros(tokens, size, dtype=torch.bool, device=experts.device).scatter_(1, owners, True)
+        choices = torch.zeros(size, dtype=torch.long, device=experts.device)
+        choices.scatter_add_(0, owners.view(-1), torch.ones_like(owners.view(-1)))
+        needs[:, self._own] = False
+        flat = needs.mT.reshape(-1)  # [size * n]: rank after rank
+        places = flat.cumsum(0)
+        places = torch.where(flat, places - 1, flat.numel())
+        order = places.new_empty(flat.numel() + 1)
+        order.scatter_(0, places, torch.arange(flat.numel(), device=flat.device))
+        self._order = order[:-1] % max(tokens, 1)  # this rank's tokens to send, receiver after receiver; then anything
+        self._sent_counts = torch.stack((needs.sum(0), choices), 1)  # [size, 2]: tokens and choices, by receiver
+        self._counts = run_or_replay(lambda _: self._exchange_counts(), self._sent_counts)
+        self._is_read = False
+        self.own_choices: int | None = None  # this and the next from `read` on
+        self.received_choices: int | None = None
+
+    def read(self) -> None:
+        """Reads the counts on the host, which waits for the device and for the other ranks' routers."""
+        if self._is_read:
+            return
+        self._is_read = True
+        received = self._counts.wait()
+        del self._counts
+        members, own = self._members, self._own
+        if received.is_meta:  # the most tokens: which ones go depends on data
+            tokens = [members.tokens[position] for position in members.positions]
+            here = tokens[own]
+            self._sent = [0 if i == own else here for i in range(members.size)]
+            self._received = [0 if i == own else each for i, each in enumerate(tokens)]
+            self.own_choices = here * self._choices_of_token
+            self.received_choices = sum(self._received) * self._choices_of_token
+        else:
+            sent, arriving = torch.stack((self._sent_counts, received)).tolist()
+            self.own_choices = sent[own][1]
+            self._sent, self._received = ([each[0] for each in counts] for counts in (sent, arriving))
+            self.received_choices = sum(each[1] for i, each in enumerate(arriving) if i != own)
+        self._order = self._order[: sum(self._sent)]
+
+    def outward(self, rows: Tensor) -> Running:
+        outgoing = rows.new_empty((len(self._order), rows.shape[1])) if rows.is_meta else rows[self._order]
+        return (yield from self._exchange("tokens exchanged", outgoing, self._sent, self._received))
+
+    def homeward(self, rows: Tensor) -> Running:
+        members = self._members
+        most = members.tokens[members.position] * self._choices_of_token
+        arrived = yield from self._exchange("sums of experts returned", rows, self._received, self._sent, most)
+        total = rows.new_zeros((members.tokens[members.position], rows.shape[1]))
+        if rows.is_meta:
+            return total
+        ends = [0, *accumulate(self._sent)]
+        for start, stop in pairwise(ends):
+            # A rank returns a token once, so no call adds to an element twice.
+            total.index_add_(0, self._order[start:stop], arrived[start:stop])
+        return total
+
+    def without_own(self, experts: Tensor) -> Tensor:
+        return experts
+
+    def _exchange_counts(self) -> Running:
+        _announce("counts of tokens", self._sent_counts, self._members)
+        received = torch.empty_like(self._sent_counts)
+        yield _started(dist.all_to_all_single(received, self._sent_counts, group=self._members.group, async_op=True))
+        return received
+
+    def _exchange(
+        self, what: str, outgoing: Tensor, sent: list[int], received: list[int], most_rows: int | None = None
+    ) -> Running:
+        _announce(what, outgoing[:0], self._members)
+        arrived = outgoing.new_empty((sum(received), outgoing.shape[1]))
+        # On shapes, the most: a token goes to, and returns from, at most as many ranks as it has choices.
+        most = len(arrived) if most_rows is None else min(most_rows, len(arrived))
+        row_bytes = arrived.shape[1] * arrived.itemsize
+        with count_as("all-to-all", most * row_bytes, at_most=True) if arrived.is_meta else nullcontext():
+            work = dist.all_to_all_single(arrived, outgoing, received, sent, group=self._members.group, async_op=True)
+        yield _started(work)
+        return arrived
+
+
+def _announce(what: str, rows: Tensor, members: Members) -> None:
+    form = tuple(rows.shape[1:]), rows.dtype
+    announce(LazyText(lambda: f"{what}, {form[0]} {form[1]}, over {EXPERT_AXIS!r}"), ranks=sorted(members.ranks))
+
+
+def _padded(rows: Tensor, most: int) -> Tensor:
+    if len(rows) == most:
+        return rows.contiguous()
+    padded = rows.new_zeros((most, rows.shape[-1]))
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _inverse(positions: Sequence[int]) -> list[int]:
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "async_op=True returns the work"
+    return work

@@ -1,0 +1,171 @@
+"""The losses of routers beside a criterion: `RouterLosses`, for models with mixtures of experts.
+
+The balance loss (Fedus et al. 2021) and the z-loss (Zoph et al. 2022) are those of the global batch on every mesh:
+each rank adds the terms of its own tokens, and the ranks' sum is part of the loss's. Correction biases, which balance
+experts without a loss (DeepSeek-V3, arXiv:2412.19437), are updated from the loads that the losses count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout, LayoutError, Partial
+from weft.reshard import layout_of, reshard
+from weft.reshard.extension import cotangent, wrap
+
+from ..experts import MixtureOfExperts
+from ..initialization import local_slices
+from ..losses import local_value
+
+
+class RouterParts(NamedTuple):
+    """The routers' part of a loss, without graph; of one microbatch, or summed by `add_parts`."""
+
+    # [1 + layers with experts]: the balance loss, then each layer's share of the z-loss; this rank's addends.
+    addends: Tensor
+    load: Tensor  # [layers with experts, E]: how many of all ranks' tokens each expert was given
+
+
+class LossWithParts(NamedTuple):
+    """What `RouterLosses` returns: a loss, and the routers' parts of it before their coefficients."""
+
+    loss: Tensor
+    parts: RouterParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReport:
+    """The routers' parts of a step, the same on every rank: `StepResult.parts`."""
+
+    balance: Tensor  # scalar: the balance loss, a mean over microbatches
+    z: Tensor  # [layers with experts]: each layer's share of the z-loss; their sum is the z-loss
+    load: Tensor  # [layers with experts, E]: tokens of the batch that each expert was given
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLosses:
+    """A criterion for `model(tokens, router=True)`: another criterion of the logits, plus the routers' losses.
+
+        loss = criterion(logits, targets) + balance * E * sum_e(f_e * P_e) + z * mean(logsumexp(router logits)**2)
+
+    f_e: choices of expert e over tokens times layers, all layers and ranks together, a constant for autograd. P_e:
+    the mean softmax probability of expert e. The balance loss equals transformers' `load_balancing_loss_func`.
+    criterion: of logits and targets, as for `forward_backward`. balance, z: coefficients, 0 or more.
+    microbatches: of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
+    A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
+    Communication: the sum of the choices [layers, E] over the axes that shard tokens; where the logits' loss is not
+    Partial over one of these axes, as over "tp" with sequence parallelism, the sum of all statistics over this axis.
+    Raises ValueError for a negative coefficient, and for an output without statistics.
+    """
+
+    criterion: Callable[..., Tensor]
+    balance: float = 0.001
+    z: float = 0.0
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("balance", "z"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"RouterLosses: {name} is {value!r}; it must be a number, 0 or more")
+
+    def __call__(self, output: Any, targets: Tensor) -> LossWithParts:
+        if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], Tensor):
+            raise ValueError(
+                "RouterLosses takes the pair (logits, statistics): call the model with router=True, as "
+                "model(tokens, router=True) or forward_backward(model, criterion, tokens, targets, router=True), and "
+                "give it layers with experts"
+            )
+        logits, statistics = output
+        loss = self.criterion(logits, targets)
+        statistics = _in_layout_of_loss(statistics, loss)
+        layers, E = statistics.shape[0], statistics.shape[1] // 2
+        count = float(targets.numel() * layers * self.microbatches)
+        with torch.no_grad():
+            load = _sum_load(statistics, E)  # [layers, E]
+            f = load.sum(0) / float(targets.numel() * layers)
+            slopes = torch.zeros(2, 2 * E + 1, dtype=load.dtype, device=load.device)
+            slopes[0, E : 2 * E], slopes[1, 2 * E] = f * (E / count), 1 / count
+            sums = local_value(statistics)
+            balance = sums[:, E : 2 * E].sum(0) @ slopes[0, E : 2 * E]
+            addends = torch.cat([balance[None], sums[:, 2 * E] / count])
+            slope = self.balance * slopes[0] + self.z * slopes[1]
+            value = self.balance * addends[0] + self.z * addends[1:].sum()
+        total: Tensor = _AddRouterLoss.apply(loss, statistics, value, slope)  # type: ignore[no-untyped-call]
+        return LossWithParts(total, RouterParts(addends, load))
+
+
+class _AddRouterLoss(torch.autograd.Function):
+    """A loss plus a linear function of router statistics, given as the function's value and slope [2 * E + 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, statistics: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.slope, ctx.shape = slope, tuple(statistics.shape)
+        ctx.layout = layout_of(statistics) if isinstance(statistics, DTensor) else None
+        if not isinstance(loss, DTensor):
+            return loss.detach() + value.to(loss.dtype)
+        return wrap(local_value(loss) + value.to(loss.dtype), layout_of(loss), ())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        with torch.no_grad():
+            rows = (local_value(grad) * ctx.slope).to(ctx.slope.dtype).expand(ctx.shape).contiguous()
+            return grad, rows if ctx.layout is None else wrap(rows, cotangent(ctx.layout), ctx.shape), None, None
+
+
+def _in_layout_of_loss(statistics: Tensor, loss: Tensor) -> Tensor:
+    """The statistics summed over the axes over which the loss is not Partial."""
+    if not isinstance(statistics, DTensor):
+        return statistics
+    own = layout_of(statistics)
+    of_loss = layout_of(loss) if isinstance(loss, DTensor) else Layout(own.mesh)
+    if own.mesh != of_loss.mesh or any(
+        size > 1 and of_loss[axis] == Partial() and own[axis] != Partial()
+        for axis, size in zip(own.mesh.axis_names, own.mesh.shape, strict=True)
+    ):
+        raise LayoutError(
+            f"the loss is ({of_loss}) and the routers' statistics are ({own}): the criterion must be Partial over "
+            f"axes that shard the tokens alone"
+        )
+    summed = [axis for axis in own.mesh.axis_names if own[axis] == Partial() and of_loss[axis] != Partial()]
+    return reshard(statistics, placements=own.replace(**dict.fromkeys(summed, "R"))) if summed else statistics
+
+
+def _sum_load(statistics: Tensor, E: int) -> Tensor:
+    """The choices of each layer's experts [layers, E] over all ranks, as a plain tensor."""
+    load = local_value(statistics)[:, :E].contiguous()
+    if not isinstance(statistics, DTensor):
+        return load
+    return reshard(wrap(load, layout_of(statistics), load.shape)).to_local()
+
+
+def split_loss(result: Any) -> tuple[Tensor, RouterParts | None]:
+    """The loss and the routers' parts of what a criterion returned."""
+    return (result.loss, result.parts) if isinstance(result, LossWithParts) else (result, None)
+
+
+def add_parts(parts: Sequence[RouterParts]) -> RouterParts | None:
+    """The sum of the microbatches' parts; None without parts."""
+    if not parts:
+        return None
+    return RouterParts(
+        torch.stack([each.addends for each in parts]).sum(0), torch.stack([each.load for each in parts]).sum(0)
+    )
+
+
+@torch.no_grad()
+def update_correction_biases(model: nn.Module, load: Tensor, rate: float) -> None:
+    """Raise the correction bias of experts with less than the mean load by `rate`, and lower that of the busier.
+
+    load: `RouterReport.load` of the step. Called after the optimizer's step. Communication: none.
+    """
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts) and module.correction_bias is not None:
+            bias, own = module.correction_bias, load[module.layer]
+            part = local_slices(bias)
+            local_value(bias).add_(torch.sign(own.mean() - own).to(bias.dtype)[part], alpha=rate)

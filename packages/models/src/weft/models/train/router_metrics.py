@@ -1,0 +1,53 @@
+"""The routers' part of a step's metrics, for models with mixtures of experts; and the step that waits to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..mixture_config import MixtureConfig
+from ..step.find_gradients import StepResult
+from .report import ROUTER_METRICS
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadStep:
+    """A step whose loss and gradient norm are still on the device, until `Trainer.read_metrics`."""
+
+    step: int  # from 1, as in `Metrics`
+    result: StepResult
+    lr: float
+
+
+def router_metrics(steps: Sequence[UnreadStep]) -> list[dict[str, float]]:
+    """The fields ROUTER_METRICS of each step's `Metrics`; empty without experts. Waits for the device once."""
+    rows = []
+    for each in steps:
+        parts = each.result.parts
+        if parts is None:
+            return [{} for _ in steps]
+        busiest = (parts.load.amax(1) / parts.load.mean(1)).amax()
+        rows.append(torch.stack([parts.balance, parts.z.sum(), busiest.to(parts.balance.dtype)]))
+    return [dict(zip(ROUTER_METRICS, row, strict=True)) for row in torch.stack(rows).tolist()]
+
+
+def sum_loads(steps: Sequence[UnreadStep]) -> Tensor | None:
+    """The load of each layer's experts in all these steps, [layers with experts, E]; None without experts."""
+    loads = [each.result.parts.load for each in steps if each.result.parts is not None]
+    return torch.stack(loads).sum(0) if loads else None
+
+
+def name_failing_router(result: StepResult, config: ModelConfig) -> str:
+    """The end of an error on a loss that is not finite: the first router that is not finite; "" if all are."""
+    if result.parts is None or not isinstance(config, MixtureConfig):
+        return ""
+    failing = [
+        layer for layer, z in zip(config.sparse_layers, result.parts.z.isfinite().tolist(), strict=True) if not z
+    ]
+    if not failing:
+        return ""
+    return f"; the router of layer {failing[0]} is the first whose logits are not finite"
