@@ -30,6 +30,7 @@ KERNELS = (
     "weft.kernels.swiglu.launch",
     "weft.kernels.rope.launch",
     "weft.kernels.embedding.launch",
+    "weft.kernels.routing.launch",
     "tests.kernels.attention_kernels",
     "tests.kernels.double_float_kernels",
     "tests.kernels.philox_kernels",

@@ -34,8 +34,7 @@ def tensors() -> Made:
         "x": normal(4, 8), "y": normal(4, 8, seed=1), "weight": normal(8, 8),
         "up": normal(8, 8, seed=1), "vector": normal(8),
         "bias": normal(8, seed=1), "cos": normal(4, 2), "sin": normal(4, 2, seed=1),
-        "of_head": normal(4), "stacked": normal(2, 8, 8),
-        "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
+        "of_head": normal(4), "stacked": normal(2, 8, 8), "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
     }  # fmt: skip
     made = {name: each.float() for name, each in made.items()}
     made |= {"shares": normal(4, 2).float(), "sums": normal(1, 17).float(), "experts": ints(8, 4, 2)}
@@ -293,21 +292,6 @@ SHAPES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kernels.embedding(tensors()["tokens"], VECTOR),
         "give a row for each token of the vocabulary",
     ),
-    "route": (lambda: kernels.route(torch.tensor(1.0), 1), "got a number; give the router's logits"),
-    "route-bias": (lambda: kernels.route(X, 2, bias=VECTOR[:3]), r"shape \(3,\), .* give a number for each expert"),
-    "dispatch": (
-        lambda: kernels.dispatch(X, ints(8, 3, 2), num_experts=8),
-        r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
-    ),
-    "combine": (lambda: kernels.combine(X, ints(8, 4, 2), normal(4, 2)), "give the rows of dispatch, and route's outputs"),
-    "router_statistics": (
-        lambda: kernels.router_statistics(X, ints(8, 3, 2)),
-        r"of the same tokens, got \(4, 8\) and \(3, 2\); reshape one",
-    ),
-    "router_statistics-sums": (
-        lambda: kernels.router_statistics(X, ints(8, 4, 2), normal(1, 9).float()),
-        r"are \(1, 9\) of torch.float32; give \(1, 17\) of torch.float32, for 1 layers of 8 experts",
-    ),
 }  # fmt: skip
 
 
@@ -346,25 +330,8 @@ LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("tp: S(1)", *["tp: R"] * 4),
         "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not",
     ),
-    "experts-width": (
-        "experts", ("tp: S(1)", *["tp: R"] * 5), "x is sharded on dim 1 over 'tp', and a rank computes whole tokens"
-    ),
-    "experts-by-expert": (
-        "experts", (*["tp: R"] * 3, *["tp: S(0)"] * 3),
-        "gate is sharded on dim 0 over 'tp', and a token chooses from all experts; reshard gate to (tp: R), or call "
-        "experts on local tensors with first=",
-    ),
-    "experts-inner": (
-        "experts", (*["tp: R"] * 3, "tp: S(1)", "tp: S(1)", "tp: R"), "experts: on axis 'tp'",
-    ),
-    "experts-addends": ("experts", ("tp: P(sum)", *["tp: R"] * 5), "x is (tp: P(sum)), and each rank needs its sum"),
-    "route": ("route", ("tp: S(1)", "tp: R"), "reshard the scores to (tp: S(0))"),
-    "route-bias": ("route", ("tp: R", "tp: S(0)"), "but each token needs all of it; reshard it to (tp: R)"),
     "dispatch": ("dispatch", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of the experts"),
-    "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "rows lie where their tokens do; reshard y to (tp: S(0))"),
-    "router_statistics": (
-        "router_statistics", ("tp: S(0)", "tp: S(0)", "tp: R"), "the sums of logits (tp: S(0)) are (tp: P(sum))"
-    ),
+    "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "the rows of its tokens; reshard y to (tp: S(0))"),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),
     "swiglu_linear-weights": ("swiglu_linear", ("tp: R", "tp: S(0)", "tp: R"), "reshard up_weight to (tp: S(0))"),
     "swiglu_linear-inner": (

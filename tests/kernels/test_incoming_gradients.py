@@ -20,7 +20,8 @@ from tests.support.pool import Pool
 
 TABLES = normal(5, 2), normal(5, 2)
 KEY = torch.tensor(3, dtype=torch.uint64)
-TOKENS, CLASSES, CHOSEN = ints(11, 6, 5), ints(8, 6, 5), ints(4, 8, 5, 2)
+TOKENS, CLASSES = ints(11, 6, 5), ints(8, 6, 5)
+CHOSEN = ints(4, 80).sort().values.view(8, 5, 2)  # experts in order: rows sorted on each rank are sorted on the whole
 # The op, the ids of sharded rows, and the operands: operands with 6 rows are sharded.
 OPS: dict[str, tuple[Callable[..., Tensor], Tensor | None, tuple[Tensor, ...]]] = {
     "linear": (lambda _, x, w: kernels.linear(x, w), None, (normal(6, 5, 8), normal(4, 8))),

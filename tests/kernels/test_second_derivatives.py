@@ -101,7 +101,7 @@ OPS = {
     **{f"linear_cross_entropy-{each}": of_products(reduction=each) for each in ("none", "mean", "sum")},
 }
 # Their gradients do not depend on their operands: the second derivative is zero, as in torch.
-CONSTANT = {"add", "dispatch", "dropout"}
+CONSTANT = {"add", "dropout"}
 # On plain CPU tensors torch's own function runs. The last function's second derivative is zero.
 NATIVE = {
     "geglu": lambda gate, up: torch.nn.functional.gelu(gate) * up,

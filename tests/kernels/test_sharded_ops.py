@@ -122,7 +122,7 @@ TAKEN = {
     "grouped_matmul-residual": 6,  # the same as grouped_matmul, each with the residual that fits
     "route": 3,  # R S0 S1
     "dispatch": 5,  # (R S2 P, R), (S0, S0), (S1, S1)
-    "combine": 5,  # (R S1 P, R, R), (S0, S0, S0)
+    "combine": 4,  # (R S1 P, R, R), (S0, S0, S0)
     "router_statistics": 3,  # (R, R), (S0, S0), (S1, S1)
     "router_statistics-next": 2,  # (R, R, R), (S0, S0, P)
     "embedding": 6,  # (R S0 S1, R), (R, S0), (R, S1), (R, P)

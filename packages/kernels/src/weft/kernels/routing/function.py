@@ -7,6 +7,7 @@ float64, and for more experts or choices than a kernel's registers hold. `use_ke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[tuple[Ten
         rows = x.new_empty(experts.numel(), x.shape[-1])
         _launch_gather(x, positions, rows, k)
     else:
-        rows = reference.gather_rows(x.reshape(-1, x.shape[-1]), positions, k)
+        rows = reference.gather_rows(_as_rows(x), positions, k)
     return (rows, offsets), (positions, experts)
 
 
@@ -136,9 +137,7 @@ def combine_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Te
     else:
         k = weights.shape[-1]
         of_choices = None if dweights is None else dweights.view(-1, k)
-        reference.sum_rows_backward(
-            grad.reshape(-1, grad.shape[-1]), y, positions, weights.reshape(-1, k), dy, of_choices
-        )
+        reference.sum_rows_backward(_as_rows(grad), y, positions, weights.reshape(-1, k), dy, of_choices)
     return dy, None, dweights
 
 
@@ -169,6 +168,11 @@ def statistics_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *,
     elif needed[0]:
         dlogits = reference.statistics_backward(logits.reshape(-1, logits.shape[-1]), grad[layer]).view(logits.shape)
     return dlogits, None, grad if needed[2] else None
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """x [..., H] as [N, H], also for H = 0, where reshape could not tell N."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_range(name: str, experts: Tensor, num_experts: int) -> None:

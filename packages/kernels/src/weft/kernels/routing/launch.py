@@ -174,7 +174,7 @@ def sum_rows_backward(
 
 def _columns(H: int) -> int:
     """The number of columns a program computes, for rows of H."""
-    return min(MOST_H, max(16, triton.next_power_of_2(H)))
+    return min(MOST_H, max(16, 1 << (H - 1).bit_length()))
 
 
 _TYPES = {

@@ -150,7 +150,7 @@ def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, k: int) -> Te
     index = positions.view(-1, k)
     dtype = wide_dtype(y) if weights is None else wide_dtype(y, weights)
     factors = None if weights is None else weights.to(dtype)
-    if y.dtype == dtype and y.shape[0]:
+    if y.dtype == dtype and y.numel():
         return F.embedding_bag(index, y, mode="sum", per_sample_weights=factors)  # reads each row once
     total = y.new_zeros(index.shape[0], y.shape[1], dtype=dtype)
     for j in range(k):

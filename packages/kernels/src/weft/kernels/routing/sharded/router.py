@@ -170,7 +170,7 @@ def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options
     if statistics is not None and statistics != output:
         raise LayoutError(
             f"router_statistics: the statistics are ({statistics}), but the sums of logits ({logits}) are ({output}); "
-            f"give the statistics of the layers before, or None in the first layer",
+            f"give the statistics of the layers before, or reshard them to ({output})",
             (logits, experts, output),
         )
     operands = (logits,) if statistics is None else (logits, statistics)

@@ -199,8 +199,8 @@ def _layout_by_choice(name: str, what: str, rows: Layout, experts: Layout, token
             | _unsharded(rows, {**placements, **across}),
         )
         raise LayoutError(
-            f"{name}: {what} is ({rows}) and the experts are ({experts}), but rows lie where their tokens do; reshard "
-            f"{what} to ({wanted})",
+            f"{name}: {what} is ({rows}) and the experts are ({experts}), but each rank has the rows of its tokens; "
+            f"reshard {what} to ({wanted})",
             (wanted,),
         )
     return Layout.in_order(rows.mesh, placements | across | _unsharded(rows, placements | across))
