@@ -44,8 +44,8 @@ class Sizes:
 # at the core's full speed, take nearly all of transformers' time: only the rest can be saved. The bounds leave room for
 # other programs on the machine, which slow the memory more than the products.
 SIZES = [
-    Sizes(256, 96, 64, 8, most=0.75),
-    Sizes(512, 192, 64, 8, most=0.85),
+    Sizes(256, 96, 64, 8, most=0.80),
+    Sizes(512, 192, 64, 8, most=0.90),
     Sizes(256, 896, 8, 2, most=1.05),
     Sizes(512, 1792, 8, 2, most=1.05),
 ]

@@ -41,18 +41,6 @@ LAID: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("tp: S(1)", *["tp: R"] * 4),
         "grouped_matmul: on axis 'tp' operands are S(1), R: the axis shards dim 1 of a, but not",
     ),
-    "experts-width": (
-        "experts", ("tp: S(1)", *["tp: R"] * 5), "x is sharded on dim 1 over 'tp', and a rank computes whole tokens"
-    ),
-    "experts-by-expert": (
-        "experts", (*["tp: R"] * 3, *["tp: S(0)"] * 3),
-        "gate is sharded on dim 0 over 'tp', and a token chooses from all experts; reshard gate to (tp: R), or call "
-        "experts on local tensors with first=",
-    ),
-    "experts-inner": (
-        "experts", (*["tp: R"] * 3, "tp: S(1)", "tp: S(1)", "tp: R"), "experts: on axis 'tp'",
-    ),
-    "experts-addends": ("experts", ("tp: P(sum)", *["tp: R"] * 5), "x is (tp: P(sum)), and each rank needs its sum"),
     "dispatch": ("dispatch", ("tp: S(0)", "tp: R"), "the axis shards dim 0 of x, but not dim 0 of the experts"),
     "combine": ("combine", ("tp: R", "tp: S(0)", "tp: S(0)"), "the rows of its tokens; reshard y to (tp: S(0))"),
     "swiglu_linear": ("swiglu_linear", ("tp: R", "tp: S(1)", "tp: S(1)"), "swiglu_linear: on axis 'tp'"),

@@ -14,6 +14,7 @@ from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.matmul.cases import assert_as_good_as_eager, normal
 from tests.kernels.matmul.test_gradients import gradients, kept
+from tests.kernels.matmul.test_large_offsets import apart
 from tests.kernels.matmul.test_tiles import WAYS
 from tests.kernels.reads import NoReads
 
@@ -165,6 +166,22 @@ def test_each_way_to_cut_the_tiles(interpreted: None, way: str) -> None:
     eager, wide = partial(torchs, of), [each.double() for each in floats]
     for each, other, truth in zip(found, gradients(eager, *floats), gradients(eager, *wide), strict=True):
         assert_as_good_as_eager(each, other, truth)
+
+
+@pytest.mark.parametrize(("operand", "dim"), [(0, 0), (0, 1), (2, 0), (4, 0), (4, 1)])
+def test_offsets_beyond_32_bits(interpreted: None, operand: int, dim: int) -> None:
+    """x by token and by column; gate and up, or down, by expert; down by row. The memory between is not touched."""
+    of = mixture(3, 3, 16, 3, 2)
+    floats = [each.to(torch.bfloat16) for each in of.floats]
+    far = [apart(each, dim) if i in ((2, 3) if operand == 2 else (operand,)) else each for i, each in enumerate(floats)]
+    leaves = [each.requires_grad_() for each in far]
+    output = weft(of, *leaves)
+    upstream = normal(3, 3, seed=3).to(output)
+    found = [output, *torch.autograd.grad(output, [leaf for leaf in leaves if leaf.is_contiguous()], upstream)]
+    near = [each.detach().requires_grad_() for each in floats]
+    wanted = weft(of, *near)
+    kept = [each for each, leaf in zip(near, leaves, strict=True) if leaf.is_contiguous()]
+    assert all(map(torch.equal, found, [wanted, *torch.autograd.grad(wanted, kept, upstream)]))
 
 
 def test_the_host_reads_nothing(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ activations are in a workspace, which the next block overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,7 @@ class _Block(NamedTuple):
     """A block of one expert's sorted rows."""
 
     expert: int
-    rows: slice
-    tokens: Tensor  # the token of each row
+    rows: int
     is_first: bool  # of the expert
 
 
@@ -50,19 +49,20 @@ def plain_forward(
     check_room(ends[-1] if ends else 0, size)
     row_weights = _row_weights(weights, source, ends)
     sums, is_sum = _sums_for(out)
+    blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
     inputs, outputs = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
     gates, ups, gated = (x.new_empty((most, inner)) for _ in range(3))
-    for expert, rows, tokens, _ in _blocks(ends, source, weights.shape[1]):
-        count = len(tokens)
-        torch.index_select(x, 0, tokens, out=inputs[:count])
-        a = gates[:count] if z_gate is None else z_gate[rows]
-        b = ups[:count] if z_up is None else z_up[rows]
-        torch.mm(inputs[:count], gate[expert].mT, out=a)
-        torch.mm(inputs[:count], up[expert].mT, out=b)
-        torch.ops.aten.silu.out(a, out=gated[:count])
-        y = torch.mm(gated[:count].mul_(b), down[expert].mT, out=outputs[:count])
-        sums.index_add_(0, tokens, y.mul_(row_weights[rows]) if is_sum else y.to(sums.dtype) * row_weights[rows])
+    matrices = tuple(zip(*(each.mT.unbind() for each in (gate, up, down)), strict=True))
+    of_rows = _cut(blocks, source // weights.shape[1], row_weights, z_gate, z_up)
+    for (expert, count, _), tokens, w, a, b in zip(blocks, *of_rows, strict=True):
+        to_gate, to_up, to_output = matrices[expert]
+        rows = torch.index_select(x, 0, tokens, out=inputs[:count])
+        a = torch.mm(rows, to_gate, out=gates[:count] if a is None else a)
+        b = torch.mm(rows, to_up, out=ups[:count] if b is None else b)
+        h = torch.ops.aten.silu.out(a, out=gated[:count]).mul_(b)
+        y = torch.mm(h, to_output, out=outputs[:count])
+        sums.index_add_(0, tokens, y.mul_(w) if is_sum else y.to(sums.dtype) * w)
     if not is_sum:
         out.copy_(sums)
 
@@ -96,26 +96,30 @@ def plain_backward(
     row_weights = _row_weights(weights, source, ends)
     row_dweights = None if dweights is None else torch.empty_like(row_weights)
     sums, is_sum = (None, True) if dx is None else _sums_for(dx)
+    blocks = _blocks(ends)
     most = min(ROWS_AT_ONCE, len(row_weights))
     inputs, upstream = x.new_empty((most, x.shape[1])), x.new_empty((most, down.shape[1]))
-    of_hidden, hidden, of_gate, of_up = (x.new_empty((most, inner)) for _ in range(4))
-    for expert, rows, tokens, is_first in _blocks(ends, source, weights.shape[1]):
-        count, w = len(tokens), row_weights[rows]
+    space = [x.new_empty((most, inner)) for _ in range(4)]
+    matrices = tuple(zip(gate.unbind(), up.unbind(), down.unbind(), strict=True))
+    gradients = [None if each is None else each.unbind() for each in (dgate, dup, ddown)]
+    of_rows = _cut(blocks, source // weights.shape[1], row_weights, row_dweights, z_gate, z_up)
+    for (expert, count, is_first), tokens, w, dw, a, b in zip(blocks, *of_rows, strict=True):
+        assert tokens is not None and w is not None and a is not None and b is not None, "only dw may be left out"
+        of_gate, of_up, of_down = matrices[expert]
+        dgate_e, dup_e, ddown_e = (None if each is None else each[expert] for each in gradients)
+        dh, h, da, db = (each[:count] for each in space)
         dy = torch.index_select(grad, 0, tokens, out=upstream[:count])
-        dh, h, da, db = (each[:count] for each in (of_hidden, hidden, of_gate, of_up))
-        torch.mm(dy, down[expert], out=dh)
-        dw = None if row_dweights is None else row_dweights[rows]
-        _write_gated(z_gate[rows], z_up[rows], dh, w, h, da, db, dw)
-        if ddown is not None:
-            _add_product((dy * w.to(dy.dtype)).mT, h, ddown[expert], is_first)
-        if dgate is not None or dup is not None:
-            torch.index_select(x, 0, tokens, out=inputs[:count])
-        if dgate is not None:
-            _add_product(da.mT, inputs[:count], dgate[expert], is_first)
-        if dup is not None:
-            _add_product(db.mT, inputs[:count], dup[expert], is_first)
+        torch.mm(dy, of_down, out=dh)
+        _write_gated(a, b, dh, w, h, da, db, dw)
+        if ddown_e is not None:
+            _add_product(dy.mul_(w).mT, h, ddown_e, is_first)
+        if dgate_e is not None or dup_e is not None:
+            rows = torch.index_select(x, 0, tokens, out=inputs[:count])
+            for dz, total in ((da, dgate_e), (db, dup_e)):
+                if total is not None:
+                    _add_product(dz.mT, rows, total, is_first)
         if sums is not None:
-            y = torch.mm(da, gate[expert], out=upstream[:count]).addmm_(db, up[expert])
+            y = torch.mm(da, of_gate, out=dy).addmm_(db, of_up)
             sums.index_add_(0, tokens, y if is_sum else y.to(sums.dtype))
     if dx is not None and sums is not None and not is_sum:
         dx.copy_(sums)
@@ -179,10 +183,17 @@ def _sums_for(out: Tensor) -> tuple[Tensor, bool]:
     return torch.zeros(out.shape, dtype=torch.float32, device=out.device), False
 
 
-def _blocks(ends: list[int], source: Tensor, choices: int) -> Iterator[_Block]:
-    """The blocks of each expert's rows, in order. choices: of a token."""
-    tokens = source // choices
-    for expert, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
-        for first in range(start, stop, ROWS_AT_ONCE):
-            rows = slice(first, min(first + ROWS_AT_ONCE, stop))
-            yield _Block(expert, rows, tokens[rows], first == start)
+def _blocks(ends: list[int]) -> list[_Block]:
+    """The blocks of the experts' rows: together all rows, in order."""
+    return [
+        _Block(expert, min(ROWS_AT_ONCE, stop - first), first == start)
+        for expert, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
+        for first in range(start, stop, ROWS_AT_ONCE)
+    ]
+
+
+def _cut(blocks: list[_Block], *tensors: Tensor | None) -> Iterator[Sequence[Tensor | None]]:
+    """Cuts each tensor's rows into the blocks: one call, as slices by Python would take as long as small products."""
+    counts = [block.rows for block in blocks]
+    for each in tensors:
+        yield [None] * len(blocks) if each is None else torch.split(each[: sum(counts)], counts)
