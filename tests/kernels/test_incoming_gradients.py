@@ -268,6 +268,7 @@ def test_a_backward_takes_every_layout_that_says_enough(pool: Pool) -> None:
             "gelu": 3,  # rows are sharded over "dp", then "tp": a shard over "tp" alone has different rows
             "grouped_matmul": 2,
         }
+        assert counts.pop("router_statistics") == 1  # a sum over all tokens, sharded over no axis
         assert min(counts.values()) > 1
 
 

@@ -41,6 +41,7 @@ def with_experts(x: Tensor, *operands: Tensor) -> Tensor:
 # name: the function and its tensors. All floating tensors have a gradient, except rope's tables.
 OPS = {
     "add": (kernels.add, (normal(3, 4), normal(3, 4, seed=1))),
+    "sigmoid_gate": (kernels.sigmoid_gate, (normal(3, 4), normal(3, 1))),
     "add_layer_norm": (
         lambda *tensors: kernels.add(*kernels.add_layer_norm(*tensors)),
         (normal(3, 4), normal(3, 4, seed=1), normal(4), normal(4, seed=1)),

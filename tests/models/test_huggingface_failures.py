@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from weft.mesh import ProcessMesh
-from weft.models.checkpoint import huggingface
+from weft.models.checkpoint import huggingface, tensors
 from weft.models.checkpoint.huggingface import from_pretrained, save_pretrained
 
 from tests.models.cases import SMALL, make
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_read_is_told_why(tmp_path, spoil, message):
 def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tmp_path):
     save_pretrained(make(SMALL), tmp_path / "model")
     with (
-        patch.object(huggingface, "read_slices", side_effect=AssertionError),
+        patch.object(tensors, "read_slices", side_effect=AssertionError),
         pytest.raises(
             ValueError, match=r"q_proj has 4 heads of 8 features, .* over 'tp' of size 8 .*; sizes that work: 1, 2, 4"
         ),

@@ -10,7 +10,7 @@ from weft.models import from_pretrained
 from weft.models.checkpoint.checksums import INDEX_FILE
 from weft.models.checkpoint.convert import convert
 
-from tests.models.folders import BASES, close, their_model, their_saved, tokens_for
+from tests.models.folders import CLASSES, close, their_model, their_saved, tokens_for
 
 
 def change(folder, config=None, **tensors):
@@ -28,13 +28,13 @@ def mask(size=64, dtype=torch.bool):
     return torch.ones(size, size).tril().to(dtype)[None, None]
 
 
-TABLES = {kind: "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight" for kind in BASES}
+TABLES = {kind: "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight" for kind in CLASSES}
 
 
 @pytest.mark.parametrize(
     "read", [from_pretrained, lambda folder: convert(folder, folder / "out")], ids=["read", "convert"]
 )
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_a_head_that_differs_from_the_tied_table_is_refused_and_kept_untied(kind, read, tmp_path):
     """The heads differ in the last row alone; the vocabulary is compared in several pieces, or in a single piece."""
     theirs = their_model(kind, tie_word_embeddings=True)
