@@ -204,13 +204,20 @@ SHOWN = {
     "qwen2-tiny": {"2x2": ()},
     "qwen3-tiny": {"context-sequence": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence")},
     "gpt-tiny": {"ulysses": ("--mesh.cp", "2", "--mesh.tp", "2", "--plan.sequence", "--plan.context", "ulysses")},
+    "mixtral-tiny": {"2x2": ()},
+    "qwen3-moe-tiny": {"experts": ("--mesh.dp", "2", "--mesh.ep", "2")},
 }
+# Steps with one loss on every mesh, for recipes in which rounding may send a token to another expert later on: near a
+# tie between two experts the loss is no continuous function of the weights.
+STEPS_ALIKE = {"mixtral-tiny": 10, "qwen3-moe-tiny": 10}
 LEARNT = {
     "llama-tiny": 2.1,
     "llama-tiny-tied": 2.1,
     "qwen2-tiny": 2.1,
     "qwen3-tiny": 2.1,
     "gpt-tiny": 2.3,
+    "mixtral-tiny": 2.1,
+    "qwen3-moe-tiny": 2.1,
 }  # upper bounds of the final loss on held-out text
 
 
@@ -244,10 +251,12 @@ def test_the_command_shown_has_one_loss_on_every_mesh(recipe: str, tmp_path: Pat
         match = re.search(r"^loss on held-out text (\S+) -> (\S+), \S+ -> (\S+) bits a byte", done.stdout, re.MULTILINE)
         assert match
         held_out[name] = [float(number) for number in match.groups()]
+    steps = STEPS_ALIKE.get(recipe, 200)
     for name in SHOWN[recipe]:
         assert losses[name][0] == pytest.approx(losses["one-process"][0], rel=1e-6), name
-        assert losses[name] == pytest.approx(losses["one-process"], rel=1e-4), name
-        assert held_out[name] == pytest.approx(held_out["one-process"], rel=1e-4, abs=1.01e-4), name  # of 4 digits
+        assert losses[name][:steps] == pytest.approx(losses["one-process"][:steps], rel=1e-4), name
+        bounds = {"rel": 1e-4, "abs": 1.01e-4} if steps == 200 else {"abs": 0.1}  # printed with 4 digits
+        assert held_out[name] == pytest.approx(held_out["one-process"], **bounds), name
     before, after, bits = held_out["one-process"]
     assert after < LEARNT[recipe] < before
     assert bits == pytest.approx(after / math.log(2), abs=0.01)
