@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from weft.kernels.random import normal_
-from weft.mesh import Layout, ProcessMesh, derive_key
+from weft.mesh import Layout, LayoutError, ProcessMesh, derive_key
 from weft.models import (
     ExpertPlan,
     clip_gradients,
@@ -29,6 +29,7 @@ from weft.models import (
 )
 from weft.models.experts import Experts
 from weft.models.families import make_model
+from weft.models.low_rank import ADAPTED_EXPERTS, PROJECTIONS
 from weft.reshard import layout_of
 
 from tests.models.cases import gradients_off, whole
@@ -176,6 +177,42 @@ def test_beside_bfloat16_adapters_are_float32() -> None:
     assert all(each.grad is not None for each in layer.experts.lora.parameters())
     wanted, _ = layer.float()(x)
     assert (output - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
+def test_under_autocast_adapters_compute_in_its_dtype() -> None:
+    model = adapted(EXPERTS)
+    layer = model.layers[1].mlp
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    wanted, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = layer(x)
+    assert output.dtype == torch.bfloat16
+    assert (output - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
+def test_a_compiled_model_computes_the_same() -> None:
+    model, tokens = adapted(EXPERTS), torch.arange(24).view(2, 12)
+    expected = model(tokens)
+    expected.sum().backward()
+    own = gradients(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager")(tokens)
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
+    compiled.sum().backward()
+    assert not gradients_off(gradients(model), own)
+
+
+@pytest.mark.parametrize("operand", ["experts", "features"])
+def test_layouts_that_do_not_fit_are_refused_with_the_repair(operand: str) -> None:
+    mesh, experts = ProcessMesh.grid(x=2), adapted(EXPERTS).layers[1].mlp.experts
+    replicated, by_expert = Layout(mesh), Layout(mesh, "x: S(0)")
+    layouts: list[Layout] = [replicated] * 12
+    layouts[3 if operand == "experts" else 0] = by_expert if operand == "experts" else Layout(mesh, "x: S(2)")
+    factors = [getattr(getattr(experts.lora, each), leaf) for each in PROJECTIONS for leaf in "AB"]
+    shapes = [(2, 5, 16), (2, 5, 3), (2, 5, 3), *(tuple(getattr(experts, each).shape) for each in PROJECTIONS)]
+    name = "gate_proj" if operand == "experts" else "x"
+    with pytest.raises(LayoutError, match=rf"{name} is \(x: S.*reshard {name} to \(x: R\)"):
+        ADAPTED_EXPERTS.rule(tuple(layouts), (*shapes, *(tuple(each.shape) for each in factors)), {})
 
 
 def test_generates_with_adapters() -> None:

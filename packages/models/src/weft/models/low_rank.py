@@ -141,27 +141,28 @@ def _rule(
     assert shape is not None, "apply passes all"
     lead = ascii_lowercase[: len(shape) - 1]  # the tokens' dims
     terms = (f"{lead}x", f"{lead}k", f"{lead}k", "eix", "eix", "eyi", "erx", "eir", "erx", "eir", "eri", "eyr")
-    given = [each for each in zip(_OPERANDS, terms, layouts, strict=True) if each[2] is not None]
-    for name, term, layout in given:
-        assert layout is not None, "chosen so"
-        wrong = [
+    operands = [
+        (name, term, layout) for name, term, layout in zip(_OPERANDS, terms, layouts, strict=True) if layout is not None
+    ]
+    for name, term, layout in operands:
+        refused = [
             axis
             for axis in layout.mesh.axis_names
             if isinstance(layout[axis], Partial)
             or any(axis in axes and term[dim] not in f"{lead}i" for dim, axes in layout.shard_order.items())
         ]
-        if wrong:
-            wanted = layout.replace(**dict.fromkeys(wrong, "R"))
+        if refused:
+            remedy = layout.replace(**dict.fromkeys(refused, "R"))
             raise LayoutError(
                 f"experts with adapters: {name} is ({layout}), and only tokens or the features inside an expert may be "
-                f"sharded; reshard {name} to ({wanted})",
-                (wanted,),
+                f"sharded; reshard {name} to ({remedy})",
+                (remedy,),
             )
     output = infer.einsum(
-        f"{','.join(term for _, term, _ in given)}->{lead}y",
-        *(layout for _, _, layout in given if layout is not None),
+        f"{','.join(term for _, term, _ in operands)}->{lead}y",
+        *(layout for _, _, layout in operands),
         name="experts with adapters",
-        operands=tuple(name for name, _, _ in given),
+        operands=tuple(name for name, _, _ in operands),
     )
     return Sharding(output, shape, infer_gradient_layouts(output, layouts))
 
