@@ -310,6 +310,24 @@ def test_adapters_may_be_added_after_parallelize(case: str, pool: Any) -> None:
     check_as_alone(ALL, "mixtral", case, True, pool, records=False)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        pytest.param({"dp": 2, "tp": 2}, {"sequence": True}, id="tp"),
+        pytest.param({"dp": 4, "tp": 2}, {"ep": 2, "tokens": "gather"}, id="ep"),
+    ],
+)
+def test_adapters_add_no_collective_to_forward(sizes: dict[str, int], changes: dict[str, Any]) -> None:
+    mesh = ProcessMesh.grid(**sizes)
+    bare, with_adapters = (
+        record(model, mesh, plan_of(model, changes), batch=(ROWS, T))
+        for model in (make(CONFIG), lora(make(CONFIG), RANK, ALPHA, EXPERTS))
+    )
+    assert with_adapters.select(phase="forward") == bare.select(phase="forward")
+    # Gradients of adapters alone are reduced; those of A beside gate_proj over "tp", too.
+    assert with_adapters.select(phase="gradients").nbytes < bare.select(phase="gradients").nbytes / 2
+
+
 def layouts() -> dict[str, Layout]:
     model = lora(make(CONFIG), RANK, ALPHA, EXPERTS)
     parallelize(model, ProcessMesh.grid(dp=2, tp=2), plan_of(model, {"ep": 2}))
