@@ -34,7 +34,8 @@ def tensors() -> Made:
         "x": normal(4, 8), "y": normal(4, 8, seed=1), "weight": normal(8, 8),
         "up": normal(8, 8, seed=1), "vector": normal(8),
         "bias": normal(8, seed=1), "cos": normal(4, 2), "sin": normal(4, 2, seed=1),
-        "of_head": normal(4), "of_rows": normal(4, 1), "stacked": normal(2, 8, 8), "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
+        "of_rows": normal(4, 1),
+        "of_head": normal(4), "stacked": normal(2, 8, 8), "of_groups": normal(2, 8), "one_row": normal(1, 4, 8),
     }  # fmt: skip
     made = {name: each.float() for name, each in made.items()}
     made |= {"shares": normal(4, 2).float(), "sums": normal(1, 17).float(), "experts": ints(8, 4, 2)}

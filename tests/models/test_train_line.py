@@ -97,7 +97,8 @@ def multiplied(model: ModelConfig, T: int) -> int:
         return 2 * 3 * source.numel() * I * H
 
     module = make_model(replace(model, vocab_size=64))
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.weft.experts: of_experts}) as counter, torch.no_grad():
+    formulas = {torch.ops.weft.experts: of_experts}
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter, torch.no_grad():
         module(torch.zeros(1, T, dtype=torch.int64))
     counts = counter.get_flop_counts()["Global"]
     return sum(n for op, n in counts.items() if "attention" not in str(op) and "bmm" not in str(op))

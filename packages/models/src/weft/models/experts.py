@@ -12,6 +12,7 @@ from weft.kernels import KeyValueCache
 from .blocks import Block, GatedMLP, add_and_norm
 from .config import ExpertOptions
 from .layers import Linear
+from .low_rank import LowRankExperts
 
 
 class Experts(nn.Module):
@@ -25,6 +26,7 @@ class Experts(nn.Module):
         E, H, I = num_experts, hidden_size, intermediate_size
         self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(E, I, H)) for _ in range(2))
         self.down_proj = nn.Parameter(torch.empty(E, H, I))
+        self.lora: LowRankExperts | None = None  # set by `lora`
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
         """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
@@ -32,7 +34,11 @@ class Experts(nn.Module):
         Each token's output is the sum over its k experts of weight times expert. No token is dropped.
         rows: how many choices are of these experts, where the caller knows; see `kernels.experts`.
         """
-        output: Tensor = kernels.experts(x, experts, weights, self.gate_proj, self.up_proj, self.down_proj, rows=rows)
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        if self.lora is not None:
+            adapted: Tensor = self.lora(x, experts, weights, *projections, rows)
+            return adapted
+        output: Tensor = kernels.experts(x, experts, weights, *projections, rows=rows)
         return output
 
     def choose(self, x: Tensor, experts: Tensor) -> None:

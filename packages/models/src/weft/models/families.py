@@ -94,14 +94,14 @@ _MAY_DEFINE = frozenset(
 
 def _foreign_part(model: nn.Module, family: Family) -> str | None:
     """Compares modules by class and forward, and parameters by name and shape, with the model made from the config."""
-    from .low_rank import LowRank
+    from .low_rank import Adapter, LowRankExperts
     from .parallel.parallelize import pipeline_of
 
     config: Any = getattr(model, "config", None)
     if type(config) is not family.config_class:
         return f"its config is a {type(config).__name__}, not a {family.model}Config"
     kinds, shapes = _expected_parts(config)
-    found = {name: each for name, each in model.named_modules() if not isinstance(each, LowRank)}
+    found = {name: each for name, each in model.named_modules() if not isinstance(each, Adapter | LowRankExperts)}
     for name, module in found.items():
         where = f"its {name}" if name else "it"
         if name not in kinds:

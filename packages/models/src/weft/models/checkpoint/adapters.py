@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from ..data.tokenizer import FILES, Tokenizer
 from ..documents import as_type, read_json
+from ..experts import Experts
 from ..initialization import local_slices
+from ..low_rank import PROJECTIONS, adapted_parameter
 from ..parallel.lora import lora, lora_of
 from .companions import companions_of, read_companions
 from .huggingface import attempt, is_parallel, raise_on_all, start_folder, weights_of_model, whole_parameter
@@ -98,23 +100,27 @@ def save_lora(
         `base`, the files that the model carries, see `from_pretrained`.
     Hugging Face's model may store several layers as one, like GPT-2's q, k and v. Their adapters are written as one
     adapter: A stacks the layers' A matrices, B has the layers' B matrices on its diagonal, and rank and alpha are
-    multiplied by the number of layers.
+    multiplied by the number of layers. The adapters of stacked experts are written as an adapter for each expert.
     Every rank must call this. Communication: as `save_pretrained`, for the adapters only.
     Raises ValueError for a model without adapters, a model outside the families and an existing folder; OSError where
     the folder cannot be written. A parallel model raises on every rank.
     """
     folder, adapters = Path(folder), lora_of(model)
     weights = weights_of_model(model)
-    stored = {layer: _stored_layer(weights, layer) for layer in adapters.layers}
+    stored = {target: _stored_layer(weights, adapted_parameter(name)) for target, name in adapters.adapters.items()}
     parallel = is_parallel(model)
     writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     error = attempt(start_folder, folder, temporary) if writer else None
     raise_on_all(error, parallel)
     parts: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    for layer, stored_layer in stored.items():
-        a, b = (whole_parameter(model, f"{layer}.lora.{leaf}", keep=writer) for leaf in ("A", "B"))
-        parts.setdefault(stored_layer.name, {})[stored_layer.part] = a, b
+    for target, stored_layer in stored.items():
+        a, b = (whole_parameter(model, f"{adapters.adapters[target]}.{leaf}", keep=writer) for leaf in ("A", "B"))
+        if stored_layer.stacked:
+            matrices = zip(a, b, strict=True)
+            parts |= {name: {0: pair} for name, pair in zip(stored_layer.names(a.shape), matrices, strict=True)}
+        else:
+            parts.setdefault(stored_layer.name, {})[stored_layer.part] = a, b
     joined_layers = {name: len(own) for name, own in parts.items() if len(own) > 1}
     if writer:
         config = {
@@ -131,11 +137,11 @@ def save_lora(
             "target_modules": list(parts),
             "inference_mode": True,
         }
-        num_parts = {stored_layer.name: stored_layer.parts for stored_layer in stored.values()}
+        num_parts = {stored_layer.name: stored_layer.parts for stored_layer in stored.values()}  # 1 for experts
         tensors = {
             f"{PREFIX}{name}.lora_{leaf}.weight": whole
             for name, own in parts.items()
-            for leaf, whole in zip(("A", "B"), _join_adapters(own, num_parts[name]), strict=True)
+            for leaf, whole in zip(("A", "B"), _join_adapters(own, num_parts.get(name, 1)), strict=True)
         }
 
         def write() -> None:
@@ -164,12 +170,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
     folder = Path(folder)
     config = read_json(folder / CONFIG_FILE, "give a folder that save_lora or peft saved adapters in")
     _check_config(config, folder / CONFIG_FILE)
-    layers: dict[str, dict[int, str]] = {}  # Hugging Face's layer -> part number -> our layer
-    weights = weights_of_model(model)
-    for name, each in model.named_modules():
-        if isinstance(each, nn.Linear):
-            stored_layer = _stored_layer(weights, name)
-            layers.setdefault(stored_layer.name, {})[stored_layer.part] = name
+    layers, stacks = _stored_layers(model)
     with open_shard(folder / FILE, "fetch it again") as file:
         file_tensors: dict[str, dict[str, Any]] = {}  # Hugging Face's layer -> its "A" and "B" in the file
         for tensor in file.keys():  # noqa: SIM118  safe_open is not iterable
@@ -199,17 +200,41 @@ def load_lora(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None
             sources.update({layers[name][part]: source for part, source in own.items()})
         _check_patterns(config, file_tensors, folder / CONFIG_FILE)
         for layer, source in sources.items():  # checked before `lora` allocates memory for the config's rank
-            outputs, inputs = model.get_parameter(f"{layer}.weight").shape
+            weight = layer if layer.rpartition("[")[0] in stacks else f"{layer}.weight"
+            *_, outputs, inputs = model.get_parameter(weight.partition("[")[0]).shape
             for leaf, shape in (("A", (config["r"], inputs)), ("B", (outputs, config["r"]))):
                 if source.shape(leaf) != shape:
-                    raise ValueError(f"{folder / FILE} has no {layer}.lora.{leaf} of shape {shape}; check it")
-        lora(model, config["r"], config["lora_alpha"], sorted(sources), dtype=dtype)
-        for name, leaf in ((f"{layer}.lora.{leaf}", leaf) for layer in sources for leaf in ("A", "B")):
-            parameter, source = model.get_parameter(name), sources[name.rpartition(".lora.")[0]]
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            with torch.no_grad():
-                local.copy_(source.read(leaf, local_slices(parameter)))
+                    raise ValueError(f"{folder / FILE} has no lora.{leaf} of {layer} of shape {shape}; check it")
+        found = _join_stacks(sources, stacks, folder / FILE)
+        lora(model, config["r"], config["lora_alpha"], sorted(found), dtype=dtype)
+        for target, adapter in lora_of(model).adapters.items():
+            for leaf in ("A", "B"):
+                parameter = model.get_parameter(f"{adapter}.{leaf}")
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                with torch.no_grad():
+                    local.copy_(found[target].read(leaf, local_slices(parameter)))
     return model
+
+
+def _stored_layers(model: nn.Module) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
+    """Our layers by Hugging Face's layer and part number; and the number of experts of each projection.
+
+    An expert's matrix counts as a layer of its own, "layers.0.mlp.experts.gate_proj[3]".
+    """
+    layers: dict[str, dict[int, str]] = {}
+    stacks: dict[str, int] = {}
+    weights = weights_of_model(model)
+    for name, each in model.named_modules():
+        if isinstance(each, nn.Linear):
+            stored = _stored_layer(weights, f"{name}.weight")
+            layers.setdefault(stored.name, {})[stored.part] = name
+        elif isinstance(each, Experts):
+            for leaf in PROJECTIONS:
+                target, shape = f"{name}.{leaf}", tuple(each.get_parameter(leaf).shape)
+                stacks[target] = shape[0]
+                for number, own in enumerate(_stored_layer(weights, target).names(shape)):
+                    layers[own] = {0: f"{target}[{number}]"}
+    return layers, stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +260,43 @@ class _Source:
             tuple(slice(outer.start + inner.start, outer.start + inner.stop) for outer, inner in pairs)
         ]
         return read
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The adapters of one projection of experts in the file: a source for each expert."""
+
+    experts: tuple[_Source, ...]
+
+    def read(self, leaf: str, part: tuple[slice, ...]) -> Tensor:
+        """The slice `part` of the stacked A or B."""
+        experts, *further = part
+        if experts.start >= experts.stop:
+            return torch.empty(0, *(each.stop - each.start for each in further))
+        return torch.stack([each.read(leaf, tuple(further)) for each in self.experts[experts]])
+
+
+def _join_stacks(sources: dict[str, _Source], stacks: dict[str, int], file: Path) -> dict[str, _Source | _Stack]:
+    """The sources by target of `lora`. sources: by our layer, an expert's matrix as in `_stored_layers`.
+
+    stacks: the number of experts by projection. Raises ValueError for a projection of which some experts have no
+    adapter.
+    """
+    found: dict[str, _Source | _Stack] = {}
+    for layer, source in sources.items():
+        target = layer.rpartition("[")[0]
+        if target not in stacks:
+            found[layer] = source
+        elif target not in found:
+            missing = [number for number in range(stacks[target]) if f"{target}[{number}]" not in sources]
+            if missing:
+                raise ValueError(
+                    f"{file} has no adapter of expert {missing[0]} of {target}, and adapters of other experts; Weft's "
+                    f"adapters are of all {stacks[target]} experts: merge this folder into the base model in peft, and "
+                    f"read the merged model"
+                )
+            found[target] = _Stack(tuple(sources[f"{target}[{number}]"] for number in range(stacks[target])))
+    return found
 
 
 def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] | None:
@@ -318,9 +380,11 @@ def _join_adapters(parts: dict[int, tuple[Tensor, Tensor]], num_parts: int) -> t
     return a, b
 
 
-def _stored_layer(weights: Any, layer: str) -> Stored:
-    """The layer of Hugging Face's model that stores our `layer`, in whole or in part. weights: the family's module."""
-    stored: Stored = weights.stored(f"{layer}.weight")
+def _stored_layer(weights: Any, weight: str) -> Stored:
+    """The layer of Hugging Face's model that stores a weight, in whole or in part; or an expert's layer with "{}" in
+    the place of the number. weights: the family's module.
+    """
+    stored: Stored = weights.stored(weight)
     return replace(stored, name=stored.name.removesuffix(".weight"))
 
 

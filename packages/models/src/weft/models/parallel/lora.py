@@ -1,4 +1,4 @@
-"""`lora`: trainable low-rank adapters beside a model's frozen linear layers (Hu et al. 2022)."""
+"""`lora`: trainable low-rank adapters beside a model's frozen linear layers and experts (Hu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from weft.reshard.extension import layout_in_call, this_rank, wrap
 
 from ..experts import Experts
 from ..initialization import Constant, Initial, Normal, fill
-from ..low_rank import LowRank
+from ..low_rank import PROJECTIONS, Adapter, LowRank, LowRankExperts, StackedLowRank, adapted_parameter
 from .parallelize import pipeline_of
 from .parameter_layouts import adapter_layout
 from .resolve import nearest
 
-_EXPERTS_REMEDY = ": in a model with experts, those of attention, and the router, 'layers.*.mlp.gate'"
 _ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model
 
 
@@ -33,7 +32,7 @@ class LoRA:
 
     rank: int
     alpha: float
-    layers: tuple[str, ...]  # the names of the layers with an adapter
+    adapters: dict[str, str]  # the name of each `Adapter`, by the name of its layer or projection of experts
     trained: frozenset[str]  # the names of the parameters trained before
 
 
@@ -46,41 +45,44 @@ def lora(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Add adapters beside the linear layers named by `targets`; from then on only the adapters are trained.
+    """Add adapters beside the layers and experts named by `targets`; from then on only the adapters are trained.
 
     Returns `model` itself. A target's output gets alpha / rank * (x @ A.T) @ B.T added, with parameters `lora.A`
-    [rank, in_features] and `lora.B` [out_features, rank]. A is drawn from (seed, name), normal with variance 1 / (3
-    * in_features), which is the variance of `peft`'s uniform start; B is 0. `initialize` draws the same values. On
-    the meta device A and B are left for `initialize` to fill.
+    [rank, in_features] and `lora.B` [out_features, rank]. For a projection of E experts each expert has an adapter of
+    its own: the parameters of `experts.gate_proj` are `experts.lora.gate_proj.A` [E, rank, in_features] and `.B`
+    [E, out_features, rank]. A is drawn from (seed, name), normal with variance 1 / (3 * in_features), which is the
+    variance of `peft`'s uniform start; B is 0. `initialize` draws the same values. On the meta device A and B are left
+    for `initialize` to fill.
     rank: 1 or more.
     alpha: above 0.
-    targets: names of layers, wildcards allowed, as "layers.*.self_attn.[qv]_proj".
+    targets: names of linear layers and of experts' projections, wildcards allowed, as "layers.*.self_attn.[qv]_proj"
+        and "layers.*.mlp.experts.*_proj". "*_proj" matches every projection of attention, MLPs and experts.
     dtype: of A and B. By default the layer's own, but float32 beside a layer of 16 bits, in which small updates
         would be lost. A layer of a narrower dtype than the adapter's computes with the adapter in the adapter's
         dtype, and returns the layer's dtype.
     May be called before or after `parallelize`. A and B are laid out by the layer's weight: beside a
-    column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. A
-    block needs no further reduction. A `GradientSync` made afterwards reduces the adapters' gradients only.
+    column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. Adapters
+    of experts are sharded over "ep" as the experts are. A block needs no further reduction. A `GradientSync` made
+    afterwards reduces the adapters' gradients only.
     Communication: none.
     Raises ValueError for a rank or alpha out of range; for a dtype other than a floating-point dtype of 16 bits or
-    more; for a target matching nothing, a module other than a linear layer, or a layer whose weight is tied to
-    another module's; for a model with adapters; for a model cut into stages, which needs its adapters before
-    `parallelize`.
+    more; for a target matching nothing, a module other than a linear layer, a layer whose weight is tied to another
+    module's, or experts whose class has a forward of its own; for a model with adapters; for a model cut into stages,
+    which needs its adapters before `parallelize`.
     """
     _check(model, rank, alpha, dtype)
-    layers = _find_layers(model, targets)
+    places = _find_places(model, targets)
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     model.requires_grad_(False)
-    for name, layer in layers.items():
-        layer.lora = _make_adapter(layer, rank, alpha, dtype)
-        layer.lora.handle = layer.register_forward_hook(_adapt, prepend=True, with_kwargs=True)
-        for leaf, parameter in layer.lora.named_parameters():
+    for place in places:
+        adapter = _attach(place, _make_factors(place.owner, place.leaf, rank, dtype), alpha)
+        for leaf, parameter in adapter.named_parameters():
             if not parameter.is_meta:
-                fill(f"{name}.lora.{leaf}", parameter, _adapter_initial(leaf, layer), seed)
+                fill(f"{place.adapter}.{leaf}", parameter, _adapter_initial(leaf, parameter), seed)
     own: Any = getattr(model, "initial_value", None)
     if own is not None:
         model.initial_value = partial(_initial_value, model, own)  # type: ignore[assignment]
-    setattr(model, _ATTRIBUTE, LoRA(rank, alpha, tuple(layers), trained))
+    setattr(model, _ATTRIBUTE, LoRA(rank, alpha, {place.target: place.adapter for place in places}, trained))
     return model
 
 
@@ -99,11 +101,11 @@ def merge_lora(model: nn.Module) -> nn.Module:
             "with its adapters folded in, and save_lora(model, folder) the adapters alone"
         )
     with torch.no_grad():
-        for name in adapters.layers:
-            layer: Any = model.get_submodule(name)
-            _local(layer.weight).copy_(_merged_weight(layer))
-            layer.lora.handle.remove()
-            del layer.lora
+        for adapter in adapters.adapters.values():
+            owner, leaf = _owner_of(model, adapted_parameter(adapter))
+            _local(getattr(owner, leaf)).copy_(_merged_weight(owner, leaf, model.get_submodule(adapter)))
+        for adapter in adapters.adapters.values():
+            _detach(_owner_of(model, adapted_parameter(adapter))[0])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in adapters.trained)
     vars(model).pop("initial_value", None)
@@ -117,19 +119,24 @@ def merged_parameter(model: nn.Module, name: str) -> Tensor:
     Communication: none, unless the adapter is stored sharded and must be gathered.
     """
     parameter = model.get_parameter(name)
-    owner, _, leaf = name.rpartition(".")
-    layer: Any = model.get_submodule(owner)
-    if leaf != "weight" or not isinstance(getattr(layer, "lora", None), LowRank):
+    owner, leaf = _owner_of(model, name)
+    adapter = getattr(owner, "lora", None)
+    if isinstance(adapter, LowRankExperts):
+        adapter = getattr(adapter, leaf)
+    elif leaf != "weight":
+        return parameter
+    if not isinstance(adapter, Adapter):
         return parameter
     with torch.no_grad():
-        folded = _merged_weight(layer)
+        folded = _merged_weight(owner, leaf, adapter)
     return wrap(folded, layout_of(parameter), parameter.shape) if isinstance(parameter, DTensor) else folded
 
 
 def adapter_names(model: nn.Module) -> set[str]:
     """The names of the adapters' parameters, of all stages; empty for a model without adapters."""
     adapters = getattr(model, _ATTRIBUTE, None)
-    return {f"{layer}.lora.{leaf}" for layer in adapters.layers for leaf in "AB"} if adapters is not None else set()
+    names = () if adapters is None else adapters.adapters.values()
+    return {f"{adapter}.{leaf}" for adapter in names for leaf in "AB"}
 
 
 def lora_of(model: nn.Module) -> LoRA:
@@ -163,55 +170,118 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None)
         )
 
 
-def _find_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, Any]:
-    """The layers named by `targets`, in the model's order. Raises ValueError as `lora` does."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A weight that gets an adapter."""
+
+    target: str  # the name of a linear layer, or of a projection of experts
+    owner: Any  # the linear layer, or the module of experts
+    leaf: str  # the weight's name in `owner`
+    adapter: str  # the name of the adapter to attach
+
+
+def _find_places(model: nn.Module, targets: Sequence[str]) -> list[_Place]:
+    """The weights named by `targets`, in the model's order. Raises ValueError as `lora` does."""
     if isinstance(targets, str) or not targets:
         raise ValueError(
             f'lora: targets is {targets!r}; give names of layers in a list, as ["layers.*.self_attn.q_proj"]'
         )
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if name}
+    places: dict[str, _Place] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            places[name] = _Place(name, module, "weight", f"{name}.lora")
+        elif isinstance(module, Experts):
+            places |= {
+                f"{name}.{leaf}": _Place(f"{name}.{leaf}", module, leaf, f"{name}.lora.{leaf}") for leaf in PROJECTIONS
+            }
+    candidates = list(dict.fromkeys((*modules, *places)))
     matching: set[str] = set()
     for pattern in targets:
-        names = [name for name in modules if fnmatchcase(name, pattern)]
+        names = [name for name in candidates if fnmatchcase(name, pattern)]
         if not names:
             raise ValueError(
-                f"LoRA target {pattern!r} matches no module of {type(model).__name__}; "
-                f"{nearest(pattern, list(modules))}"
+                f"LoRA target {pattern!r} matches no module of {type(model).__name__}; {nearest(pattern, candidates)}"
             )
         for name in names:
-            if not isinstance(modules[name], nn.Linear):
-                raise ValueError(
-                    f"LoRA target {pattern!r} matches {name!r}, a {type(modules[name]).__name__}; adapters are for "
-                    f"Linear layers{_EXPERTS_REMEDY if isinstance(modules[name], Experts) else ''}"
-                )
+            if name not in places:
+                _refuse(pattern, name, modules[name])
         matching.update(names)
-    layers = {name: module for name, module in modules.items() if name in matching}
     name_counts = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
-    for name, layer in layers.items():
-        if name_counts[layer.weight] > 1:
-            tied = [n for n, each in model.named_parameters(remove_duplicate=False) if each is layer.weight]
+    chosen = [place for name, place in places.items() if name in matching]
+    for place in chosen:
+        weight = getattr(place.owner, place.leaf)
+        if name_counts[weight] > 1:
+            tied = [n for n, each in model.named_parameters(remove_duplicate=False) if each is weight]
             raise ValueError(
-                f"LoRA target {name!r} has a tied weight, {' and '.join(tied)}: folded in, its adapter would change "
-                f"both; leave {name!r} out"
+                f"LoRA target {place.target!r} has a tied weight, {' and '.join(tied)}: folded in, its adapter would "
+                f"change both; leave {place.target!r} out"
             )
-    return layers
+        if isinstance(place.owner, Experts) and type(place.owner).forward is not Experts.forward:
+            raise ValueError(
+                f"LoRA target {place.target!r} is of a {type(place.owner).__name__}, whose own forward would ignore "
+                f"adapters; leave {place.target!r} out, or use weft.models.experts.Experts"
+            )
+    return chosen
 
 
-def _make_adapter(layer: Any, rank: int, alpha: float, dtype: torch.dtype | None) -> LowRank:
-    """An adapter for `layer`, with values unset."""
-    weight = layer.weight
+def _refuse(pattern: str, name: str, module: nn.Module) -> NoReturn:
+    if isinstance(module, Experts):
+        raise ValueError(
+            f"LoRA target {pattern!r} matches {name!r}, an {type(module).__name__}, whose adapters are for its "
+            f"projections; name {' or '.join(repr(f'{name}.{leaf}') for leaf in PROJECTIONS)}, or all by "
+            f"'{name}.*_proj'"
+        )
+    raise ValueError(
+        f"LoRA target {pattern!r} matches {name!r}, a {type(module).__name__}; adapters are for Linear layers and the "
+        f"projections of Experts"
+    )
+
+
+def _make_factors(owner: nn.Module, leaf: str, rank: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """A and B for a weight [..., out_features, in_features], with values unset."""
+    weight: Tensor = getattr(owner, leaf)
     if dtype is None:
         dtype = weight.dtype if weight.dtype.itemsize >= torch.float32.itemsize else torch.float32
-    shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
+    *leading, outputs, inputs = weight.shape
+    shapes = {"A": (*leading, rank, inputs), "B": (*leading, outputs, rank)}
     if not isinstance(weight, DTensor):
-        parts = {leaf: weight.new_empty(shape, dtype=dtype) for leaf, shape in shapes.items()}
+        return {name: weight.detach().new_empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    factors = {}
+    for name, shape in shapes.items():
+        layout = adapter_layout(layout_in_call(owner, leaf), name, weight.ndim)
+        local = weight.to_local().new_empty(layout.local_shape(shape, this_rank()), dtype=dtype)
+        factors[name] = wrap(local, layout, shape).detach()
+    return factors
+
+
+def _attach(place: _Place, factors: dict[str, Tensor], alpha: float) -> Adapter:
+    """Make an adapter of A and B the submodule `lora` of its layer, or a submodule of the experts' `lora`."""
+    owner = place.owner
+    if isinstance(owner, Experts):
+        owner.lora = LowRankExperts() if owner.lora is None else owner.lora
+        stacked = StackedLowRank(factors["A"], factors["B"], alpha)
+        setattr(owner.lora, place.leaf, stacked)
+        return stacked
+    adapter: Any = LowRank(factors["A"], factors["B"], alpha)
+    owner.lora = adapter
+    adapter.handle = owner.register_forward_hook(_adapt, prepend=True, with_kwargs=True)
+    return adapter  # type: ignore[no-any-return]
+
+
+def _detach(owner: Any) -> None:
+    """Remove the adapters of a layer, or all adapters of a module of experts."""
+    if isinstance(owner, Experts):
+        owner.lora = None
     else:
-        parts = {}
-        for leaf, shape in shapes.items():
-            layout = adapter_layout(layout_in_call(layer, "weight"), leaf)
-            local = weight.to_local().new_empty(layout.local_shape(shape, this_rank()), dtype=dtype)
-            parts[leaf] = wrap(local, layout, shape)
-    return LowRank(parts["A"].detach(), parts["B"].detach(), alpha)
+        owner.lora.handle.remove()
+        del owner.lora
+
+
+def _owner_of(model: nn.Module, parameter: str) -> tuple[Any, str]:
+    """The module that holds a parameter, and the parameter's name there."""
+    owner, _, leaf = parameter.rpartition(".")
+    return model.get_submodule(owner), leaf
 
 
 def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -222,25 +292,27 @@ def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Te
     return adapted
 
 
-def _adapter_initial(leaf: str, layer: Any) -> Initial:
-    return Constant(0.0) if leaf == "B" else Normal(1 / math.sqrt(3 * layer.in_features))
+def _adapter_initial(leaf: str, parameter: Tensor) -> Initial:
+    return Constant(0.0) if leaf == "B" else Normal(1 / math.sqrt(3 * parameter.shape[-1]))
 
 
 def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -> Initial:
     """`initial_value` of an adapted model: answers for the adapters, else asks the model's own method."""
-    layer, _, leaf = name.rpartition(".lora.")
-    return _adapter_initial(leaf, model.get_submodule(layer)) if layer else own(name)
+    if name not in adapter_names(model):
+        return own(name)
+    return _adapter_initial(name.rpartition(".")[2], model.get_parameter(name))
 
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _merged_weight(layer: Any) -> Tensor:
-    """This rank's part of a layer's weight with the adapter added."""
-    weight, a, b = _local(layer.weight), _gather(layer.lora, "A"), _gather(layer.lora, "B")
+def _merged_weight(owner: nn.Module, leaf: str, adapter: Any) -> Tensor:
+    """This rank's part of a weight with the adapter added. leaf: the weight's name in `owner`."""
+    weight, a, b = _local(getattr(owner, leaf)), _gather(adapter, "A"), _gather(adapter, "B")
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + _stored_part(layer, layer.lora.scale * (b.to(wide) @ a.to(wide)))).to(weight.dtype)
+    product = adapter.scale * (b.to(wide) @ a.to(wide))
+    return (weight.to(wide) + _stored_part(owner, leaf, product)).to(weight.dtype)
 
 
 def _gather(adapter: nn.Module, leaf: str) -> Tensor:
@@ -256,11 +328,12 @@ def _gather(adapter: nn.Module, leaf: str) -> Tensor:
     )
 
 
-def _stored_part(layer: Any, product: Tensor) -> Tensor:
-    """This rank's stored part of the weight's update. product: the update in the layout in which the
-    weight computes.
+def _stored_part(owner: nn.Module, leaf: str, product: Tensor) -> Tensor:
+    """This rank's stored part of a weight's update. product: the update in the layout in which the weight computes.
+    leaf: the weight's name in `owner`.
     """
-    if not isinstance(layer.weight, DTensor):
+    weight = getattr(owner, leaf)
+    if not isinstance(weight, DTensor):
         return product
-    update = wrap(product, layout_in_call(layer, "weight"), layer.weight.shape)
-    return reshard(update, placements=layout_of(layer.weight)).to_local()
+    update = wrap(product, layout_in_call(owner, leaf), weight.shape)
+    return reshard(update, placements=layout_of(weight)).to_local()

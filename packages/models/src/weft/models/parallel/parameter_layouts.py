@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of
 
-from ..low_rank import LowRank
+from ..low_rank import Adapter, adapted_parameter
 from .experts.placement import expert_layout
 from .styles import TENSOR_AXIS, ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
 
@@ -84,8 +84,8 @@ def parameter_layouts(
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{module_name}.{leaf}".lstrip(".")
-            if isinstance(module, LowRank):
-                layouts[name] = adapter_layout(layouts[f"{module_name.rpartition('.')[0]}.weight"], leaf)
+            if isinstance(module, Adapter):
+                layouts[name] = adapter_layout(layouts[adapted_parameter(module_name)], leaf, parameter.ndim)
             elif module_name in num_heads:
                 layouts[name] = Layout(split_tensor_axis(mesh, num_heads[module_name]), {HEADS_AXIS: Shard(0)})
             elif module_name in expert_meshes:
@@ -102,14 +102,16 @@ def parameter_layouts(
     return layouts
 
 
-def adapter_layout(weight: Layout, leaf: str) -> Layout:
-    """The layout of an adapter's parameter `leaf`, "A" or "B", given the layout of the layer's weight.
+def adapter_layout(weight: Layout, leaf: str, ndim: int) -> Layout:
+    """The layout of an adapter's parameter `leaf`, "A" or "B", given the layout of the weight.
 
-    A [rank, in_features] is sharded where the weight's inputs are, B [out_features, rank] where the weight's
-    outputs are; both are replicated over the remaining axes.
+    A [..., rank, in_features] is sharded where the weight's inputs are, B [..., out_features, rank] where the weight's
+    outputs are. Of a stack, both are also sharded where the experts are. Over the remaining axes both are replicated.
+    ndim: of the weight, 3 for a stack of experts [E, out_features, in_features].
     """
-    dim = {"A": 1, "B": 0}[leaf]
-    return Layout(weight.mesh, [each if each == Shard(dim) else Replicate() for each in weight.placements])
+    dims = {*range(ndim - 2), ndim - 1 if leaf == "A" else ndim - 2}
+    sharded = [Shard(dim) for dim in dims]
+    return Layout(weight.mesh, [each if each in sharded else Replicate() for each in weight.placements])
 
 
 def split_tensor_axis(mesh: ProcessMesh, heads: int) -> ProcessMesh:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..experts import Experts
-from ..low_rank import LowRank
+from ..low_rank import Adapter, LowRankExperts
 from .plan import ParallelPlan
 from .styles import (
     TENSOR_AXIS,
@@ -74,7 +74,7 @@ def module_plans_of(model: nn.Module, plan: ParallelPlan) -> list[ModulePlan]:
         names_within = {
             _join(prefix, name): name
             for name, module in names[prefix].named_modules(remove_duplicate=False)
-            if not isinstance(module, LowRank)  # an adapter is laid out like the layer
+            if not isinstance(module, Adapter | LowRankExperts)  # an adapter is laid out like the layer
         }
         module_plan = ModulePlan(prefix, own)
         for pattern, styles in own.tensor.items():

@@ -19,7 +19,7 @@ from weft.reshard.extension import group_for, is_compiling, memory_of, shape_of,
 
 from ..plan import ExpertPlan, TokenTransport
 from ..resolve import ModulePlan
-from ..styles import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
+from ..styles import EXPERT_AXIS, TENSOR_AXIS, TOKENS_DIM, is_data_axis
 from .passage import LocalParameters, Passage, TokenLayouts, as_rows
 from .placement import experts_mesh, find_expert_plans, folded_axes
 from .price import LINKS, Price, price_of
@@ -134,7 +134,7 @@ def _forward(
     way, calls.early_exchange = calls.early_exchange or _begin(calls, members, x, local_experts), None
     if isinstance(way, Exchanging):
         way.read()
-    locals_ = apply_function(LocalParameters, DATA_AXIS, *parameters.values())
+    locals_ = apply_function(LocalParameters, *parameters.values())
     swapped = [_owner(module, name) for name in parameters]
     takes_rows = "rows" in inspect.signature(forward).parameters
 

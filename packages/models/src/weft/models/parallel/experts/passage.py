@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import apply_function, find_slice_layout, slice_gradient
-from weft.mesh import Layout, LayoutError
+from weft.mesh import Layout, LayoutError, Partial, Replicate
 from weft.reshard import layout_of
 from weft.reshard.extension import Pending, cotangent, memory_of, run_or_replay, wrap
 
+from ..styles import EXPERT_AXIS
 from .transport import NO_EXPERT, Members, Way, pack_choices, unpack_choices
 
 # (tokens [n, H], experts [n, k] numbered from this rank's first, weights [n, k], number of choices or None) -> [n, H]
@@ -218,14 +220,18 @@ class _ComeHome(torch.autograd.Function):
 
 
 class LocalParameters(torch.autograd.Function):
-    """Parameters as local tensors. The dual wraps their gradients, Partial over ranks with the same experts."""
+    """Parameters as local tensors. The dual wraps their gradients, Partial over ranks with the same experts.
+
+    The gradient of a parameter that is replicated over "tp", as A of an adapter beside `gate_proj`, is Partial there,
+    too: each rank computes a part of each expert's features.
+    """
 
     @staticmethod
-    def forward(ctx: Any, partial_over: str, *parameters: DTensor) -> tuple[Tensor, ...]:
-        ctx.forms = [(layout_of(each).replace(**{partial_over: "P(sum)"}), tuple(each.shape)) for each in parameters]
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.forms = [(_gradient_layout(layout_of(each)), tuple(each.shape)) for each in parameters]
         ctx.set_materialize_grads(False)
         locals_ = tuple([memory_of(each).detach() for each in parameters])
-        needed = zip(locals_, ctx.needs_input_grad[1:], strict=True)
+        needed = zip(locals_, ctx.needs_input_grad, strict=True)
         ctx.mark_non_differentiable(*[local for local, need in needed if not need])
         return locals_
 
@@ -233,4 +239,11 @@ class LocalParameters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         pairs = zip(gradients, ctx.forms, strict=True)
-        return None, *[None if each is None else wrap(each, *form) for each, form in pairs]
+        return tuple([None if each is None else wrap(each, *form) for each, form in pairs])
+
+
+@lru_cache(maxsize=1024)
+def _gradient_layout(parameter: Layout) -> Layout:
+    """The layout of a parameter's gradient. parameter: the layout in which the experts compute."""
+    shared = [axis for axis in parameter.mesh.axis_names if axis != EXPERT_AXIS and parameter[axis] == Replicate()]
+    return parameter.replace(**dict.fromkeys(shared, Partial()))
