@@ -21,7 +21,7 @@ from weft.models.data.tokenizer import Tokenizer, byte_tokenizer
 from weft.models.families import make_model
 
 from tests.models.cases import SMALL, make
-from tests.models.folders import BASES, their_model, their_saved
+from tests.models.folders import CLASSES, their_model, their_saved
 
 IDS = {"bos_token_id": 1, "eos_token_id": [7, 9], "pad_token_id": 0}
 BESIDE = {
@@ -89,7 +89,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_ids_tokenizer_and_chat_template_go_through(kind, door, tmp_path):
     their_folder(kind, tmp_path / "theirs")
     DOORS[door](tmp_path / "theirs", tmp_path / "out")

@@ -30,11 +30,11 @@ from weft.models.cli import main
 from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.checkpoints.states import CASES, Case, fill_state, make
-from tests.models.folders import BASES, close, their_model, their_saved, tokens_for
+from tests.models.folders import CLASSES, close, their_model, their_saved, tokens_for
 from tests.support.pool import Pool
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_there_and_back_is_the_same(kind: str, tmp_path: Path) -> None:
     theirs = their_model(kind, ("tied",) if kind == "qwen2" else ())
     theirs.save_pretrained(tmp_path / "theirs")
