@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from weft.models.cli import main
+from weft.models.cli.settings import drop_unusable_mesh
 from weft.models.train.config import MeshConfig, PlanConfig
 from weft.models.train.memory_check import MemoryNeed
+from weft.models.train.recipes import RECIPES
 
 from tests.models.test_explain import explained, held
 from tests.support import preloaded
@@ -122,3 +125,22 @@ def test_a_run_goes_on_under_another_ep(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "experts", "pipeline"),
+    [
+        (["--mesh.dp", "2"], False, False),
+        (["--mesh.ep", "1", "--mesh.pp=1"], False, False),
+        (["--mesh.ep=2"], True, False),
+        (["--mesh.pp", "2", "--mesh.ep=1"], False, True),
+    ],
+)
+def test_options_of_an_axis_end_with_the_axis_where_a_run_resumes(
+    arguments: list[str], experts: bool, pipeline: bool
+) -> None:
+    plan = PlanConfig(experts_tokens="exchange", experts_over_tp=True, schedule="gpipe")
+    resumed = replace(RECIPES["qwen3-moe-tiny"], mesh=MeshConfig(dp=2, pp=2, tp=1, ep=2), plan=plan)
+    found = drop_unusable_mesh(resumed, arguments).plan
+    assert (found.experts_tokens, found.experts_over_tp) == (("exchange", True) if experts else (None, False))
+    assert found.schedule == ("gpipe" if pipeline else None)

@@ -25,6 +25,7 @@ from weft.models import (
     save_checkpoint,
     save_pretrained,
 )
+from weft.models.cli import main
 from weft.models.families import make_model
 from weft.models.losses import local_value
 
@@ -143,3 +144,15 @@ def held(mesh: str, zero: int) -> tuple[int, int]:
 def test_memory_is_predicted(zero: int, pool: Any) -> None:
     for found, predicted in pool.run(held, "dp2-tp2-ep2", zero, ranks=4):
         assert found == predicted
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_convert_says_where_weft_alone_reads_a_folder(
+    rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(replace(CONFIG, router_bias_rate=rate))
+    initialize(model, seed=1)
+    save_checkpoint(model, tmp_path / "checkpoint-1")
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", str(tmp_path / "checkpoint-1"), str(tmp_path / "out")])
+    assert ("Weft alone reads the folder" in capsys.readouterr().out) == (rate > 0)

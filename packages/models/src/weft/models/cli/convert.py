@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +59,8 @@ def run(arguments: list[str]) -> int:
         is_of_run = found != source
         kind = "a folder for transformers" if is_checkpoint or is_of_run else "a checkpoint"
         print(f"{target} will be {kind}, from {found}", flush=True)
+        if kind != "a checkpoint" and _is_for_weft_alone(found):
+            print("its model has options of experts that transformers lacks: Weft alone reads the folder", flush=True)
         from ..checkpoint.convert import convert, copy_folder
 
         left_out: list[str] = []
@@ -71,3 +74,12 @@ def run(arguments: list[str]) -> int:
     if left_out:
         print(f"left out {printable(', '.join(left_out))}: neither weights nor of a tokenizer in this folder")
     return 0
+
+
+def _is_for_weft_alone(folder: Path) -> bool:
+    """Whether a model is saved with model_type weft_moe. A config.json that cannot be read is refused by `convert`."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == "weft_moe"

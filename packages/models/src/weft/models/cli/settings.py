@@ -278,8 +278,15 @@ def drop_unusable_mesh(config: TrainConfig, arguments: Sequence[str]) -> TrainCo
     if fits:
         return config
     plan = config.plan
-    if not any(each.startswith("--mesh.pp") for each in arguments):
+    if not _has_axis("pp", arguments):
         plan = replace(plan, schedule=None, split=None)  # these belong to the old pipeline
-    if not any(each.startswith("--mesh.ep") for each in arguments):
+    if not _has_axis("ep", arguments):
         plan = replace(plan, experts_tokens=None, experts_over_tp=False)  # these belong to the old mesh of experts
     return replace(config, mesh=MeshConfig(), plan=plan)
+
+
+def _has_axis(axis: str, arguments: Sequence[str]) -> bool:
+    """Whether the command gives the mesh's axis a size other than 1."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--mesh.{axis}", dest="size", nargs="?", default="1")
+    return bool(parser.parse_known_args(arguments)[0].size != "1")

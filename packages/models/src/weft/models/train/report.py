@@ -296,10 +296,12 @@ def describe_run(run: Run, *, gpus: int) -> str:
 def _final_model(run: Run) -> str:
     """Where the run's final model is, in words for the closing lines.
 
-    A model class of the user's own is not saved for transformers: only its checkpoints remain.
+    A model class of the user's own is not saved for transformers: only its checkpoints remain. Options of experts that
+    transformers lacks are saved for Weft alone.
     """
     if run.config.model_class is None:
-        return "checkpoint/ for transformers"
+        is_for_transformers = getattr(run.config.model, "is_hugging_face", True)
+        return "checkpoint/ for " + ("transformers" if is_for_transformers else "Weft alone (model_type weft_moe)")
     return f"checkpoint-{run.config.steps}/ to resume from; a model from outside has no form for transformers"
 
 
