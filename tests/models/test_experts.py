@@ -197,6 +197,15 @@ def test_microbatches_count_by_their_number_and_a_plain_call_returns_logits() ->
         criterion(model(tokens), targets)
     with pytest.raises(ValueError, match="RouterLosses: z is -1; it must be a number, 0 or more"):
         RouterLosses(cross_entropy, z=-1)
+    with pytest.raises(ValueError, match=r"RouterLosses got targets \(0, 4\), no token; give one at least"):
+        RouterLosses(cross_entropy)((torch.zeros(0, 4, 5), torch.zeros(1, 9)), torch.zeros(0, 4, dtype=torch.int64))
+
+
+def test_huge_logits_of_a_router_leave_a_loss_without_the_z_loss_finite() -> None:
+    statistics = torch.tensor([[2.0, 2.0, 2.0, 2.0, math.inf]])  # of two experts; the squares have overflowed
+    output, targets = (torch.zeros(2, 2, 5), statistics), torch.zeros(2, 2, dtype=torch.int64)
+    assert RouterLosses(cross_entropy, balance=0.1)(output, targets).loss.isfinite()
+    assert not RouterLosses(cross_entropy, balance=0.1, z=0.1)(output, targets).loss.isfinite()
 
 
 def test_biases_move_to_an_even_load_by_their_rate() -> None:

@@ -60,7 +60,7 @@ class RouterLosses:
     A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
     Communication: the sum of the choices [layers, E] over the axes that shard tokens; where the logits' loss is not
     Partial over one of these axes, as over "tp" with sequence parallelism, the sum of all statistics over this axis.
-    Raises ValueError for a negative coefficient, and for an output without statistics.
+    Raises ValueError for a negative coefficient, for an output without statistics, and for no tokens.
     """
 
     criterion: Callable[..., Tensor]
@@ -81,6 +81,8 @@ class RouterLosses:
                 "model(tokens, router=True) or forward_backward(model, criterion, tokens, targets, router=True), and "
                 "give it layers with experts"
             )
+        if not targets.numel():
+            raise ValueError(f"RouterLosses got targets {tuple(targets.shape)}, no token; give one at least")
         logits, statistics = output
         loss = self.criterion(logits, targets)
         statistics = _in_layout_of_loss(statistics, loss)
@@ -95,7 +97,9 @@ class RouterLosses:
             balance = sums[:, E : 2 * E].sum(0) @ slopes[0, E : 2 * E]
             addends = torch.cat([balance[None], sums[:, 2 * E] / count])
             slope = self.balance * slopes[0] + self.z * slopes[1]
-            value = self.balance * addends[0] + self.z * addends[1:].sum()
+            value = self.balance * addends[0]
+            if self.z:  # the squares of huge logits overflow, which a coefficient of 0 leaves out
+                value = value + self.z * addends[1:].sum()
         total: Tensor = _AddRouterLoss.apply(loss, statistics, value, slope)  # type: ignore[no-untyped-call]
         return LossWithParts(total, RouterParts(addends, load))
 
