@@ -27,6 +27,7 @@ class Price:
     share: float  # expected share of a rank's tokens that another rank's experts need
     exchange: float  # seconds
     gather: float  # seconds
+    bandwidth: float  # bytes a second that a rank receives, which both prices assume
 
     @property
     def cheaper(self) -> TokenTransport:
@@ -36,7 +37,7 @@ class Price:
         ranks = "the other rank" if self.size == 2 else f"each of the {self.size - 1} other ranks"
         return (
             f"exchange {1e6 * self.exchange:,.0f} us, gather {1e6 * self.gather:,.0f} us a layer and microbatch, if "
-            f"{self.share:.0%} of a rank's {self.tokens:,} tokens go to {ranks}"
+            f"{self.share:.0%} of a rank's {self.tokens:,} tokens go to {ranks} at {8e-9 * self.bandwidth:g} Gbit/s"
         )
 
 
@@ -69,6 +70,7 @@ def price_of(
         share=share,
         exchange=(COLLECTIVES + 1) * start + 2 * link.latency + share * by_all,
         gather=COLLECTIVES * start + by_all,
+        bandwidth=link.bandwidth,
     )
 
 
