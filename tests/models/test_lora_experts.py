@@ -183,6 +183,7 @@ def test_under_autocast_adapters_compute_in_its_dtype() -> None:
     assert (output - wanted).abs().max() <= 0.05 * wanted.abs().max()
 
 
+@pytest.mark.exhaustive  # compilation takes long
 def test_a_compiled_model_computes_the_same() -> None:
     model, tokens = adapted(EXPERTS), torch.arange(24).view(2, 12)
     expected = model(tokens)
