@@ -129,7 +129,7 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", ["gather", "exchange"])
 @pytest.mark.parametrize("case", CASES)
