@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from weft.mesh import Layout, infer
 
+from ..dispatch.backend import check_floats
 from ..dispatch.op import Op, Tensors
 from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices, infer_gradient_layouts
 
@@ -24,7 +25,7 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1) -> Tensor:
     no Partial is allowed; y's gradient is Partial(sum) on the axes which shard the missing dims. The output has x's
     layout.
     Communication: none.
-    Raises LayoutError for other layouts; ValueError for other shapes, and for tensors on two devices.
+    Raises LayoutError for other layouts; ValueError for other shapes and dtypes, and for tensors on two devices.
     """
     num_missing = x.ndim - y.ndim
     if num_missing < 0 or x.shape[num_missing:] != y.shape:
@@ -89,6 +90,7 @@ def sigmoid_gate(x: Tensor, score: Tensor) -> Tensor:
             f"{tuple(score.shape)}; give a score of shape {(*x.shape[:-1], 1)}"
         )
     check_devices("sigmoid_gate", x, score)
+    check_floats("sigmoid_gate", ("x", "the score"), x, score)
     return apply(SIGMOID_GATE, x, score)
 
 
