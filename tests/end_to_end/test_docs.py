@@ -38,6 +38,7 @@ def are_interpreted() -> bool:
     return "tests.kernels.conftest" in sys.modules and not torch.cuda.is_available()
 
 
+@pytest.mark.every_value
 @as_shown_or_quickly
 @pytest.mark.parametrize("page", CASES)
 def test_a_pages_programs_run_and_print_what_it_shows(

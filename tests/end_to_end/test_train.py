@@ -1,4 +1,4 @@
-"""`weft train` as a user types it: its output, its files, and how it ends on errors."""
+"""`weft train` as typed by a user: output, files, and the end of a failing run."""
 
 from __future__ import annotations
 

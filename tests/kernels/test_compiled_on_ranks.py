@@ -41,7 +41,7 @@ def compiles(loss: Callable[..., Any], leaves: list[Tensor], backend: str = "aot
     """Compiles to one graph, with the eager outputs, gradients and layouts."""
     torch._dynamo.reset()
     found = []
-    # Compiled first, so that the compiled loss makes its groups.
+    # The compiled loss runs first: then it makes the process groups.
     for run in (torch.compile(loss, fullgraph=True, backend=backend), loss):
         outputs = run(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)

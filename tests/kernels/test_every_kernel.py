@@ -47,7 +47,6 @@ LAUNCHED_BY = {
     "embedding.backward": "embedding",
     "experts.gated_rows": "experts",
     "experts.gated_rows_backward": "experts",
-    "experts.sum_choices": "experts",
     "experts.weights_by_expert": "experts",
     "grouped_matmul.rows_by_group": "grouped_matmul",
     "grouped_matmul.weights_by_group": "grouped_matmul",

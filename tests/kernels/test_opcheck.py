@@ -131,7 +131,7 @@ def check_on_a_mesh() -> None:
     steps = (group, [2, 2], 0)
     own = of_logits.VocabShard(vocab_start=4 * rank, vocab_size=8, groups=[group])
     moved = plan(Layout(TWO, "tp: S(0)"), Layout(TWO, "tp: S(1)"), (8, 8), torch.float32)
-    compared: Arguments = (TARGET, None, None, None, 2, None, False)
+    compared: Arguments = (TARGET, None, None, None, [True, True, False], 2, None, False)
     given: dict[str, Arguments] = {
         "all_gather_matmul": (of_rows, wide, torch.empty(4, 4), *steps),
         "all_gather_matmul_backward": (of_rows, wide, wide, torch.empty(2, 4), torch.empty(4, 4), *steps),

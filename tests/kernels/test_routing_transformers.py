@@ -20,7 +20,7 @@ def weights_by_expert(experts: Tensor, weights: Tensor) -> Tensor:
 
 
 def layer_of(module: Any, x: Tensor) -> Tensor:
-    """The layer's output, and its router's logits where it returns them."""
+    """The output of a layer of transformers, for tokens x [N, H]."""
     with torch.no_grad():
         output = module(x.unsqueeze(0))
     return (output[0] if isinstance(output, tuple) else output).squeeze(0)

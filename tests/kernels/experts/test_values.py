@@ -188,14 +188,16 @@ def test_the_host_reads_nothing(interpreted: None, monkeypatch: pytest.MonkeyPat
     """Runs the path of a GPU, on which the kernels find the experts' rows themselves."""
     from weft.kernels.experts import function, kernel
     from weft.kernels.grouped_matmul import kernel as grouped
+    from weft.kernels.routing import kernel as routing
 
     class Launched:
         def __getitem__(self, grid: object) -> Callable[..., None]:
             return lambda *arguments, **constexprs: None
 
     monkeypatch.setattr(function, "can_read", lambda tensor: False)
-    for name in ("gated_rows", "gated_rows_backward", "weights_by_expert", "sum_choices"):
+    for name in ("gated_rows", "gated_rows_backward", "weights_by_expert"):
         monkeypatch.setattr(kernel, name, Launched())
+    monkeypatch.setattr(routing, "sum_rows", Launched())
     monkeypatch.setattr(grouped, "rows_by_group", Launched())
     of = MIXTURES["two-of-four"]
     floats = [each.float().requires_grad_() for each in of.floats]

@@ -159,6 +159,14 @@ def check_at_least(where: str, config: object, least: int, *names: str) -> None:
         _check(where, name, getattr(config, name), lambda value: value >= least, f"{least} or more")
 
 
+def check_coefficients(where: str, config: object, *names: str) -> None:
+    """Raise ValueError unless each named field of `config` is a finite number >= 0, and no bool."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{where}: {name} is {value!r}; it must be a number, 0 or more")
+
+
 def check_above_zero(where: str, config: object, *names: str) -> None:
     """Raise ValueError unless each named field of `config` is a finite number > 0."""
     for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checks import check_counts, check_table
+from .checks import check_coefficients, check_counts, check_table
 from .config import RotaryConfig
 
 
@@ -31,10 +31,7 @@ class MixtureConfig(RotaryConfig):
                 f"{where}: experts_per_token {self.experts_per_token} is above num_experts {self.num_experts}; a "
                 f"token's experts are distinct: give at most {self.num_experts}"
             )
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-                raise ValueError(f"{where}: {name} is {value!r}; it must be a number, 0 or more")
+        check_coefficients(where, self, "router_aux_loss_coef", "router_z_loss_coef")
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -185,32 +185,3 @@ def weights_by_expert(
         None, None,
         None, None, False, TILE_K, TILE_M, PARTS,
     )  # fmt: skip
-
-
-@triton.jit
-def sum_choices(
-    y_ptr, places_ptr, weights_ptr, offsets_ptr, out_ptr,
-    N, H, COUNT, CHOICES,
-    ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """out[n] [H] = the sum of weight * y[place] over the choices of token n, in order and in float32.
-
-    places: [N * CHOICES], the sorted row of each choice; rows of no expert here add nothing. weights: [N * CHOICES], or
-    None for 1. All tensors are contiguous.
-    """
-    across = tl.cdiv(H, BLOCK_H)
-    program = tl.program_id(0).to(tl.int64)
-    tokens = program // across * ROWS + tl.arange(0, ROWS)
-    cols = program % across * BLOCK_H + tl.arange(0, BLOCK_H)
-    in_tokens, in_cols = tokens < N, cols < H
-    rows = tl.load(offsets_ptr + COUNT - 1)
-    total = tl.zeros([ROWS, BLOCK_H], tl.float32)
-    for j in range(CHOICES):
-        place = tl.load(places_ptr + tokens * CHOICES + j, mask=in_tokens, other=rows).to(tl.int64)
-        is_here = place < rows
-        y = tl.load(y_ptr + place[:, None] * H + cols, mask=is_here[:, None] & in_cols, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            y *= tl.load(weights_ptr + tokens * CHOICES + j, mask=is_here, other=0.0).to(tl.float32)[:, None]
-        total += y
-    at = tokens[:, None] * H + cols
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=in_tokens[:, None] & in_cols)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from ..dispatch.backend import chip_of, device_of
@@ -21,11 +20,10 @@ from ..matmul.configurations import (
     halve_tiles,
 )
 from ..matmul.launch import has_descriptor, precision
+from ..routing.launch import sum_rows
 from ..routing.reference import invert
 from . import kernel
 
-ELEMENTS = 2048  # of a program that sums the choices of tokens; compiled without spills, not measured
-WARPS = 4
 # The epilogue of `gated_rows_backward` reads and writes five tensors: with 4 warps its unaligned form would spill.
 BACKWARD_NOT_ALIGNED = replace(NOT_ALIGNED, warps=8)
 
@@ -65,7 +63,7 @@ def forward(
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
     grouped.forward(gated, down.mT, offsets, None, None, None, None, y, None)
-    _sum_choices(y, invert(source), weights.contiguous(), offsets, out)
+    sum_rows(y, invert(source), weights, out, weights.shape[1], offsets)
 
 
 def backward(
@@ -121,7 +119,7 @@ def backward(
         of_rows = torch.empty((size, x.shape[1]), dtype=x.dtype, device=x.device)
         grouped.forward(z_dgate, gate, offsets, None, None, None, None, of_rows, None)
         grouped.forward(z_dup, up, offsets, None, of_rows, None, None, of_rows, None)  # added in place, tile by tile
-        _sum_choices(of_rows, invert(source), None, offsets, dx)
+        sum_rows(of_rows, invert(source), None, dx, choices, offsets)
 
 
 def _weights(
@@ -144,21 +142,6 @@ def _weights(
             a.stride(0), *x.stride(), *out.stride(),
             PRECISION=precision(x), TILE_K=chosen.tile_m, TILE_M=chosen.tile_n, TILE_N=chosen.tile_k,
             GROUP_K=chosen.group_m, PARTS=chosen.parts, num_warps=chosen.warps, num_stages=chosen.stages,
-        )  # fmt: skip
-
-
-def _sum_choices(y: Tensor, places: Tensor, weights: Tensor | None, offsets: Tensor, out: Tensor) -> None:
-    """out [N, H]: the sum of weight * y[place] over each token's choices; weights None for 1."""
-    tokens, hidden = out.shape
-    if not out.numel():
-        return
-    block = min(triton.next_power_of_2(hidden), ELEMENTS)
-    rows = max(1, ELEMENTS // block)
-    with device_of(out):
-        kernel.sum_choices[(-(-tokens // rows) * -(-hidden // block),)](
-            y, places, weights, offsets, out,
-            tokens, hidden, len(offsets), len(places) // tokens,
-            ROWS=rows, BLOCK_H=block, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -17,19 +17,19 @@ from ..matmul.configurations import (
 )
 from ..matmul.variants import BYTES
 from . import kernel
-from .launch import BACKWARD_NOT_ALIGNED, ELEMENTS, WARPS
+from .launch import BACKWARD_NOT_ALIGNED
 
 ALIGNED = "i32:16"
 _SIZES = {
-    **dict.fromkeys(("source_ptr", "offsets_ptr", "places_ptr"), "*i32:16"), "dweights_ptr": "*fp32:16",
-    **dict.fromkeys(("H", "I"), ALIGNED), **dict.fromkeys(("N", "COUNT", "CHOICES"), "i32"),
+    **dict.fromkeys(("source_ptr", "offsets_ptr"), "*i32:16"), "dweights_ptr": "*fp32:16",
+    **dict.fromkeys(("H", "I"), ALIGNED), **dict.fromkeys(("COUNT", "CHOICES"), "i32"),
 }  # fmt: skip
 _CONTIGUOUS = (
     "stride_xh", "stride_gh", "stride_oi", "stride_di",
 )  # fmt: skip
 _POINTERS = (
     "x_ptr", "gate_ptr", "up_ptr", "out_ptr", "z_gate_ptr", "z_up_ptr", "grad_ptr", "down_ptr", "weights_ptr",
-    "hidden_ptr", "dgate_ptr", "dup_ptr", "a_ptr", "y_ptr",
+    "hidden_ptr", "dgate_ptr", "dup_ptr", "a_ptr",
 )  # fmt: skip
 
 
@@ -62,19 +62,10 @@ def _variant(name: str, of: Any, chosen: Configuration, dtype: str = "bf16", **t
     return replace(for_configuration(adapt_to_groups(chosen)), elsewhere=elsewhere)
 
 
-def _sum_variant(name: str, weights: str) -> Variant:
-    of = kernel.sum_choices
-    kinds = _SIZES | dict.fromkeys(("y_ptr", "out_ptr"), "*bf16:16") | {"weights_ptr": weights}
-    arguments = {each: kinds[each] for each in of.arg_names if each in kinds}
-    return Variant(f"experts.{name}", of, arguments, {"ROWS": 1, "BLOCK_H": ELEMENTS}, WARPS)
-
-
 VARIANTS = (
     _variant("gated_rows/bf16", kernel.gated_rows, BY_POINTERS),
     _variant("gated_rows_backward/bf16", kernel.gated_rows_backward, BY_POINTERS),
     _variant("weights_by_expert/bf16", kernel.weights_by_expert, BY_POINTERS),
-    _sum_variant("sum_choices/bf16", "*fp32:16"),
-    _sum_variant("sum_choices/bf16-no-weights", "None"),
 )
 
 NOT_AT_16_BYTES = dict.fromkeys(

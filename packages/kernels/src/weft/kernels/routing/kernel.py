@@ -287,17 +287,27 @@ def gather_rows(x_ptr, positions_ptr, rows_ptr, H, k, stride_xn, BLOCK_H: tl.con
 
 
 @triton.jit
-def sum_rows(y_ptr, positions_ptr, weights_ptr, output_ptr, H, k, stride_yn, BLOCK_H: tl.constexpr):
-    """output[token] = the sum of weights[token, j] * y[positions[token, j]], in the order of j; without weights 1."""
+def sum_rows(
+    y_ptr, positions_ptr, weights_ptr, ends_ptr, output_ptr,
+    H, E, k, stride_yn,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """output[token] = the sum of weights[token, j] * y[positions[token, j]], in the order of j; without weights 1.
+
+    ends: where the rows of each of E experts end; rows behind the last add nothing. None: all rows count.
+    """
     across = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0).to(tl.int64) // across
     cols = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for j in range(k):
         position = tl.load(positions_ptr + token * k + j).to(tl.int64)
-        y = tl.load(y_ptr + position * stride_yn + cols, mask=cols < H, other=0.0).to(tl.float32)
+        counts = True
+        if ends_ptr is not None:
+            counts = position < tl.load(ends_ptr + E - 1)
+        y = tl.load(y_ptr + position * stride_yn + cols, mask=(cols < H) & counts, other=0.0).to(tl.float32)
         if weights_ptr is not None:
-            y *= tl.load(weights_ptr + token * k + j).to(tl.float32)
+            y *= tl.load(weights_ptr + token * k + j, mask=counts, other=0.0).to(tl.float32)
         total += y
     tl.store(output_ptr + token * H + cols, total.to(output_ptr.dtype.element_ty), mask=cols < H)
 

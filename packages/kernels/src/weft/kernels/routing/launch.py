@@ -140,15 +140,22 @@ def gather_rows(x: Tensor, positions: Tensor, rows: Tensor, k: int) -> None:
         )
 
 
-def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, output: Tensor, k: int) -> None:
-    """Writes `reference.sum_rows` into output [..., H]."""
+def sum_rows(
+    y: Tensor, positions: Tensor, weights: Tensor | None, output: Tensor, k: int, ends: Tensor | None = None
+) -> None:
+    """Writes `reference.sum_rows` into output [..., H].
+
+    ends: int32 [E], where the rows of each expert end; y may have fewer rows than there are choices, and the choices
+        whose rows are behind the last expert's add nothing. None: y has a row for each choice.
+    """
     if not output.numel():
         return
     H = y.shape[-1]
     y, block = contiguous_rows(y, H), _columns(H)
     with device_of(y):
         kernel.sum_rows[(output.numel() // H * -(-H // block),)](
-            y, positions, None if weights is None else weights.contiguous(), output, H, k, y.stride(0),
+            y, positions, None if weights is None else weights.contiguous(), ends, output,
+            H, 0 if ends is None else len(ends), k, y.stride(0),
             BLOCK_H=block, num_warps=WARPS,
         )  # fmt: skip
 
@@ -224,7 +231,9 @@ VARIANTS = (
     *_variants_of_scores(512, 16),
     *(_variant(each, "int32", _SORT, WARPS) for each in ("count", "scan", "place")),
     _variant("gather_rows", "bf16", _ROWS, WARPS),
-    _variant("sum_rows", "bf16", _ROWS, WARPS),
-    _variant("sum_rows", "bf16-unweighted", _ROWS, WARPS, weights_ptr="None"),
+    _variant("sum_rows", "bf16", _ROWS, WARPS, ends_ptr="None"),
+    _variant("sum_rows", "bf16-unweighted", _ROWS, WARPS, weights_ptr="None", ends_ptr="None"),
+    _variant("sum_rows", "bf16-of-experts", _ROWS, WARPS, E="i32"),
+    _variant("sum_rows", "bf16-of-experts-unweighted", _ROWS, WARPS, weights_ptr="None", E="i32"),
     _variant("sum_rows_backward", "bf16", _ROWS, WARPS, grad_ptr="*bf16:16"),
 )

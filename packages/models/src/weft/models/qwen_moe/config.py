@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..checks import check_sizes
+from ..checks import check_coefficients, check_sizes
 from ..config import BlockOptions, ExpertOptions, shown
 from ..mixture_config import MixtureConfig
 
@@ -61,9 +61,7 @@ class QwenMoeConfig(MixtureConfig):
                 f"QwenMoeConfig: decoder_sparse_step {self.decoder_sparse_step} and mlp_only_layers {layers} leave no "
                 f"layer with experts, of {self.num_layers} layers; lower the step, shorten the list, or make a Qwen"
             )
-        rate = self.router_bias_rate
-        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < float("inf"):
-            raise ValueError(f"QwenMoeConfig: router_bias_rate is {rate!r}; it must be a number, 0 or more")
+        check_coefficients("QwenMoeConfig", self, "router_bias_rate")
         try:
             self._experts()
         except ValueError as error:

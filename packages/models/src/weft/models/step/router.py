@@ -18,6 +18,7 @@ from weft.mesh import Layout, LayoutError, Partial
 from weft.reshard import layout_of, reshard
 from weft.reshard.extension import cotangent, wrap
 
+from ..checks import check_coefficients
 from ..experts import MixtureOfExperts
 from ..initialization import local_slices
 from ..losses import local_value
@@ -69,10 +70,7 @@ class RouterLosses:
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("balance", "z"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(f"RouterLosses: {name} is {value!r}; it must be a number, 0 or more")
+        check_coefficients("RouterLosses", self, "balance", "z")
 
     def __call__(self, output: Any, targets: Tensor) -> LossWithParts:
         if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], Tensor):

@@ -37,7 +37,7 @@ def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[Mod
     """
     for name, plan in find_expert_plans(module_plans).items():
         module = model.get_submodule(name)
-        calls = ExpertCalls(mesh, plan)
+        calls = ExpertCalls(mesh, plan, "rows" in inspect.signature(module.forward).parameters)
         if this_rank() in mesh:
             calls.group()
         module.forward = partial(_forward, calls, module, module.forward)
@@ -51,6 +51,7 @@ class ExpertCalls:
 
     mesh: ProcessMesh  # of the model, or of a stage
     plan: ExpertPlan
+    takes_rows: bool  # whether the module's forward takes `rows`, the number of choices of its experts
     early_exchange: Exchanging | None = field(default=None, init=False)  # the exchange of the coming call, by `_choose`
 
     def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
@@ -136,13 +137,12 @@ def _forward(
         way.read()
     locals_ = apply_function(LocalParameters, *parameters.values())
     swapped = [_owner(module, name) for name in parameters]
-    takes_rows = "rows" in inspect.signature(forward).parameters
 
     def compute(tokens: Tensor, local: Tensor, own_weights: Tensor, rows: int | None) -> Tensor:
         for (owner, leaf), tensor in zip(swapped, locals_, strict=True):
             owner._parameters[leaf] = tensor
         try:
-            return forward(tokens, local, own_weights, **({"rows": rows} if takes_rows else {}))
+            return forward(tokens, local, own_weights, **({"rows": rows} if calls.takes_rows else {}))
         finally:
             for (owner, leaf), parameter in zip(swapped, parameters.values(), strict=True):
                 owner._parameters[leaf] = parameter

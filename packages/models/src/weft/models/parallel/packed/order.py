@@ -225,7 +225,7 @@ class _Cut:
 
 
 def _merged(runs: list[tuple[int, int]]) -> Runs:
-    """Ascending runs, with those that follow one another made one."""
+    """Join adjacent runs, of runs in ascending order."""
     starts = [runs[i][0] for i in range(len(runs)) if not i or runs[i - 1][1] != runs[i][0]]
     stops = [runs[i][1] for i in range(len(runs)) if i + 1 == len(runs) or runs[i + 1][0] != runs[i][1]]
     return tuple(zip(starts, stops, strict=True))
