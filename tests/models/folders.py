@@ -97,8 +97,9 @@ ROUTERS = {
 }
 SPARSE = {
     "normalized": {"norm_topk_prob": True},
-    "every-second-layer": {"decoder_sparse_step": 2},
-    "first-layer-dense": {"mlp_only_layers": [0]},
+    "every-second-layer": {"decoder_sparse_step": 2, "num_hidden_layers": 2},
+    "first-layer-dense": {"mlp_only_layers": [0], "num_hidden_layers": 2},
+    "second-layer-and-dense-first": {"decoder_sparse_step": 2, "mlp_only_layers": [0], "num_hidden_layers": 2},
     "no-list-of-layers": {"mlp_only_layers": None},
     "narrow-experts": {"moe_intermediate_size": 3},
     "as-many-as-chosen": {"num_experts": 3, "num_experts_per_tok": 3},
@@ -122,7 +123,12 @@ GPT = {
 OPTIONS = {
     "llama": {**SHARED, "attention-biases": {"attention_bias": True}, "mlp-biases": {"mlp_bias": True}},
     "mistral": {**SHARED, **MISTRAL_WINDOWS},
-    "mixtral": {**SHARED, **MISTRAL_WINDOWS, **ROUTERS, "as-many-as-chosen": {"num_local_experts": 2}},
+    "mixtral": {
+        **SHARED,
+        **MISTRAL_WINDOWS,
+        **ROUTERS,
+        "as-many-as-chosen": {"num_local_experts": 2, "num_experts_per_tok": 2},
+    },
     "qwen2": {**SHARED, **WINDOWS},
     "qwen3": {**SHARED, **WINDOWS, "attention-biases": {"attention_bias": True}},
     "qwen3_moe": {
