@@ -25,7 +25,7 @@ TIME_LIMIT = "--timeout=900"  # seconds for a test: ends a hanging test, but no 
 # files of the most tests.
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
 DATA_TOOLS = ("tokenizers", "pyarrow")  # the packages of the extra weft-models[data]
-MODEL_TOOLS = ("transformers", "accelerate", "peft", "tensorboard")
+MODEL_TOOLS = ("transformers", "accelerate", "peft", "trl", "tensorboard")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "beautifulsoup4", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
 DOCS_TOOLS = ("sphinx", "furo", "myst-parser")  # installed with torch, as Sphinx imports the packages for the reference
