@@ -84,6 +84,11 @@ DOORS = {
         "texts", _weft("data", "prepare", "in", "--output", "out", "--workers", "1"), writes_documents=True
     ),
     "verify": Door("prepared", _weft("data", "verify", "in")),
+    "prepare-examples": Door(
+        "records", _weft("data", "prepare", "in", "--task", "dpo", "--output", "out", "--workers", "1")
+    ),
+    "verify-examples": Door("prepared-examples", _weft("data", "verify", "in")),
+    "show-examples": Door("prepared-examples", _weft("data", "show", "in")),
     "train-on-prepared": Door("prepared", _weft("train", "--data.path", "in", "--print-config")),
     "train-by-config": Door("run", _weft("train", "--config", "in/config.toml", "--print-config")),
     "resume": Door("run", _weft("train", "--output", "in", "--resume", "--print-config")),
@@ -125,6 +130,17 @@ def make_sources(home: Path) -> None:
         pyarrow.parquet.write_table(table, texts / "c.parquet", compression="none")
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(["data", "prepare", str(texts), "--output", str(home / "prepared"), "--workers", "1"])
+    (records := home / "records").mkdir()
+    pairs = (
+        {"prompt": f"question {i} ", "chosen": f"answer {i}", "rejected": "none", "label": True} for i in range(40)
+    )
+    (records / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
+    judged = home / "judged.jsonl"
+    judged.write_text(
+        "".join(json.dumps({"prompt": "a", "completion": f"{i}", "label": i % 2}) + "\n" for i in range(9))
+    )
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(["data", "prepare", str(judged), "--task", "kto", "--output", f"{home}/prepared-examples"])
     _make_run(home / "run", texts / "b.txt")
 
 

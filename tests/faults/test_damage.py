@@ -12,7 +12,7 @@ import torch
 from weft.models import load_checkpoint, read_run, save_checkpoint
 from weft.models.checkpoint import shards
 from weft.models.checkpoint.manifest import DamagedCheckpoint, Manifest
-from weft.models.cli.generate import _find_tokenizer
+from weft.models.cli.generate import find_tokenizer_of
 from weft.models.data.tokenizer import byte_tokenizer
 from weft.models.train.folder import (
     check_resumable,
@@ -89,7 +89,7 @@ def test_text_is_not_generated_with_a_tokenizer_that_was_changed(folder: Path) -
     content = (folder / "tokenizer_config.json").read_text()
     (folder / "tokenizer_config.json").write_text(content.replace("Fast", "Past"))
     with pytest.raises(DamagedCheckpoint, match=r"tokenizer_config\.json was changed after it was written"):
-        _find_tokenizer(folder)
+        find_tokenizer_of(folder)
 
 
 @pytest.mark.parametrize("name", FILES)

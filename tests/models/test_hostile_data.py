@@ -107,7 +107,7 @@ def test_a_manifest_that_contradicts_its_types_or_itself(
         pytest.param({"documents": 0}, "shards[0] has 0 documents of 1806 tokens", id="no-documents"),
         pytest.param({"documents": 1807}, "shards[0] has 1807 documents of 1806 tokens", id="more-than-tokens"),
         pytest.param({"empty": -2}, "shards[0] has -2 as empty", id="negative-empty"),
-        pytest.param({"sha256": ["x"]}, "shards[0].sha256 is a list of 1, and a list of 2 is needed", id="one-sum"),
+        pytest.param({"sha256": ["x"]}, "shards[0] has 1 checksums, and a shard of pretrain has 2 files", id="one-sum"),
         pytest.param({"sha256": None}, "shards[0].sha256 is null", id="no-sum"),
         pytest.param({"skipped": "abc"}, "shards[0].skipped is 'abc'", id="skipped-a-string"),
         pytest.param({"prompt": 3}, "shards[0].prompt is 3", id="prompt-a-number"),

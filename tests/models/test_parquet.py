@@ -73,7 +73,7 @@ class TestParquet:
         script = """
 import sys
 from pathlib import Path
-from weft.models.data.inputs import read_column, row_groups
+from weft.models.data.parquet import read_column, row_groups
 
 content = Path("a.parquet").read_bytes()
 refused = 0

@@ -1,4 +1,4 @@
-"""`weft data`: turn text into token shards, train tokenizers, and verify prepared folders."""
+"""`weft data`: turn text and examples into token shards, train tokenizers, and show and verify data."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ..data.examples.example import Task
 from ..data.inputs import Columns
 from ..terminal import PROGRAM, printable, wrap_lines
 from .arguments import parse, report_bad_input
+from .data_show import naming_template, show, template_of
+
+if TYPE_CHECKING:
+    from ..data.manifest import Manifest
 
 MIB = 1 << 20
 NAMED = 3  # at most so many names of left-out files or entries are printed
 HELP = f"""\
 usage: {PROGRAM} data COMMAND [ARGUMENTS]
 
-Turns text into what `{PROGRAM} train --data.path` reads fastest: tokens in memory-mapped files.
+Turns text, and examples for fine-tuning, into what `{PROGRAM} train --data.path` reads fastest: tokens in \
+memory-mapped files.
 
 Commands
   prepare: turn text, JSONL or Parquet into token shards
+  show: print the first documents or examples, and which tokens of them are learned
   train-tokenizer: train a tokenizer on a text
   verify: compare a prepared folder with its checksums
 
@@ -57,12 +64,19 @@ Examples
     --output prepared
   {PROGRAM} data prepare web.jsonl \\
     --field content --output web
+  {PROGRAM} data prepare chats.jsonl \\
+    --task sft --tokenizer llama --output chats
 
 {INPUTS}
 
+Examples of a task
+  --task sft reads records with messages (role, content), with prompt and completion, or with instruction and output; \
+dpo with prompt, chosen and rejected; kto with prompt, completion and label. Prompts and completions are text or lists \
+of messages; messages need a chat template.
+
 Saves
   tokens-N.bin, uint16 or uint32, with an end token after each document; documents-N.bin, where each document ends; \
-tokenizer/; and, last, manifest.json with checksums.
+of a task masks-N.bin, the learned tokens, and labels-N.bin of kto; tokenizer/; and, last, manifest.json with checksums.
 
 {EXIT}
 """
@@ -104,6 +118,12 @@ class PrepareOptions:
     """The folder to make, or to continue after an interruption."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: bytes)")] = None
     """A tokenizer.json, or a folder that contains one."""
+    task: Task = "pretrain"
+    """What the data is for. sft, dpo, kto: records of examples."""
+    template: Annotated[
+        Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the tokenizer's own)")
+    ] = None
+    """A Jinja file, the chat template of messages."""
     end: Annotated[
         str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: the tokenizer's eos_token)")
     ] = None
@@ -123,7 +143,7 @@ class PrepareOptions:
     column: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: as --field)")] = None
     """The column of Parquet, CSV or TSV that holds the text."""
     skip_bad: bool = False
-    """Leave out and count malformed records, records without the field, and files without the column."""
+    """Leave out and count malformed records, records without the field, files without the column, and bad examples."""
     workers: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: one per CPU)")] = None
     """Number of processes. The result is the same with any number."""
     shard_mib: Annotated[int, tyro.conf.arg(metavar="INT")] = 64
@@ -178,7 +198,7 @@ def _prepare(arguments: list[str]) -> int:
     options = parse(PrepareOptions, arguments, command="data prepare", about=PREPARE)
     with report_bad_input("data prepare"):
         from ..data.prepare import prepare
-        from ..data.tokenizer import find_tokenizer
+        from ..data.tokenizer import find_tokenizer, with_template
 
         _check_inputs(options.inputs)
         workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
@@ -188,7 +208,12 @@ def _prepare(arguments: list[str]) -> int:
         if options.bos and options.no_bos:
             raise ValueError("--bos and --no-bos are both given; give only one")
         tokenizer = find_tokenizer(options.tokenizer, options.end)
-        with _progress() as progress:
+        _check_task(options)
+        with naming_template():
+            template = None if options.task == "pretrain" else template_of(tokenizer, options.template)
+        if options.template is not None and template is not None:
+            tokenizer = with_template(tokenizer, template.source)  # the model is saved with it
+        with _progress() as progress, naming_template():
             manifest = prepare(
                 options.inputs,
                 options.output,
@@ -196,35 +221,68 @@ def _prepare(arguments: list[str]) -> int:
                 columns=Columns(field=options.field, column=options.column, skip_bad=options.skip_bad),
                 bos=True if options.bos else False if options.no_bos else None,
                 eos=options.eos,
+                task=options.task,
+                template=template,
                 workers=workers,
                 part_bytes=options.shard_mib * MIB,
                 progress=progress,
             )
     shards = manifest.shards
-    documents, tokens, empty, bad = (
-        sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "empty", "bad")
-    )
+    empty, bad = (sum(getattr(shard, name) for shard in shards) for name in ("empty", "bad"))
     print(
-        f"prepared {options.output}: {_count(documents, 'document')}, {_count(tokens, 'token')} of "
-        f"{manifest.vocab_size:,} kinds, {manifest.dtype}, in {_count(len(shards), 'shard')}; "
-        f"{_describe_boundary_tokens(manifest.request)}"
+        f"prepared {options.output}: {_describe_contents(options.output, manifest)} of "
+        f"{manifest.vocab_size:,} kinds, {manifest.dtype}, in {_count(len(shards), 'shard')}"
+        + (f"; {_describe_boundary_tokens(manifest.request)}" if options.task == "pretrain" else "")
     )
+    is_text = options.task == "pretrain"
     skipped = [name for shard in shards for name in shard.skipped]
     if empty or bad or skipped:
         named = f": {printable(', '.join(skipped[:NAMED]))}{', ...' if len(skipped) > NAMED else ''}" if skipped else ""
         print(
-            f"left out {_count(empty, 'empty document')}, {_count(bad, 'bad line')}, "
-            f"{_count(len(skipped), 'file')} not in UTF-8{named}"
+            f"left out {_count(empty, 'empty document' if is_text else 'blank line')}, "
+            f"{_count(bad, 'bad line' if is_text else 'bad record')}, "
+            f"{_count(len(skipped), 'file')} {'not in UTF-8' if is_text else 'without records'}{named}"
         )
     passed = [entry for shard in shards for entry in shard.passed]
     if passed:
         named = printable(", ".join(passed[:NAMED])) + (", ..." if len(passed) > NAMED else "")
         print(f"passed over {len(passed)} {'entry' if len(passed) == 1 else 'entries'}: {named}")
-    print(
-        f"next  {PROGRAM} train --data.path {shlex.quote(str(options.output))}"
-        + ("" if tokenizer.is_bytes else f" --model.vocab-size {manifest.vocab_size}")
-    )
+    output = shlex.quote(str(options.output))
+    if is_text:
+        size = "" if tokenizer.is_bytes else f" --model.vocab-size {manifest.vocab_size}"
+        print(f"next  {PROGRAM} train --data.path {output}{size}")
+    else:
+        print(f"next  {PROGRAM} data show {output}")
+        print(f"      {PROGRAM} train --from FOLDER --task {options.task} --data.path {output}")
     return 0
+
+
+def _check_task(options: PrepareOptions) -> None:
+    """Raises ValueError for options of texts with a task of examples, and the other way round."""
+    if options.task == "pretrain":
+        if options.template is not None:
+            raise ValueError(f"--template {options.template} is for examples; give --task sft, dpo or kto")
+        return
+    text_options = {
+        "--bos": options.bos,
+        "--no-bos": options.no_bos,
+        "--no-eos": not options.eos,
+        f"--field {options.field}": options.field != "text",
+        f"--column {options.column}": options.column is not None,
+    }
+    for name, is_set in text_options.items():
+        if is_set:
+            raise ValueError(f"{name} is for texts, and --task {options.task} reads records of examples; leave it out")
+
+
+def _describe_contents(folder: Path, manifest: Manifest) -> str:
+    """The numbers of documents or examples, and of tokens."""
+    documents, tokens = (sum(getattr(shard, name) for shard in manifest.shards) for name in ("documents", "tokens"))
+    if manifest.task == "pretrain":
+        return f"{_count(documents, 'document')}, {_count(tokens, 'token')}"
+    from ..data.examples.source import open_prepared
+
+    return open_prepared(folder, manifest.task).describe()
 
 
 def _train_tokenizer(arguments: list[str]) -> int:
@@ -269,7 +327,7 @@ def _describe_boundary_tokens(request: dict[str, Any]) -> str:
     return f"each document {' and '.join(parts)}"
 
 
-COMMANDS = {"prepare": _prepare, "train-tokenizer": _train_tokenizer, "verify": _verify}
+COMMANDS = {"prepare": _prepare, "show": show, "train-tokenizer": _train_tokenizer, "verify": _verify}
 
 
 def _check_inputs(inputs: tuple[Path, ...]) -> None:

@@ -105,23 +105,44 @@ def _turns(of_period: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.in
     return sources, numbers
 
 
+class Order:
+    """The order of a run's training samples: every epoch visits each sample of a source once, in an order by the key
+    ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own; `Turns` says which source
+    comes next.
+
+    weights, counts: of each source, its weight and its number of training samples.
+    Raises ValueError as `Turns` does.
+    """
+
+    def __init__(self, weights: Sequence[Fraction], counts: Sequence[int], seed: int) -> None:
+        self._turns = Turns(weights)
+        self._counts, self._seed = counts, seed
+
+    def __call__(self, sample: int) -> tuple[int, int]:
+        """The source of a sample, numbered over the whole run, and the number of the sample within the source."""
+        source, number = self._turns(sample)
+        count = self._counts[source]
+        epoch, number = divmod(number, count)
+        return source, permute(number, count, derive_key(self._seed, "order", source, epoch))
+
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Some rows of a batch. Made by `Batches`."""
+    """Some rows of a batch. Made by `Batches`; `ExampleBatches` makes the subclass `TaskRows`."""
 
     tokens: Tensor  # [rows, T] int64
-    targets: Tensor  # [rows, T] int64
+    targets: Tensor  # [rows, T] int64; -100 where a token is no target
     # Of packed rows, [rows, T] int64; else None. Positions count from 0 at each document's start, or at the row's where
     # the document began earlier. Documents are numbered along a row.
     positions: Tensor | None
     documents: Tensor | None
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """The arguments of `lay_out_batch` by name, without those that are None."""
+        fields = {name: getattr(self, name) for name in Rows.__dataclass_fields__}
         return {name: each for name, each in fields.items() if each is not None}
 
 
@@ -130,9 +151,8 @@ class Batches:
     held-out ones.
 
     A sample is T consecutive tokens; its target is the same run of tokens, a token later. `split` decides which
-    samples are held out, whatever the seed. Every epoch visits each remaining sample once, in an order by the key
-    ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own; `Turns` says which source
-    comes next. A run continues from its step alone.
+    samples are held out, whatever the seed. The remaining samples are in the `Order` of the seed. A run continues from
+    its step alone.
     packed: tokens attend within their own document only, and each document's positions begin at 0.
     Raises ValueError as `check_enough` does, and as `Turns` does for the weights.
     """
@@ -142,8 +162,7 @@ class Batches:
         parts = data.parts if isinstance(data, Mixture) else ((data, Fraction(1)),)
         self._streams = [source.open() for source, _ in parts]
         self._splits = [split(stream, sequence_length) for stream in self._streams]
-        self._turns = Turns([weight for _, weight in parts])
-        self._seed = seed
+        self._order = Order([weight for _, weight in parts], [len(each.trained) for each in self._splits], seed)
         self._held_out = [(number, start) for number, each in enumerate(self._splits) for start in each.held_out]
         self._length = sequence_length
         self._batch_size = batch_size
@@ -172,10 +191,8 @@ class Batches:
         """The source of a training sample, numbered over the whole run, and the place of the sample's first token
         in the source.
         """
-        source, number = self._turns(sample)
-        trained = self._splits[source].trained
-        epoch, number = divmod(number, len(trained))
-        return source, trained.start(permute(number, len(trained), derive_key(self._seed, "order", source, epoch)))
+        source, number = self._order(sample)
+        return source, self._splits[source].trained.start(number)
 
     def _read(self, places: Sequence[tuple[int, int]]) -> Rows:
         T = self._length

@@ -1,81 +1,21 @@
-"""Documents in files of text, JSON, CSV and Parquet, in parts that can be read independently."""
+"""Records and documents in files of text, JSON, CSV and Parquet, in parts that can be read independently."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..terminal import install_command
 from .kinds import BOM, TABLE_DELIMITERS, Kind, kind_of
+from .parquet import read_column, row_groups
 from .text import entries_under
-
-ROWS_AT_ONCE = 256
-BYTES_AT_ONCE = 8 << 20
-AS_CODES = 32 << 20  # row groups up to this number of bytes are read as codes and a table of values
-
-
-def row_groups(file: Path, column: str) -> list[int]:
-    """The bytes of each row group, of all columns together.
-
-    Raises ValueError for a damaged file, a missing column, and a column without text.
-    """
-    opened = _open(file)
-    names = opened.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"{file} has no column {column!r}; give one of {', '.join(names)} with --column")
-    kind = str(opened.schema_arrow.field(column).type)
-    if kind.removeprefix("dictionary<values=").partition(",")[0] not in ("string", "large_string", "string_view"):
-        raise ValueError(f"{file}: column {column!r} is {kind}, not text; give another with --column")
-    return [_group_bytes(opened, group) for group in range(opened.metadata.num_row_groups)]
-
-
-def read_column(file: Path, column: str, groups: list[int]) -> Iterator[str | None]:
-    """The texts of a column in some row groups; None for a null. Raises ValueError for a damaged file.
-
-    Many rows may share a value of the file, and a file of a few hundred bytes can have rows of gigabytes. A small
-    row group is therefore read as codes, with each value in memory once; a larger row group is read in batches of
-    about BYTES_AT_ONCE.
-    """
-    try:
-        for group in groups:
-            opened = _open(file)
-            nbytes, rows = _group_bytes(opened, group), max(opened.metadata.row_group(group).num_rows, 1)
-            if nbytes <= AS_CODES:
-                opened = _open(file, read_dictionary=[column])
-            batch_rows = min(max(BYTES_AT_ONCE * rows // max(nbytes, 1), 1), ROWS_AT_ONCE)
-            for batch in opened.iter_batches(batch_rows, row_groups=[group], columns=[column]):
-                yield from (value.as_py() for value in batch.column(0))
-    except _damages() as error:
-        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}; save it again") from None
-
-
-def _open(file: Path, **options: Any) -> Any:
-    try:
-        return import_module("pyarrow.parquet").ParquetFile(file, memory_map=True, **options)
-    except _damages() as error:
-        raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}; save it again") from None
-
-
-def _damages() -> tuple[type[Exception], ...]:
-    """The errors raised for a damaged file: by the system, by decoding, and the base class of all pyarrow errors."""
-    arrow: type[Exception] = import_module("pyarrow").ArrowException
-    return arrow, ValueError, OSError
-
-
-def _group_bytes(opened: Any, group: int) -> int:
-    """The unpacked bytes of a row group's pages, of all columns together; rows may share a value.
-
-    `RowGroupMetaData.column` would give the bytes of a column alone, and aborts the process for damaged statistics.
-    """
-    return int(opened.metadata.row_group(group).total_byte_size)
-
 
 LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV; the csv module's default is 131,072
 NAMED = 12  # the most fields listed in an error
@@ -97,6 +37,15 @@ class Piece:
 
 
 Part = tuple[Piece, ...]  # read in one go: `prepare` makes one shard of each part
+
+
+def newest_time(parts: Sequence[Part]) -> datetime:
+    """When the newest input was changed, in seconds of UTC: the time that chat templates write into texts.
+
+    Texts then do not depend on when, or by which process, they are made.
+    """
+    newest = max(piece.path.stat().st_mtime_ns for part in parts for piece in part)
+    return datetime.fromtimestamp(newest // 10**9, UTC).replace(tzinfo=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,21 +86,43 @@ def find_parts(
     Raises ValueError for a missing path, for inputs without any text, and for a file of an unknown or damaged kind or
     without the column. With `columns.skip_bad`, these files are left out where the caller named only their folder.
     """
+
+    def pieces_of(file: Path, is_named: bool) -> Iterator[Piece]:
+        return _pieces(file, is_named, columns, part_bytes)
+
+    parts = cut_inputs(inputs, pieces_of, part_bytes, leave_out=leave_out, accepted="text, JSONL or Parquet")
+    if not any(piece.nbytes for part in parts for piece in part):
+        raise ValueError(f"{', '.join(map(str, inputs))} hold no text; give files that do, or folders of them")
+    return parts
+
+
+def cut_inputs(
+    inputs: Sequence[Path],
+    pieces_of: Callable[[Path, bool], Iterable[Piece]],
+    part_bytes: int,
+    *,
+    leave_out: Path | None,
+    accepted: str,
+) -> list[Part]:
+    """The pieces of all files under `inputs`, in order, in parts of about `part_bytes` each.
+
+    pieces_of: called with each file, and whether the caller named it, for the file's pieces.
+    leave_out: a folder within an input that is not read. accepted: the formats that the error for a missing path names.
+    Raises ValueError for a missing path.
+    """
     parts: list[list[Piece]] = [[]]
     part_size = 0
     for path in inputs:
         if not path.exists():
-            raise ValueError(f"{path} does not exist; give files, or folders of them: text, JSONL or Parquet")
+            raise ValueError(f"{path} does not exist; give files, or folders of them: {accepted}")
         entries = entries_under(path, leave_out)
-        pieces = (piece for file in entries.files for piece in _pieces(file, path.is_file(), columns, part_bytes))
+        pieces = (piece for file in entries.files for piece in pieces_of(file, path.is_file()))
         for piece in (*pieces, *(_entry_piece(path, description) for description in entries.passed)):
             if parts[-1] and part_size + piece.nbytes > part_bytes:
                 parts.append([])
                 part_size = 0
             parts[-1].append(piece)
             part_size += piece.nbytes
-    if not any(piece.nbytes for part in parts for piece in part):
-        raise ValueError(f"{', '.join(map(str, inputs))} hold no text; give files that do, or folders of them")
     return [tuple(part) for part in parts]
 
 
@@ -161,11 +132,12 @@ def _entry_piece(path: Path, description: str) -> Piece:
 
 def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> Iterator[Piece]:
     """The pieces of a file, each of about `part_bytes`."""
+    groups: list[int] = []
     try:
-        kind = kind_of(file, columns.field, is_named=is_named)
-        if kind is Kind.PARQUET and find_spec("pyarrow") is None:
-            raise ModuleNotFoundError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
-        groups = row_groups(file, columns.name) if kind is Kind.PARQUET else []
+        kind = kind_of(file, (columns.field,), is_named=is_named)
+        if kind is Kind.PARQUET:
+            check_pyarrow(file)
+            groups = row_groups(file, columns.name)
         if kind is Kind.TABLE:
             _check_table(file, columns.name)
     except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not skip it
@@ -174,6 +146,17 @@ def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> It
         if is_named or not columns.skip_bad:
             raise
         kind = Kind.NONE
+    yield from cut_file(file, kind, is_named, part_bytes, groups)
+
+
+def check_pyarrow(file: Path) -> None:
+    """Raises ModuleNotFoundError, which names the Parquet file to read, where pyarrow is not installed."""
+    if find_spec("pyarrow") is None:
+        raise ModuleNotFoundError(f"pyarrow is not installed, which reads {file}; {install_command('pyarrow')}")
+
+
+def cut_file(file: Path, kind: Kind, is_named: bool, part_bytes: int, groups: Sequence[int]) -> Iterator[Piece]:
+    """The pieces of a file, each of about `part_bytes`. groups: of Parquet, the bytes of each row group."""
     size = file.stat().st_size
     if kind is Kind.PARQUET:
         pieces = [(i, i + 1, nbytes) for i, nbytes in enumerate(groups)]
@@ -212,21 +195,54 @@ def _read(piece: Piece, columns: Columns, left_out: LeftOut) -> Iterable[str]:
         return _read_text(piece, left_out)
     if piece.kind is Kind.PARQUET:
         return (text or "" for text in read_column(piece.path, columns.name, list(range(piece.start, piece.stop))))
-    records = {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece, columns)
-    return _checked_texts(piece.path, records, columns, left_out)
+    return _texts_of(read_records(piece), columns, left_out)
 
 
-def _checked_texts(
-    path: Path, records: Iterable[tuple[str, str | _BadRecord]], columns: Columns, left_out: LeftOut
-) -> Iterator[str]:
-    """The texts of pairs (place, text). A record without text is counted under skip_bad; else raises ValueError."""
-    for place, text in records:
+def _texts_of(records: Iterable[tuple[Place, Any]], columns: Columns, left_out: LeftOut) -> Iterator[str]:
+    """The texts of records. A record without text is counted under skip_bad; else raises ValueError."""
+    for place, record in records:
+        is_table = place.unit == "row"
+        text = _field_of(record, columns.name if is_table else columns.field)
         if isinstance(text, str):
             yield text
         elif columns.skip_bad:
             left_out.bad += 1
         else:
-            raise ValueError(f"{path}: {place} {text.problem}; mend the record, or skip bad records with --skip-bad")
+            byte = "" if place.byte is None else f", at byte {place.byte},"
+            raise ValueError(f"{place}{byte} {text.problem}; mend the record, or skip bad records with --skip-bad")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is, for errors: printed as "pairs.jsonl: line 7"."""
+
+    path: Path
+    unit: str  # "line", "item" of a list, "row" of a table
+    number: int | None  # counted from 1; None for lines, which are counted when the place is printed
+    byte: int | None = None  # of lines: the first byte of the line
+
+    def __str__(self) -> str:
+        number = _line_number(self.path, self.byte or 0) if self.number is None else self.number
+        return f"{self.path}: {self.unit} {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be read, or that has no usable text."""
+
+    problem: str
+
+
+BLANK = BadRecord("is blank")  # a blank line
+
+
+def read_records(piece: Piece) -> Iterator[tuple[Place, Any]]:
+    """The records of a piece of JSON lines, of a list of JSON, or of a table, with their places.
+
+    A record is any value of JSON; a `BadRecord`, such as `BLANK`; and of a table a dict of texts.
+    Raises ValueError for a list and a table that cannot be read.
+    """
+    return {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece)
 
 
 def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
@@ -239,15 +255,13 @@ def _read_text(piece: Piece, left_out: LeftOut) -> Iterator[str]:
         left_out.skipped.append(str(piece.path))
 
 
-def _read_lines(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _BadRecord]]:
+def _read_lines(piece: Piece) -> Iterator[tuple[Place, Any]]:
     with piece.path.open("rb") as file:
         if piece.start:  # a line across the boundary belongs to the previous piece
             file.seek(piece.start - 1)
             file.readline()
-        while (place := file.tell()) < piece.stop and (line := file.readline()):
-            text = _text_of(line if place else line.removeprefix(BOM), columns.field)
-            place_text = "" if isinstance(text, str) else f"line {_line_number(piece.path, place)}, at byte {place},"
-            yield place_text, text
+        while (byte := file.tell()) < piece.stop and (line := file.readline()):
+            yield Place(piece.path, "line", None, byte), _parse_line(line if byte else line.removeprefix(BOM))
 
 
 def _line_number(path: Path, place: int) -> int:
@@ -260,7 +274,7 @@ def _line_number(path: Path, place: int) -> int:
     return number
 
 
-def _read_list(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _BadRecord]]:
+def _read_list(piece: Piece) -> Iterator[tuple[Place, Any]]:
     try:
         records = json.loads(piece.path.read_bytes().removeprefix(BOM).decode())
     except UnicodeDecodeError as error:
@@ -268,7 +282,7 @@ def _read_list(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _Bad
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{piece.path} begins as a list of objects, and is not JSON: {error}; mend it") from None
     for number, record in enumerate(records, 1):
-        yield f"item {number}", _field_of(record, columns.field)
+        yield Place(piece.path, "item", number), record
 
 
 def _open_table(path: Path) -> Any:
@@ -284,8 +298,7 @@ def _check_table(path: Path, column: str) -> None:
     names = next(_rows(path), [])
     if names.count(column) != 1:
         description = "no column" if column not in names else f"{names.count(column)} columns"
-        listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        raise ValueError(f"{path} has {description} {column!r}; give one of {listed} with --column")
+        raise ValueError(f"{path} has {description} {column!r}; give one of {list_names(names)} with --column")
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
@@ -297,54 +310,57 @@ def _rows(path: Path) -> Iterator[list[str]]:
         raise ValueError(f"{path} is no table of comma- or tab-separated values: {error}; save it again") from None
 
 
-def _read_table(piece: Piece, columns: Columns) -> Iterator[tuple[str, str | _BadRecord]]:
+def _read_table(piece: Piece) -> Iterator[tuple[Place, Any]]:
     rows = _rows(piece.path)
     names = next(rows, [])
     for number, row in enumerate(rows, 1):
-        if not row:  # a blank line
-            yield "", ""
+        place = Place(piece.path, "row", number)
+        if not row:
+            yield place, BLANK
         elif len(row) != len(names):
-            yield f"row {number}", _BadRecord(f"has {len(row)} values, and there are {len(names)} columns")
+            yield place, BadRecord(f"has {len(row)} values, and there are {len(names)} columns")
         else:
-            yield f"row {number}", row[names.index(columns.name)]
+            yield place, dict(zip(names, row, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _BadRecord:
-    """A record without a usable text."""
-
-    problem: str
-
-
-def _text_of(line: bytes, field: str) -> str | _BadRecord:
+def _parse_line(line: bytes) -> Any:
+    """The value of a line of JSON; a `BadRecord` for a line that is blank or not JSON."""
     if not line.strip():
-        return ""
+        return BLANK
     try:
-        record = json.loads(line.decode())
+        return json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return _BadRecord(f"is not UTF-8 (its byte {error.start})")
+        return BadRecord(f"is not UTF-8 (its byte {error.start})")
     except (ValueError, RecursionError):
-        return _BadRecord("is not JSON")
-    return _field_of(record, field)
+        return BadRecord("is not JSON")
 
 
-def _field_of(record: Any, field: str) -> str | _BadRecord:
+def _field_of(record: Any, field: str) -> str | BadRecord:
+    """The text of a record's field; empty for a blank line; a `BadRecord` for a record without a text there."""
+    if isinstance(record, BadRecord):
+        return "" if record is BLANK else record
     if not isinstance(record, dict):
-        return _BadRecord(f"has no field {field!r}: it is {_type_name(record)}, not an object")
+        return BadRecord(f"has no field {field!r}: it is {type_name(record)}, not an object")
     if field not in record:
-        names = ", ".join(list(map(str, record))[:NAMED]) + (", ..." if len(record) > NAMED else "")
-        return _BadRecord(
+        names = list_names(list(map(str, record)))
+        return BadRecord(
             f"has no field {field!r}" + (f" (it has {names}: name one with --field)" if record else ", nor another")
         )
     text = record[field]
     if not isinstance(text, str):
-        return _BadRecord(f"has no text in its field {field!r}, but {_type_name(text)}")
+        return BadRecord(f"has no text in its field {field!r}, but {type_name(text)}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON may escape half of a surrogate pair, which is no character
-        return _BadRecord(f"has half a surrogate pair in its field {field!r}")
+        return BadRecord(f"has half a surrogate pair in its field {field!r}")
     return text
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """The name of a value's type, for errors; "null" for None."""
     return "null" if value is None else type(value).__name__
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first names of fields, for errors."""
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 
@@ -42,13 +43,14 @@ class Kind(Enum):
     NONE = "none"  # not text
 
 
-def kind_of(file: Path, field: str, *, is_named: bool) -> Kind:
+def kind_of(file: Path, fields: Collection[str], *, is_named: bool) -> Kind:
     """The kind of a file, by its suffix in any capitals: JSON lines, JSON, CSV, TSV, Parquet, plain text.
 
     A file of another suffix is text, unless the first bytes are those of a binary format or of JSON.
-    field: the field that holds a record's text. An object alone in a file is a record if the object has this field.
+    fields: the fields of records, such as the field with the text. An object alone in a file is a record if the object
+        has one of these fields.
     is_named: whether the caller named the file; otherwise the file is in a named folder. In a folder, a file without
-        text is `Kind.NONE`, and an object without the field, such as a program's settings, is text.
+        text is `Kind.NONE`, and an object without these fields, such as a program's settings, is text.
     Raises ValueError for a named file without text or records, and for records of JSON under the suffix of another
     kind.
     """
@@ -67,7 +69,7 @@ def kind_of(file: Path, field: str, *, is_named: bool) -> Kind:
         return Kind.LINES if suffix in LINES_SUFFIXES else Kind.TABLE
     if suffix in TEXT_SUFFIXES:
         return Kind.TEXT
-    records, is_json = _records(file, field)
+    records, is_json = _records(file, fields)
     if suffix == ".json" and records is not None:
         return records
     if records is not None or (is_named and (is_json or (suffix == ".json" and head.strip()))):
@@ -93,7 +95,7 @@ def _not_text(head: bytes) -> tuple[str, str] | None:
     return None
 
 
-def _records(file: Path, field: str) -> tuple[Kind | None, bool]:
+def _records(file: Path, fields: Collection[str]) -> tuple[Kind | None, bool]:
     """The kind of a file with records of JSON, or None; and whether the file begins as JSON does."""
     with file.open("rb") as opened:
         head = opened.read(HEAD_BYTES).removeprefix(BOM).lstrip()
@@ -109,7 +111,9 @@ def _records(file: Path, field: str) -> tuple[Kind | None, bool]:
         record = json.loads(first.removeprefix(BOM))
     except (ValueError, RecursionError):  # an object of several lines, or none
         return None, True
-    return (Kind.LINES if second.startswith(b"{") or (not second and field in record) else None), True
+    return (
+        Kind.LINES if second.startswith(b"{") or (not second and any(field in record for field in fields)) else None
+    ), True
 
 
 def _line(opened: object) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..documents import as_type, check_plain_name, parse_json, read_plain
+from .examples.example import SEGMENTS, Task
 from .tokenizer import TOKENIZER_FILE, Tokenizer
 
 MANIFEST = "manifest.json"
@@ -24,12 +25,17 @@ VERSION = 1
 READ_BYTES = 1 << 20
 ANEW = "remove the folder and prepare it again"  # a folder with a manifest counts as complete and is not made again
 TOKENS = {"uint16": 2**16, "uint32": 2**32}  # the number of values of each dtype
+# The files of a shard by task: those of FILES from the first on.
+FILES = ("tokens", "documents", "masks", "labels")
+_NUM_FILES = {"pretrain": 2, "sft": 3, "dpo": 3, "kto": 4}
 _COUNTS = ("tokens", "documents", "empty")  # counts of shards whose sums are in the manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Some documents in two files: the tokens; and the end of each document, as 64-bit numbers.
+    """Some documents in files: the tokens; and the end of each document, as 64-bit numbers. Examples have a document
+    for each segment, and a file of masks, a byte a token (1: learned); those of kto a file of labels, a byte an
+    example (1: desirable).
 
     Left-out input is counted here, and is not among the documents.
     """
@@ -37,7 +43,7 @@ class Shard:
     number: int
     tokens: int
     documents: int
-    sha256: tuple[str, str]  # of the two files
+    sha256: tuple[str, ...]  # of the files
     empty: int  # documents without text
     skipped: tuple[str, ...]  # files without text
     bad: int  # records left out
@@ -45,19 +51,32 @@ class Shard:
     passed: tuple[str, ...] = ()  # entries of folders that are no files
 
     @property
-    def names(self) -> tuple[str, str]:
-        """The names of the file of tokens and of the file of documents' ends."""
-        return f"tokens-{self.number:05}.bin", f"documents-{self.number:05}.bin"
+    def names(self) -> tuple[str, ...]:
+        """The names of the files: of tokens, of documents' ends, of masks, of labels, as far as the shard has them."""
+        return tuple(f"{name}-{self.number:05}.bin" for name in FILES[: len(self.sha256)])
+
+    def check_files(self, task: Task) -> None:
+        """Raises ValueError where the number of files, or of documents, is not that of a shard of the task."""
+        if len(self.sha256) != num_files(task):
+            raise ValueError(f"has {len(self.sha256)} checksums, and a shard of {task} has {num_files(task)} files")
+        if self.documents % SEGMENTS.get(task, 1):
+            raise ValueError(f"has {self.documents} documents, and an example of {task} has {SEGMENTS[task]}")
 
     def check_sizes(self, folder: Path, dtype: str) -> None:
         """Raises ValueError where a file is missing, or its size contradicts the counts. dtype: of tokens."""
         width = int(dtype.removeprefix("uint")) // 8
-        for name, size in zip(self.names, (self.tokens * width, self.documents * 8), strict=True):
+        sizes = (self.tokens * width, self.documents * 8, self.tokens, self.documents // SEGMENTS["kto"])
+        for name, size in zip(self.names, sizes, strict=False):
             file = folder / name
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 what = "is missing" if found is None else f"has {found} bytes, and the manifest says {size}"
                 raise ValueError(f"{file} {what}; copy it again, or {ANEW}")
+
+
+def num_files(task: Task) -> int:
+    """The number of files of a shard."""
+    return _NUM_FILES[task]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +91,7 @@ class Manifest:
     # All that determines the shards' bytes: the arguments of `prepare`, and versions. Under "tokenizer": the SHA-256 of
     # each file of the tokenizer, by the file's name.
     request: dict[str, Any]
+    task: Task = "pretrain"  # older manifests name none
 
     def write(self, folder: Path) -> None:
         """Write the file, complete or not at all."""
@@ -136,6 +156,8 @@ def check_request(request: Mapping[str, Any]) -> None:
     if TOKENIZER_FILE not in names:
         raise ValueError(f"{where}.tokenizer has no {TOKENIZER_FILE!r}")
     as_type(tuple[str, ...], request.get("inputs", []), f"{where}.inputs")
+    for name in ("task", "template"):  # of examples
+        as_type(str, request.get(name, ""), f"{where}.{name}")
     for name in ("before_each", "after_each"):  # older requests have neither
         as_type(tuple[int, ...], request.get(name, []), f"{where}.{name}")
 
@@ -149,6 +171,8 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
         return f"dtype is {manifest.dtype[:60]!r}, and {' and '.join(TOKENS)} are known"
     if not 0 < manifest.vocab_size <= TOKENS[manifest.dtype]:
         return f"vocab_size is {manifest.vocab_size}, and {manifest.dtype} has 1 to {TOKENS[manifest.dtype]}"
+    if manifest.task not in _NUM_FILES:
+        return f"task is {manifest.task[:60]!r}, and {', '.join(_NUM_FILES)} are known"
     boundary = [*manifest.request.get("before_each", ()), manifest.end, *manifest.request.get("after_each", ())]
     if outside := [token for token in boundary if not 0 <= token < manifest.vocab_size]:
         return f"token {outside[0]} stands around documents, and vocab_size is {manifest.vocab_size}"
@@ -157,6 +181,10 @@ def _contradiction(manifest: Manifest, sums: Mapping[str, Any]) -> str | None:
             return f"shards[{place}] has the number {shard.number}"
         if not 0 <= shard.documents <= shard.tokens or (shard.tokens and not shard.documents):
             return f"shards[{place}] has {shard.documents} documents of {shard.tokens} tokens"
+        try:
+            shard.check_files(manifest.task)
+        except ValueError as error:
+            return f"shards[{place}] {error}"
         if least := [name for name in ("empty", "bad") if getattr(shard, name) < 0]:
             return f"shards[{place}] has {getattr(shard, least[0])} as {least[0]}"
     for name in _COUNTS:

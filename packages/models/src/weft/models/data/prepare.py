@@ -15,32 +15,34 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..documents import as_type
 from ..processes import ProcessFailed, run_together
 from ..versions import versions
-from .inputs import Columns, LeftOut, Part, find_parts, read_part
+from .contents import Contents, Texts, Unusable
+from .inputs import Columns, LeftOut, Part, newest_time
 from .manifest import (
     MANIFEST,
     TOKENIZER_FOLDER,
-    BoundaryTokens,
     Manifest,
     Shard,
     boundary_tokens,
     check_request,
     digest_of,
-    finish,
     read_manifest,
     read_record,
     write_record,
     write_whole,
 )
-from .text import first_words
+from .shards import write_shard
 from .tokenizer import TOKENIZER_FILE, Tokenizer
 
+if TYPE_CHECKING:
+    from .examples.example import Task
+    from .examples.template import ChatTemplate
+
 PART_BYTES = 64 << 20  # input for a shard: some 30 MB of tokens, for which a process needs about 1 GB of memory
-TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
 PROGRESS = "progress.json"
 UNUSABLE, STOPPED = 3, 4  # exit statuses of a worker process: input that cannot be used; output that cannot be written
 POLL_SECONDS = 0.2
@@ -53,9 +55,8 @@ class _Job:
     """The arguments of a preparation, sent to every worker process."""
 
     parts: tuple[Part, ...]
-    columns: Columns
+    contents: Contents
     tokenizer: Tokenizer
-    boundary: BoundaryTokens  # the tokens around each document
     dtype: str  # of tokens
     output: Path
     request: str  # the digest of the request and of the inputs' modification times
@@ -69,6 +70,8 @@ def prepare(
     columns: Columns | None = None,
     bos: bool | None = None,
     eos: bool = True,
+    task: Task = "pretrain",
+    template: ChatTemplate | None = None,
     workers: int = 1,
     part_bytes: int = PART_BYTES,
     progress: Progress = lambda done, total: None,
@@ -79,24 +82,24 @@ def prepare(
     manifest is complete. Documents without text, and files of a folder without text, are left out and counted. An
     output folder within an input is not read as input.
     bos, eos: the tokens around each document, see `boundary_tokens`; kept in the manifest's request.
+    task: of other tasks than pretrain the inputs are records of examples, of which `columns` gives skip_bad alone; of
+        columns, bos and eos nothing else counts. template: the chat template of messages.
     workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard its
         main module.
     part_bytes: bytes of input for each shard, about. progress: called while inputs are read; see `Progress`.
     Raises ValueError for unusable input, for an output that holds something else or that another process is
     preparing, and where the output cannot be written.
     """
-    columns = columns or Columns()
-    parts = find_parts(inputs, columns, part_bytes, leave_out=output)
-    boundary = boundary_tokens(tokenizer, bos=bos, eos=eos)
-    request = _request(inputs, parts, columns, tokenizer, boundary, part_bytes)
+    contents = _contents(task, tokenizer, columns or Columns(), bos, eos, template)
+    parts = contents.find_parts(inputs, part_bytes, output)
+    request = _request(inputs, parts, contents, tokenizer, part_bytes)
     times = [piece.path.stat().st_mtime_ns for part in parts for piece in part]
     expected_progress = {"request": request, "modified": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     job = _Job(
         parts=tuple(parts),
-        columns=columns,
+        contents=contents.dated(newest_time(parts)),
         tokenizer=tokenizer,
-        boundary=boundary,
         dtype=dtype,
         output=output,
         request=digest_of(expected_progress),
@@ -106,7 +109,7 @@ def prepare(
             if manifest is None:
                 try:
                     _make_shards(job, workers, progress)
-                except _Unusable:
+                except Unusable:
                     shutil.rmtree(output)  # no command could continue this folder
                     raise
                 manifest = _finish(job, request)
@@ -118,13 +121,18 @@ def prepare(
     return manifest
 
 
+def _contents(
+    task: Task, tokenizer: Tokenizer, columns: Columns, bos: bool | None, eos: bool, template: ChatTemplate | None
+) -> Contents:
+    if task == "pretrain":
+        return Texts(columns, boundary_tokens(tokenizer, bos=bos, eos=eos), tokenizer)
+    from .examples.contents import Records
+
+    return Records(task, tokenizer, template, columns.skip_bad)
+
+
 def _request(
-    inputs: Sequence[Path],
-    parts: Sequence[Part],
-    columns: Columns,
-    tokenizer: Tokenizer,
-    boundary: BoundaryTokens,
-    part_bytes: int,
+    inputs: Sequence[Path], parts: Sequence[Part], contents: Contents, tokenizer: Tokenizer, part_bytes: int
 ) -> dict[str, Any]:
     """All that determines the bytes of the result."""
     pieces = [
@@ -133,11 +141,9 @@ def _request(
     return {
         "inputs": [str(path) for path in inputs],
         "pieces": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
-        **asdict(columns),
+        **contents.request(),
         "part_bytes": part_bytes,
         "end": tokenizer.end,
-        "before_each": list(boundary.begin),
-        "after_each": list(boundary.end),
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files},
         "versions": {
             "weft-models": versions()["weft-models"],
@@ -251,7 +257,7 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
         except ProcessFailed as failure:
             if failure.status not in (UNUSABLE, STOPPED):
                 raise
-            kind = _Unusable if failure.status == UNUSABLE else ValueError
+            kind = Unusable if failure.status == UNUSABLE else ValueError
             raise kind((folder / "error").read_text(encoding="utf-8")) from None
         finally:
             ended.set()
@@ -273,84 +279,29 @@ def _make_missing_shards(rank: int, job: _Job, missing: Sequence[int], folder: s
             continue
         try:
             _make_shard(job, number, report)
-        except (_Unusable, OSError) as error:
+        except (Unusable, OSError) as error:
             message = error if isinstance(error, ValueError) else _write_error(job.output, error)
             (Path(folder) / "error").write_text(str(message), encoding="utf-8")
-            sys.exit(UNUSABLE if isinstance(error, _Unusable) else STOPPED)
+            sys.exit(UNUSABLE if isinstance(error, Unusable) else STOPPED)
         read += sum(piece.nbytes for piece in job.parts[number])
 
 
 def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
-    """Write the two files of a part, and last the record that they are complete."""
-    import numpy as np
-
+    """Write the files of a part, and last the record that they are complete."""
     part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0, passed=[])
-    size, read, prompt, num_tokens = sum(piece.nbytes for piece in part), 0, "", 0
-    ends: list[int] = []
-    digest = hashlib.sha256()
-    dtype = np.dtype(job.dtype).newbyteorder("<")
-    begin, end = (np.array(each, dtype=dtype).tobytes() for each in (job.boundary.begin, job.boundary.end))
-    num_boundary_tokens = len(job.boundary.begin) + len(job.boundary.end)
-    shard = Shard(number=number, tokens=0, documents=0, sha256=("", ""), empty=0, skipped=(), bad=0, prompt="")
-    names = [job.output / name for name in shard.names]
-    partial = names[0].with_name(f".{names[0].name}.partial-{os.getpid()}")
-    with partial.open("wb") as file:
-        for texts in _batch_texts(_translate_errors(read_part(part, job.columns, left_out))):
-            prompt = prompt or next(filter(None, map(first_words, texts)), "")
-            for tokens in job.tokenizer.encode_each(texts):
-                if not len(tokens) + num_boundary_tokens:  # a text without tokens
-                    left_out.empty += 1
-                    continue
-                token_array = np.frombuffer(tokens, dtype=np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
-                for encoded in (begin, token_array.astype(dtype).tobytes(), end):
-                    digest.update(encoded)
-                    file.write(encoded)
-                num_tokens += len(tokens) + num_boundary_tokens
-                ends.append(num_tokens)
-            read += sum(map(len, texts))
-            report(min(read, size))
-        finish(file, names[0])
-    index = np.array(ends, dtype="<u8").tobytes()
-    write_whole(names[1], index)
-    record = Shard(
-        number=number,
-        tokens=num_tokens,
-        documents=len(ends),
-        sha256=(digest.hexdigest(), hashlib.sha256(index).hexdigest()),
-        empty=left_out.empty,
-        skipped=tuple(left_out.skipped),
-        bad=left_out.bad,
-        passed=tuple(left_out.passed),
-        prompt=prompt,
+    size = sum(piece.nbytes for piece in part)
+    entries = job.contents.entries(part, left_out)
+    record = write_shard(
+        job.output,
+        number,
+        entries,
+        left_out,
+        task=job.contents.task,
+        dtype=job.dtype,
+        report=lambda read: report(min(read, size)),
     )
     write_record(_record(job.output, number), {"of": job.request, "shard": asdict(record)})
     report(size)
-
-
-class _Unusable(ValueError):
-    """Input that cannot be used."""
-
-
-def _translate_errors(texts: Iterator[str]) -> Iterator[str]:
-    """The texts. A ValueError about the input becomes an `_Unusable`."""
-    try:
-        yield from texts
-    except ValueError as error:
-        raise _Unusable(str(error)) from None
-
-
-def _batch_texts(texts: Iterator[str]) -> Iterator[list[str]]:
-    """The texts in lists of about TEXTS_AT_ONCE characters."""
-    batch: list[str] = []
-    num_chars = 0
-    for text in texts:
-        batch.append(text)
-        num_chars += len(text)
-        if num_chars >= TEXTS_AT_ONCE:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
 
 
 def _record(output: Path, number: int) -> Path:
@@ -365,6 +316,7 @@ def _finished_shard(job: _Job, number: int) -> Shard | None:
         return None
     try:
         shard = as_type(Shard, record.get("shard"), "the record")
+        shard.check_files(job.contents.task)
         shard.check_sizes(job.output, job.dtype)
     except ValueError:
         return None
@@ -378,12 +330,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> Manifest:
         raise ValueError(f"{job.output} was changed while it was made; the same command goes on")
     if not sum(shard.documents for shard in shards):
         shutil.rmtree(job.output)
-        skipped = sum(len(shard.skipped) for shard in shards)
-        raise ValueError(
-            f"{', '.join(request['inputs'])} hold no text: {sum(shard.empty for shard in shards)} empty documents, "
-            f"{skipped} files that are not UTF-8, {sum(shard.bad for shard in shards)} lines without text; give files "
-            f"with text"
-        )
+        raise ValueError(_describe_nothing(request["inputs"], shards, job.contents.task))
     folder = job.output / TOKENIZER_FOLDER
     folder.mkdir(exist_ok=True)
     for name, content in job.tokenizer.files:
@@ -393,8 +340,24 @@ def _finish(job: _Job, request: dict[str, Any]) -> Manifest:
         vocab_size=job.tokenizer.vocab_size,
         end=job.tokenizer.end,
         tokenizer=job.tokenizer.sha256,
+        task=job.contents.task,
         shards=tuple(shards),
         request=request,
     )
     manifest.write(job.output)
     return read_manifest(job.output)
+
+
+def _describe_nothing(inputs: Sequence[str], shards: Sequence[Shard], task: Task) -> str:
+    """An error for inputs without a document, or without an example."""
+    empty, bad = (sum(getattr(shard, name) for shard in shards) for name in ("empty", "bad"))
+    skipped = sum(len(shard.skipped) for shard in shards)
+    if task != "pretrain":
+        return (
+            f"{', '.join(inputs)} hold no example of {task}: {empty} blank lines, {skipped} files without records, "
+            f"{bad} bad records; give files of records"
+        )
+    return (
+        f"{', '.join(inputs)} hold no text: {empty} empty documents, {skipped} files that are not UTF-8, {bad} lines "
+        f"without text; give files with text"
+    )

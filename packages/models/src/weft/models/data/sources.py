@@ -15,7 +15,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, check_tokenizer, read_manifest
+from .manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, Shard, check_tokenizer, read_manifest
 from .text import Corpus, find_corpus
 from .tokenizer import Tokenizer, find_tokenizer
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .byte_tokens import BYTE_END
 from .inputs import Columns, LeftOut, Part, find_parts, read_part
 from .kinds import Kind, kind_of
 from .text import BytesOfText, entries_under, first_words
-from .tokenizer import BYTE_END
 
 if TYPE_CHECKING:
     from .streams import RecordStream
@@ -75,7 +75,7 @@ def holds_records(path: Path) -> bool:
     Raises ValueError as `kind_of` does.
     """
     found = entries_under(path).files
-    kinds = {kind_of(file, COLUMNS.field, is_named=path.is_file()) for file in found}
+    kinds = {kind_of(file, (COLUMNS.field,), is_named=path.is_file()) for file in found}
     return bool(kinds - {Kind.TEXT, Kind.NONE})
 
 
@@ -134,6 +134,8 @@ class Source(Protocol):
     def tokenizer(self) -> Tokenizer: ...
     @property
     def is_prepared(self) -> bool: ...  # whether the tokens come from token shards, not from text
+    @property
+    def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]: ...  # of prepared data, each with its folder
     def open(self) -> Stream:
         """The tokens, read on demand."""
         ...
@@ -186,6 +188,11 @@ class Prepared:
     def is_prepared(self) -> bool:
         """True: the tokens come from token shards."""
         return True
+
+    @property
+    def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]:
+        """The shards, each with the folder and its manifest."""
+        return [(self.folder, shard, self.manifest) for shard in self.manifest.shards]
 
     def open(self) -> ShardStream:
         """The tokens, memory-mapped."""
@@ -258,6 +265,21 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
     """
     if not mixture:
         return _find(path)
+    parts = [(_find(name), weight) for name, weight in parse_mixture(path, mixture)]
+    first = parts[0][0]
+    for source, _ in parts[1:]:
+        if source.tokenizer.sha256 != first.tokenizer.sha256:
+            raise ValueError(
+                f"data.mixture: {source.name} and {first.name} have different tokenizers; prepare both with one"
+            )
+    return Mixture(tuple(parts))
+
+
+def parse_mixture(path: Path | None, mixture: Sequence[str]) -> list[tuple[Path, Fraction]]:
+    """The names and weights of a mixture given as "books=0.7".
+
+    Raises ValueError for a bad weight, and where `path` is given as well.
+    """
     if path is not None:
         raise ValueError(f"data.path {path} and data.mixture are both given; give one of the two")
     parts = []
@@ -271,14 +293,8 @@ def find_data(path: Path | None, mixture: Sequence[str] = ()) -> Data:
             raise ValueError(
                 f"{item!r} in data.mixture is not FOLDER=WEIGHT with a weight above 0; write it like books=0.7"
             )
-        parts.append((_find(Path(name)), weight))
-    first = parts[0][0]
-    for source, _ in parts[1:]:
-        if source.tokenizer.sha256 != first.tokenizer.sha256:
-            raise ValueError(
-                f"data.mixture: {source.name} and {first.name} have different tokenizers; prepare both with one"
-            )
-    return Mixture(tuple(parts))
+        parts.append((Path(name), weight))
+    return parts
 
 
 def check_share(data: Data, share: int, shares: int) -> int:
@@ -286,12 +302,7 @@ def check_share(data: Data, share: int, shares: int) -> int:
 
     Raises ValueError as `check_shard` does.
     """
-    shards = [
-        (each.folder, shard, each.manifest)
-        for each in _sources_of(data)
-        if isinstance(each, Prepared)
-        for shard in each.manifest.shards
-    ]
+    shards = [each for source in _sources_of(data) for each in source.shards]
     from .verify import check_shard  # imported here because numpy takes a tenth of a second
 
     nbytes = 0
@@ -314,6 +325,17 @@ def _find(path: Path | None) -> Corpus | Records | Prepared:
         return find_corpus(path)
     if not (lexists(path / MANIFEST) or any(path.glob("tokens-*.bin"))):
         return find_records(path) if holds_records(path) else find_corpus(path)
+    found = find_prepared(path)
+    if found.manifest.task != "pretrain":
+        raise ValueError(f"{path} was prepared for --task {found.manifest.task}; give --task {found.manifest.task}")
+    return found
+
+
+def find_prepared(path: Path) -> Prepared:
+    """A folder made by `weft data prepare`, of any task.
+
+    Raises ValueError as `read_manifest` and `check_tokenizer` do.
+    """
     manifest = read_manifest(path)
     check_tokenizer(path, manifest)
     tokenizer = find_tokenizer(path / TOKENIZER_FOLDER)
@@ -354,7 +376,16 @@ def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
     return warnings
 
 
-def check_vocabulary(data: Data, size: int) -> None:
+class Tokenized(Protocol):
+    """Data of any kind, of texts or of examples."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
+def check_vocabulary(data: Tokenized, size: int) -> None:
     """Raises ValueError for a model whose vocabulary of `size` tokens lacks some of the data's tokens."""
     tokenizer = data.tokenizer
     if size < tokenizer.vocab_size:

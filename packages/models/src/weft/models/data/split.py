@@ -62,12 +62,12 @@ def split(stream: Stream, length: int) -> Split:
     num_places = max(1, min(HELD_OUT_MOST, count // HELD_OUT_PART))
     runs = _held_out_runs(stream, length, num_places)
     if runs is None:
-        held_out = [number * length for number in _even_middles(num_places, count)]
+        held_out = [number * length for number in even_middles(num_places, count)]
         runs = [(start, start + length) for start in held_out]
         last = count * length
         return Split(Samples([(start, stop + 1) for start, stop in _complement(runs, last)], length), held_out)
     samples = Samples(runs, length)
-    held_out = [samples.start(number) for number in _even_middles(min(HELD_OUT_MOST, len(samples)), len(samples))]
+    held_out = [samples.start(number) for number in even_middles(min(HELD_OUT_MOST, len(samples)), len(samples))]
     return Split(Samples(_complement(runs, stream.num_tokens), length), held_out)
 
 
@@ -79,7 +79,7 @@ def _held_out_runs(stream: Stream, length: int, num_places: int) -> Runs | None:
     """
     while num_places:
         runs: Runs = []
-        for place in _even_middles(num_places, stream.num_tokens):
+        for place in even_middles(num_places, stream.num_tokens):
             start = stream.document_start(place)
             stop = int(stream.document_ends(start, min(start + length + 1, stream.num_tokens))[-1])
             if runs and start < runs[-1][1]:
@@ -102,6 +102,6 @@ def _complement(runs: Runs, stop: int) -> Runs:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _even_middles(number: int, count: int) -> list[int]:
+def even_middles(number: int, count: int) -> list[int]:
     """The middles of `number` even parts of 0 .. count - 1."""
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .byte_tokens import BYTE_END
 from .kinds import BOM
 from .manifest import ANEW, Shard
-from .tokenizer import BYTE_END
 
 OPEN_SHARDS = 256  # memory-mapped at once; Linux allows a process 65,530 maps
 CHECKED_AT_ONCE = 1 << 20  # tokens that `ShardStream.check` reads into memory together
@@ -124,12 +124,12 @@ class ShardStream:
         self._shards = [shard for shard in shards if shard.tokens]
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = np.cumsum([shard.tokens for shard in self._shards])
-        self._map = lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
+        self.map = lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)  # the tokens and the documents' ends of a shard
 
     def check(self) -> None:
         """Read all shards, for `weft data verify` and the check when a run begins. Raises ValueError as reads do."""
         for number in range(len(self._shards)):
-            tokens, _ = self._map(number)
+            tokens, _ = self.map(number)
             for start in range(0, len(tokens), CHECKED_AT_ONCE):
                 self._check_tokens(number, tokens[start : start + CHECKED_AT_ONCE])
 
@@ -142,7 +142,7 @@ class ShardStream:
         """The tokens [start, stop)."""
         parts = []
         for number, first in self._overlapping_shards(start, stop):
-            tokens = self._map(number)[0][max(start - first, 0) : stop - first]
+            tokens = self.map(number)[0][max(start - first, 0) : stop - first]
             self._check_tokens(number, tokens)
             parts.append(tokens.astype(np.int64))
         return np.concatenate(parts)
@@ -151,7 +151,7 @@ class ShardStream:
         """The ends of the documents overlapping the tokens [start, stop); see `Stream`."""
         parts = []
         for number, first in self._overlapping_shards(start, stop):
-            ends = self._map(number)[1]
+            ends = self.map(number)[1]
             last = min(stop, int(self._ends[number])) - first
             parts.append(_overlapping_ends(ends, max(start - first, 0), last) + first)
         return np.concatenate(parts)
@@ -159,7 +159,7 @@ class ShardStream:
     def document_start(self, position: int) -> int:
         """The place where the document of the token at `position` begins."""
         ((number, first),) = self._overlapping_shards(position, position + 1)
-        ends = self._map(number)[1]
+        ends = self.map(number)[1]
         before = int(np.searchsorted(ends, position - first, side="right"))
         return first + (int(ends[before - 1]) if before else 0)
 
@@ -173,7 +173,7 @@ class ShardStream:
 
     def _map_shard(self, number: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]:
         shard = self._shards[number]
-        tokens, documents = (self._folder / name for name in shard.names)
+        tokens, documents = (self._folder / name for name in shard.names[:2])
         ends = np.memmap(documents, dtype="<u8", mode="r", shape=(shard.documents,))
         if not ends[0] or ends[-1] != shard.tokens or not (ends[1:] > ends[:-1]).all():
             raise ValueError(

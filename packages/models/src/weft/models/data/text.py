@@ -15,6 +15,7 @@ from .kinds import BOM, Kind, kind_of
 from .tokenizer import Tokenizer, byte_tokenizer
 
 if TYPE_CHECKING:
+    from .manifest import Manifest, Shard
     from .streams import TextStream
 
 
@@ -37,6 +38,11 @@ class BytesOfText:
     def is_prepared(self) -> bool:
         """False: the tokens come from text."""
         return False
+
+    @property
+    def shards(self) -> tuple[tuple[Path, Shard, Manifest], ...]:
+        """Empty: the tokens come from text."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,7 @@ def _read_texts(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ..
     texts, skipped, num_bytes, digest = [], [], 0, hashlib.sha256()
     for file in files:
         content = file.read_bytes().removeprefix(BOM)
-        if _bad_byte(content) is not None or kind_of(file, "", is_named=False) is Kind.NONE:
+        if _bad_byte(content) is not None or kind_of(file, (), is_named=False) is Kind.NONE:
             skipped.append(file)
         elif content:
             texts.append(file)

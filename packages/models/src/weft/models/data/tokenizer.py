@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, takewhile
@@ -16,7 +15,17 @@ from typing import Any
 
 from ..documents import parse_json, read_plain
 from ..terminal import install_command
-from .tokenizer_files import CLASSES, Changes, changes_of, check_types, token_of
+from .byte_tokens import (
+    BYTE_END,
+    BYTE_VOCAB_SIZE,
+    END_NAME,
+    as_file,
+    byte_file,
+    decode_bytes,
+    encode_bytes_with_places,
+    is_byte_file,
+)
+from .tokenizer_files import CLASSES, Changes, changes_of, check_types, special_names, token_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -42,11 +51,9 @@ FILES = (
     "tekken.json",
 )
 # The tokens tried in turn as the end of a document, if no file names the end.
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+END_NAMES = (END_NAME, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 MODEL_FILE = "config.json"
 _OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that change the tokens of tokenizer.json
-BYTE_END = 256  # the token after each document, where a token is a byte
-BYTE_VOCAB_SIZE = 257  # the bytes and BYTE_END; an odd number, so every sharding of the vocabulary is uneven
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Tokenizer:
     @cached_property
     def is_bytes(self) -> bool:
         """Whether a token is a byte; the library is then not used."""
-        return _is_byte_file(dict(self.files)[TOKENIZER_FILE]) and not self._changes
+        return is_byte_file(dict(self.files)[TOKENIZER_FILE]) and not self._changes
 
     @property
     def sha256(self) -> str:
@@ -98,6 +105,49 @@ class Tokenizer:
         found: list[int] = self._library.encode(text).ids
         return found
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text that holds all its special tokens by name, such as a rendered chat; and for each token
+        the place (start, stop) of its characters in the text.
+
+        Names of special tokens become these tokens, and no token is added. Tokens of one character's bytes all have
+        this character's place. The place of a token of spaces may be empty, at the end of the spaces.
+        """
+        if self.is_bytes:
+            return encode_bytes_with_places(text)
+        self._library.encode_special_tokens = False
+        encoded = self._library.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    @cached_property
+    def end_name(self) -> str:
+        """The name of `end`, the token that ends a document."""
+        if self.is_bytes:
+            return END_NAMES[0]
+        name: str = self._library.id_to_token(self.end)
+        return name
+
+    @cached_property
+    def special_names(self) -> dict[str, str | list[str]]:
+        """The names of special tokens by their uses, as transformers gives them to chat templates: bos_token, ..."""
+        return special_names(_settings_of(dict(self.files)))
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates of tokenizer_config.json by their names; a template without a name is "default".
+
+        Raises ValueError for a chat_template of another form.
+        """
+        found = json.loads(dict(self.files).get(CONFIG_FILE, b"{}")).get("chat_template")
+        if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+            found = {each.get("name"): each.get("template") for each in found}
+        named = found if isinstance(found, dict) else {} if found is None else {"default": found}
+        if not all(isinstance(each, str) for item in named.items() for each in item):
+            raise ValueError(
+                f"{CONFIG_FILE}: chat_template is neither a text nor texts with names; mend the file, or give a "
+                f"template with --data.template FILE"
+            )
+        return named
+
     def encode_document(self, text: str) -> list[int]:
         """The tokens of a document: names of special tokens count as plain text, and no token is added."""
         return list(self.encode_each([text])[0])
@@ -120,7 +170,7 @@ class Tokenizer:
         after: the tokens before the first, such as a prompt, whose text is not repeated. Some decoders drop the
             space before the first word of a text; after a prompt the space stays.
         """
-        return _decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
+        return decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
         """The number of bytes of the tokens' text, in UTF-8; for the bits per byte that a run prints last.
@@ -155,7 +205,7 @@ def open_library() -> Any:
 
 def byte_tokenizer() -> Tokenizer:
     """The tokenizer whose tokens are the bytes of a text in UTF-8, with files for `tokenizers` and transformers."""
-    files = ((TOKENIZER_FILE, _byte_file()), (CONFIG_FILE, config_file(END_NAMES[0])))
+    files = ((TOKENIZER_FILE, byte_file()), (CONFIG_FILE, config_file(END_NAMES[0])))
     return Tokenizer(files, BYTE_END, BYTE_VOCAB_SIZE)
 
 
@@ -181,14 +231,14 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     names = FILES if folder == path else (TOKENIZER_FILE,)
     files = {name: read_plain(folder / name) for name in names if (folder / name).is_file()}
     content = read_plain(file)
-    files[TOKENIZER_FILE] = _byte_file() if _is_byte_file(content) else content
+    files[TOKENIZER_FILE] = byte_file() if is_byte_file(content) else content
     settings = {name: _object_of(folder / name, files[name]) for name in _OBJECTS if name in files}
     config = settings.setdefault(CONFIG_FILE, json.loads(config_file("")))
     if folder == path:
         _set_class(config, folder, has_own=CONFIG_FILE in files)
         if files.pop(CHAT_FILE, None) is not None or (folder / CHAT_FOLDER).is_dir():
             config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
-    vocabulary = _vocabulary(file, files | {name: _as_file(each) for name, each in settings.items()})
+    vocabulary = _vocabulary(file, files | {name: as_file(each) for name, each in settings.items()})
     token = end or token_of(config.get("eos_token"))
     token = token or next((name for name in END_NAMES if name in vocabulary), None)
     if token not in vocabulary:
@@ -198,8 +248,17 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
         )
     for name in {CONFIG_FILE, SPECIAL_FILE} & settings.keys():  # tells transformers the end
         settings[name]["eos_token"] = token
-    files |= {name: _as_file(each) for name, each in settings.items()}
+    files |= {name: as_file(each) for name, each in settings.items()}
     return Tokenizer(tuple(sorted(files.items())), vocabulary[token], max(vocabulary.values()) + 1)
+
+
+def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    """The tokenizer with another chat template, the text `source`, as its only one."""
+    files = dict(tokenizer.files)
+    config = json.loads(files.get(CONFIG_FILE, b"{}")) | {"chat_template": source}
+    files.pop("chat_template.json", None)
+    files[CONFIG_FILE] = as_file(config)
+    return Tokenizer(tuple(sorted(files.items())), tokenizer.end, tokenizer.vocab_size)
 
 
 def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
@@ -213,7 +272,7 @@ def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, byt
         return files
     config = _object_of(folder / CONFIG_FILE, files.get(CONFIG_FILE, b"{}"))
     config["chat_template"] = _chat_templates(folder, config.get("chat_template"))
-    return {name: content for name, content in files.items() if name != CHAT_FILE} | {CONFIG_FILE: _as_file(config)}
+    return {name: content for name, content in files.items() if name != CHAT_FILE} | {CONFIG_FILE: as_file(config)}
 
 
 def _chat_templates(folder: Path, configured: Any) -> Any:
@@ -251,9 +310,13 @@ def _set_class(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
         config["tokenizer_class"] = found
 
 
+def _settings_of(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+    """The content of the files beside tokenizer.json that change its tokens, by their names."""
+    return {name: json.loads(files[name]) for name in _OBJECTS if name in files}
+
+
 def _changes_of(files: Mapping[str, bytes]) -> Changes:
-    content = json.loads(files[TOKENIZER_FILE])
-    settings = {name: json.loads(files[name]) for name in _OBJECTS if name in files}
+    content, settings = json.loads(files[TOKENIZER_FILE]), _settings_of(files)
     check_types(content, settings)
     return changes_of(content, settings)
 
@@ -265,8 +328,8 @@ def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
         changes = _changes_of(files)
     except ValueError as error:
         raise ValueError(f"{file.parent} has no tokenizer that can be used: {error}") from None
-    if _is_byte_file(files[TOKENIZER_FILE]) and not changes:
-        return {**json.loads(_byte_file())["model"]["vocab"], END_NAMES[0]: BYTE_END}
+    if is_byte_file(files[TOKENIZER_FILE]) and not changes:
+        return {**json.loads(byte_file())["model"]["vocab"], END_NAMES[0]: BYTE_END}
     library = open_library()
     try:
         vocabulary: dict[str, int] = changes.apply(library, files[TOKENIZER_FILE]).get_vocab()
@@ -286,11 +349,7 @@ def config_file(end: str) -> bytes:
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    return _as_file(config)
-
-
-def _as_file(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+    return as_file(config)
 
 
 def _object_of(path: Path, content: bytes) -> dict[str, Any]:
@@ -298,46 +357,6 @@ def _object_of(path: Path, content: bytes) -> dict[str, Any]:
         return parse_json(content, "the file", "save it again")
     except ValueError as error:
         raise ValueError(f"{path} is no tokenizer: {error}") from None
-
-
-def _is_byte_file(content: bytes) -> bool:
-    """Whether a tokenizer.json is the tokenizer of bytes, also when rewritten by another program."""
-    if len(content) > 4 * len(_byte_file()):
-        return False
-    try:
-        return bool(json.loads(content) == json.loads(_byte_file()))
-    except (ValueError, RecursionError):
-        return False
-
-
-@lru_cache(maxsize=1)
-def _byte_file() -> bytes:
-    """The tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes, and the end."""
-    # GPT-2's name of a byte: itself where it is printable, otherwise the next of 256, 257, ... (Radford et al. 2019)
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    file = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": BYTE_END, "content": END_NAMES[0], **plain, "special": True}],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {names[byte]: byte for byte in range(256)}, "merges": []},
-    }
-    return _as_file(file)
-
-
-def _decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        yield decoder.decode(bytes([token]) if token < BYTE_END else b"\xff")
-    yield decoder.decode(b"", final=True)
 
 
 def _is_byte(token: str | None) -> bool:
@@ -364,3 +383,18 @@ def _decode_pieces(library: Any, tokens: Iterable[int], after: Sequence[int]) ->
     if pending:
         text_before = library.decode(decoded, skip_special_tokens=False)
         yield library.decode(decoded + pending, skip_special_tokens=False)[len(text_before) :]
+
+
+def have_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    """Whether two tokenizers give the same tokens.
+
+    Settings of truncation and padding, and the end token of documents, may differ.
+    """
+    contents = [dict(each.files)[TOKENIZER_FILE] for each in (first, second)]
+    if contents[0] == contents[1]:
+        return True
+    settings = [
+        {name: value for name, value in json.loads(content).items() if name not in ("truncation", "padding")}
+        for content in contents
+    ]
+    return bool(settings[0] == settings[1])

@@ -159,15 +159,36 @@ def changes_of(content: Mapping[str, Any], settings: Mapping[str, Mapping[str, A
     Raises ValueError where the class begins each prompt with a BOS token, and no BOS token is named.
     """
     config = settings.get("tokenizer_config.json", {})
-    kind = KINDS.get(class_of(config), _Kind({}))
-    # A config with a list of added tokens is complete; special_tokens_map.json counts only beside older configs.
-    named = config if "added_tokens_decoder" in config else _older(config, settings.get("special_tokens_map.json", {}))
-    special = {name: token_of({**kind.tokens, **named}.get(name)) for name in SPECIAL_NAMES}
+    kind, named = KINDS.get(class_of(config), _Kind({})), _named(settings)
+    special = _special(kind, named)
     return Changes(
         added=_added(content, settings, named, special),
         parts=_parts(content, config),
         template=_template(config, kind, special) if kind.template else None,
     )
+
+
+def special_names(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str | list[str]]:
+    """The names of special tokens by their uses (bos_token, ..., additional_special_tokens), without missing ones:
+    the `special_tokens_map` of transformers' tokenizers. settings: as of `changes_of`.
+    """
+    kind, named = KINDS.get(class_of(settings.get("tokenizer_config.json", {})), _Kind({})), _named(settings)
+    found: dict[str, str | list[str]] = {name: token for name, token in _special(kind, named).items() if token}
+    more = [token for each in named.get("additional_special_tokens") or () if (token := token_of(each))]
+    return found | ({"additional_special_tokens": list(dict.fromkeys(more))} if more else {})
+
+
+def _special(kind: _Kind, named: Mapping[str, Any]) -> dict[str, str | None]:
+    return {name: token_of({**kind.tokens, **named}.get(name)) for name in SPECIAL_NAMES}
+
+
+def _named(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The config with the special tokens that count.
+
+    A config with a list of added tokens is complete; special_tokens_map.json counts only beside older configs.
+    """
+    config = settings.get("tokenizer_config.json", {})
+    return config if "added_tokens_decoder" in config else _older(config, settings.get("special_tokens_map.json", {}))
 
 
 def _older(config: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:

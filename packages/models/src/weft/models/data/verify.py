@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .examples.stored import PartOnDisk
 from .manifest import Manifest, Shard, check_sum, check_tokenizer, read_manifest
 from .streams import ShardStream
 
@@ -18,10 +19,12 @@ def verify(folder: Path) -> Manifest:
 
 
 def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
-    """Read both files of a shard.
+    """Read the files of a shard.
 
-    Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` does.
+    Raises ValueError where a checksum differs from the manifest's, and as `ShardStream.check` and `PartOnDisk.check`.
     """
     for name, digest in zip(shard.names, shard.sha256, strict=True):
         check_sum(folder / name, digest)
     ShardStream(folder, [shard], manifest.dtype, manifest.vocab_size).check()
+    if manifest.task != "pretrain":
+        PartOnDisk(folder, shard, manifest.task, manifest.dtype, manifest.vocab_size).check()

@@ -1,0 +1,132 @@
+"""What a part of the input becomes in a prepared folder: documents of text for pretraining, or examples of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from .inputs import Columns, LeftOut, Part, find_parts, read_part
+from .manifest import BoundaryTokens
+from .text import first_words
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .examples.example import Task
+
+TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
+
+
+class Unusable(ValueError):
+    """Input that cannot be used."""
+
+
+class Entry(NamedTuple):
+    """A document of text, or an example, with which the files of a shard are continued."""
+
+    # The tokens of a document, or of each segment of an example.
+    documents: tuple[NDArray[np.integer[Any]], ...]
+    masks: tuple[NDArray[np.bool_], ...] = ()  # of an example: the learned tokens of each segment
+    label: bool | None = None  # of kto
+    prompt: str = ""  # words of the text
+    size: int = 0  # of the input, about, in bytes
+    place: object = ""  # of an example: where the record is; printed in errors
+
+
+class Contents(Protocol):
+    """What the parts of a preparation become; sent to every worker process."""
+
+    @property
+    def task(self) -> Task: ...
+    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
+        """The parts of the inputs. Raises ValueError for input that cannot be used."""
+        ...
+
+    def request(self) -> dict[str, Any]:
+        """All that determines the bytes of the shards, besides the inputs and the tokenizer; kept in the manifest."""
+        ...
+
+    def dated(self, time: datetime) -> Contents:
+        """These contents, with `time` as the present: the same for every run of a preparation."""
+        ...
+
+    def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
+        """The entries of a part, in order. left_out: counts input that yields no entry.
+
+        Raises Unusable for input that cannot be used.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Documents of text, each between the tokens of a boundary."""
+
+    columns: Columns
+    boundary: BoundaryTokens
+    tokenizer: Tokenizer
+
+    @property
+    def task(self) -> Task:
+        """pretrain."""
+        return "pretrain"
+
+    def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
+        """See `find_parts` of inputs.py."""
+        return find_parts(inputs, self.columns, part_bytes, leave_out=leave_out)
+
+    def request(self) -> dict[str, Any]:
+        """The columns, and the tokens around documents."""
+        return {
+            **asdict(self.columns),
+            "before_each": list(self.boundary.begin),
+            "after_each": list(self.boundary.end),
+        }
+
+    def dated(self, time: datetime) -> Texts:
+        """These contents: texts do not depend on the time."""
+        return self
+
+    def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
+        """The documents of a part; see `Contents`."""
+        import numpy as np
+
+        prompt = ""
+        begin, end = (np.array(each, dtype=np.uint32) for each in (self.boundary.begin, self.boundary.end))
+        for texts in _batch_texts(_translate_errors(read_part(part, self.columns, left_out))):
+            for text, found in zip(texts, self.tokenizer.encode_each(texts), strict=True):
+                tokens = np.frombuffer(found, dtype=np.uint8) if isinstance(found, bytes) else np.array(found)
+                if len(begin) or len(end):
+                    tokens = np.concatenate((begin, tokens, end)) if len(tokens) else np.concatenate((begin, end))
+                prompt = prompt or first_words(text)
+                if len(tokens):
+                    yield Entry((tokens,), prompt=prompt, size=len(text))
+                else:  # a text without tokens
+                    left_out.empty += 1
+
+
+def _translate_errors(texts: Iterator[str]) -> Iterator[str]:
+    """The texts. A ValueError about the input becomes an `Unusable`."""
+    try:
+        yield from texts
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+
+
+def _batch_texts(texts: Iterator[str]) -> Iterator[list[str]]:
+    """The texts in lists of about TEXTS_AT_ONCE characters."""
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        batch.append(text)
+        num_chars += len(text)
+        if num_chars >= TEXTS_AT_ONCE:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,137 @@
+"""Records of examples: whole objects of JSON lines, lists of JSON, CSV and Parquet, each with its place for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..inputs import (
+    BLANK,
+    BadRecord,
+    LeftOut,
+    Part,
+    Piece,
+    Place,
+    check_pyarrow,
+    cut_file,
+    cut_inputs,
+    list_names,
+    read_records,
+    type_name,
+)
+from ..kinds import Kind, kind_of
+from ..parquet import column_names, group_sizes, read_rows
+
+# The fields that the forms of `forms.py` are made of. Other columns of a Parquet file are not read.
+FIELDS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "chosen",
+    "rejected",
+    "label",
+    "tools",
+    "chat_template_kwargs",
+)
+REMEDY = "mend the record, or skip bad records with weft data prepare --skip-bad"
+
+
+_LABELS = {"true": True, "1": True, "false": False, "0": False}  # in CSV
+
+
+def find_record_parts(
+    inputs: Sequence[Path], part_bytes: int, *, skip_bad: bool = False, leave_out: Path | None = None
+) -> list[Part]:
+    """The records under `inputs`, in order, in parts of about `part_bytes` each; depends on the files alone.
+
+    Called before `read_examples`, which reads one part: `weft data prepare --task` makes a shard of each part. JSON
+    lines are cut between lines, Parquet between row groups, other files nowhere.
+    skip_bad: leave out damaged files where the caller named only their folder.
+    leave_out: a folder within an input that is not read.
+    Raises ValueError for a missing path, for inputs without any record, for a named file without records, and for a
+    damaged file.
+    """
+
+    def pieces_of(file: Path, is_named: bool) -> Iterator[Piece]:
+        return _pieces(file, is_named, part_bytes, skip_bad)
+
+    parts = cut_inputs(inputs, pieces_of, part_bytes, leave_out=leave_out, accepted="JSONL, JSON, CSV or Parquet")
+    if not any(piece.nbytes and piece.kind is not Kind.NONE for part in parts for piece in part):
+        raise ValueError(
+            f"{', '.join(map(str, inputs))} hold no records of examples; give files of JSONL, JSON, CSV or Parquet"
+        )
+    return parts
+
+
+def _pieces(file: Path, is_named: bool, part_bytes: int, skip_bad: bool) -> Iterator[Piece]:
+    groups: list[int] = []
+    try:
+        kind = kind_of(file, FIELDS, is_named=is_named)
+        if kind is Kind.TEXT and is_named:
+            raise ValueError(f"{file} holds text, not records of examples; give files of JSONL, JSON, CSV or Parquet")
+        if kind is Kind.PARQUET:
+            check_pyarrow(file)
+            _check_columns(file)
+            groups = group_sizes(file)
+    except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not skip it
+        raise ValueError(str(error)) from None
+    except ValueError:
+        if is_named or not skip_bad:
+            raise
+        kind = Kind.NONE
+    yield from cut_file(file, Kind.NONE if kind is Kind.TEXT else kind, is_named, part_bytes, groups)
+
+
+def _check_columns(file: Path) -> None:
+    names = column_names(file)
+    if not set(names) & set(FIELDS):
+        raise ValueError(
+            f"{file} has the columns {list_names(names)}, and none of an example: {', '.join(FIELDS)}; rename its "
+            f"columns"
+        )
+    if twice := [name for name in FIELDS if names.count(name) > 1]:
+        raise ValueError(f"{file} has {names.count(twice[0])} columns {twice[0]!r}; leave one")
+
+
+def read_examples(part: Part, left_out: LeftOut, *, skip_bad: bool = False) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The records of a part from `find_record_parts`, in order, each with its place.
+
+    left_out: an instance of the caller, which counts blank lines (`empty`), bad records (`bad`), files without records
+        (`skipped`) and entries that are no files (`passed`).
+    skip_bad: leave out records that are not JSON or no objects.
+    Raises ValueError for a damaged file and, unless skip_bad, for such a record, with file and line.
+    """
+    for piece in part:
+        if piece.passed:
+            left_out.passed.append(piece.passed)
+        elif piece.kind is Kind.NONE:
+            left_out.skipped.append(str(piece.path))
+        elif piece.kind is Kind.PARQUET:
+            for number, row in read_rows(piece.path, FIELDS, range(piece.start, piece.stop)):
+                yield Place(piece.path, "row", number), row
+        else:
+            yield from _objects(piece, left_out, skip_bad)
+
+
+def _objects(piece: Piece, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[Place, dict[str, Any]]]:
+    for place, record in read_records(piece):
+        if record is BLANK:
+            left_out.empty += 1
+        elif isinstance(record, dict):
+            yield place, _with_label(record) if piece.kind is Kind.TABLE else record
+        elif skip_bad:
+            left_out.bad += 1
+        else:
+            problem = record.problem if isinstance(record, BadRecord) else f"is {type_name(record)}, not an object"
+            raise ValueError(f"{place} {problem}; {REMEDY}")
+
+
+def _with_label(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of CSV, whose values are all text, with its label as a bool where it is one."""
+    label = _LABELS.get(str(record.get("label")).lower())
+    return record if label is None else record | {"label": label}

@@ -1,0 +1,344 @@
+"""The examples of a run: records read into memory, or a folder of `weft data prepare --task`."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from os.path import lexists
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...terminal import PROGRAM
+from ..inputs import LeftOut, newest_time
+from ..manifest import MANIFEST, Manifest, Shard
+from ..sources import Mixture, find_prepared, parse_mixture
+from ..tokenizer import Tokenizer, have_same_tokens
+from .contents import Records
+from .example import SEGMENTS, Example, Segment, Task
+from .forms import BadExample
+from .stored import Arrays, PartInMemory, PartOnDisk, StoredPart
+from .template import ChatTemplate
+
+MOST_BYTES = 256 << 20  # of records; each process holds their tokens in memory
+PART_BYTES = 64 << 20  # as of `weft data prepare`, for records to have the same mismatched completions of kto
+NOUNS = {"sft": "conversation", "dpo": "pair", "kto": "judged completion"}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Examples:
+    """The examples of one file or folder, each segment cut to the run's sequence length. Made by `find_examples`."""
+
+    task: Task
+    tokenizer: Tokenizer
+    length: int  # the most tokens of a segment
+    parts: tuple[StoredPart, ...]  # the examples, uncut
+    numbers: NDArray[np.int64]  # [n]: the place of each example among those of the parts; some may be left out
+    lengths: NDArray[np.int64]  # [n, segments]: the tokens of each segment
+    learned: NDArray[np.int64]  # [n, segments]: the learned tokens of each segment, without its first token
+    labels: NDArray[np.bool_]  # [n]: of kto, whether the completion is desirable; else False
+    num_cut: int  # examples with a segment that was longer
+    num_bad: int  # records left out under skip_bad
+    sha256: str  # of the uncut examples
+    folder: Path  # or the file
+    manifest: Manifest | None = None  # of a prepared folder
+    skipped: tuple[Path, ...] = ()  # files without records
+    passed: tuple[str, ...] = ()  # descriptions of folder entries passed over because they are no files
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def read(self, number: int) -> Example:
+        """The example with this number, 0 to len - 1. Raises ValueError for a token outside the vocabulary."""
+        segments = SEGMENTS[self.task]
+        stored = int(self.numbers[number])
+        part = int(np.searchsorted(self._firsts, stored, side="right")) - 1
+        arrays, first = self.parts[part].arrays, (stored - int(self._firsts[part])) * segments
+        found = []
+        for place in range(first, first + segments):
+            start = int(arrays.ends[place - 1]) if place else 0
+            stop = min(int(arrays.ends[place]), start + self.length)
+            tokens = arrays.tokens[start:stop].astype(np.int64)
+            if (highest := int(tokens.max())) >= self.tokenizer.vocab_size:
+                raise ValueError(
+                    f"{self.name} is not what was prepared: it has the token {highest}, and there are "
+                    f"{self.tokenizer.vocab_size}; weft data verify names the file"
+                )
+            found.append(Segment(tokens, arrays.masks[start:stop].astype(np.bool_)))
+        return Example(tuple(found), bool(self.labels[number]) if self.task == "kto" else None)
+
+    @property
+    def name(self) -> str:
+        """The file or folder."""
+        return str(self.folder)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the examples come from token shards, not from records."""
+        return self.manifest is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens. Mismatched completions of kto do not count."""
+        return int(self._own(self.lengths).sum())
+
+    @property
+    def num_learned(self) -> int:
+        """The number of learned tokens among them."""
+        return int(self._own(self.learned).sum())
+
+    @cached_property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """The tokens of the first example before its first learned token, such as a conversation's first question."""
+        segment = self.read(0).segments[0]
+        return tuple(segment.tokens[: int(np.argmax(segment.learned))].tolist())
+
+    @property
+    def prompt(self) -> str:
+        """The text of `prompt_tokens`, special tokens included."""
+        return self.tokenizer.decode(self.prompt_tokens)
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Empty: the prompt has its own beginning."""
+        return ()
+
+    @property
+    def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]:
+        """The shards of a prepared folder, each with the folder and its manifest; none of records."""
+        return [(self.folder, shard, self.manifest) for shard in self.manifest.shards] if self.manifest else []
+
+    def describe(self) -> str:
+        """The counts of the examples, as "1,203 conversations, 402,311 tokens (31% learned), 3 cut to 2,048"."""
+        share = round(100 * self.num_learned / max(self.num_tokens, 1))
+        cut = f", {self.num_cut:,} cut to {self.length:,}" if self.num_cut else ""
+        bad = f", {self.num_bad:,} left out" if self.num_bad else ""
+        plural = "" if len(self) == 1 else "s"
+        return f"{len(self):,} {NOUNS[self.task]}{plural}, {self.num_tokens:,} tokens ({share}% learned){cut}{bad}"
+
+    def open(self) -> Any:
+        """Raises TypeError: examples are read one by one, not as a run of tokens."""
+        raise TypeError("examples are read one by one: call read")
+
+    def _own(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        return counts[:, :1] if self.task == "kto" else counts
+
+    @cached_property
+    def _firsts(self) -> NDArray[np.int64]:
+        """The number of each part's first example, uncut and none left out; and the number of all."""
+        counts = [len(part.arrays.ends) // SEGMENTS[self.task] for part in self.parts]
+        return np.cumsum([0, *counts])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleMixture(Mixture):
+    """Several sources of examples, of one task and with one tokenizer, of which rows are taken by weight."""
+
+    parts: tuple[tuple[Examples, Fraction], ...]
+
+    @property
+    def task(self) -> Task:
+        """The common task."""
+        return self.parts[0][0].task
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Those of the first source."""
+        return self.parts[0][0].prompt_tokens
+
+    def describe(self) -> str:
+        """The counts of each source."""
+        return "; ".join(f"{source.name}: {source.describe()}" for source, _ in self.parts)
+
+
+def find_examples(
+    path: Path | None,
+    mixture: Sequence[str] = (),
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    length: int,
+    skip_bad: bool = False,
+) -> Examples | ExampleMixture:
+    """The examples of a run: of the records or the prepared folder at `path`; or of a mixture, "chats=0.7".
+
+    tokenizer, template: of records. A prepared folder must have the tokenizer's tokens.
+    length: the most tokens of a segment; a longer one is cut at its end.
+    skip_bad: leave out records that make no example, and examples in which a cut leaves nothing to learn.
+    Raises ValueError for data that cannot be read, for more than 256 MiB of records, for a folder prepared for another
+    task or with another tokenizer, and, unless skip_bad, for a bad record, by file and line.
+    """
+
+    def find(each: Path) -> Examples:
+        if lexists(each / MANIFEST) or any(each.glob("tokens-*.bin")):
+            return open_prepared(each, task, tokenizer=tokenizer, length=length, skip_bad=skip_bad)
+        return _read_records(each, Records(task, tokenizer, template, skip_bad), length)
+
+    if not mixture:
+        if path is None:
+            raise ValueError(f"--task {task} needs data; give records or a prepared folder by --data.path")
+        return find(path)
+    return ExampleMixture(tuple((find(name), weight) for name, weight in parse_mixture(path, mixture)))
+
+
+def _read_records(path: Path, records: Records, length: int) -> Examples:
+    inputs = records.find_parts([path], PART_BYTES, None)
+    records = records.dated(newest_time(inputs))
+    nbytes = sum(piece.nbytes for part in inputs for piece in part)
+    if nbytes > MOST_BYTES:
+        raise ValueError(
+            f"{path} has {nbytes:,} bytes of records, more than the {MOST_BYTES:,} that a run reads itself; make "
+            f"shards with `{_prepare_command(path, records.task)}`, and give --data.path prepared"
+        )
+    left_out = LeftOut(empty=0, skipped=[], bad=0, passed=[])
+    dtype = "uint16" if records.tokenizer.vocab_size <= 2**16 else "uint32"
+    parts, places, digest = [], [], hashlib.sha256()
+    for part in inputs:
+        entries = list(records.entries(part, left_out))
+        places += [entry.place for entry in entries]
+        arrays = Arrays.of(entries, dtype)
+        for each in (arrays.tokens, arrays.masks, arrays.ends, arrays.labels):
+            digest.update(each.tobytes())
+        parts.append(PartInMemory(arrays))
+    return _cut(
+        parts,
+        places,
+        skip_bad=records.skip_bad,
+        num_bad=left_out.bad,
+        folder=path,
+        task=records.task,
+        tokenizer=records.tokenizer,
+        length=length,
+        sha256=digest.hexdigest(),
+        skipped=tuple(map(Path, left_out.skipped)),
+        passed=tuple(left_out.passed),
+    )
+
+
+def open_prepared(
+    folder: Path,
+    task: Task,
+    *,
+    tokenizer: Tokenizer | None = None,
+    length: int = sys.maxsize,
+    skip_bad: bool = False,
+) -> Examples:
+    """The examples of a prepared folder. tokenizer: of the model, if any. length, skip_bad: as of `find_examples`.
+
+    Raises ValueError as `find_examples` does.
+    """
+    found = find_prepared(folder)
+    manifest = found.manifest
+    if manifest.task != task:
+        raise ValueError(
+            f"{folder} was prepared for --task {manifest.task}, not {task}; give --task {manifest.task}, or prepare "
+            f"the records with `{_prepare_command('FILE_OR_FOLDER', task)}`"
+        )
+    own = found.tokenizer
+    if tokenizer is not None and not (have_same_tokens(own, tokenizer) and own.end == tokenizer.end):
+        raise ValueError(
+            f"{folder} was prepared with another tokenizer than the model's, or another end token; prepare the records "
+            f"again with `{_prepare_command('FILE_OR_FOLDER', task)}`, and give --data.path prepared"
+        )
+    parts = [PartOnDisk(folder, shard, task, manifest.dtype, manifest.vocab_size) for shard in manifest.shards]
+    return _cut(
+        parts,
+        None,
+        skip_bad=skip_bad,
+        num_bad=0,
+        folder=folder,
+        task=task,
+        tokenizer=found.tokenizer,
+        length=length,
+        sha256=found.sha256,
+        manifest=manifest,
+    )
+
+
+def _cut(
+    parts: Sequence[StoredPart],
+    places: Sequence[object] | None,
+    *,
+    task: Task,
+    length: int,
+    folder: Path,
+    skip_bad: bool,
+    num_bad: int,
+    **fields: Any,
+) -> Examples:
+    """The examples of parts, cut to `length`. places: where each record is, for errors; None for a prepared folder."""
+    shape = (-1, SEGMENTS[task])
+    if not any(len(part.arrays.ends) for part in parts):
+        raise ValueError(f"{folder} holds no example of {task}; give records of examples")
+    whole = np.concatenate([part.arrays.find_lengths() for part in parts]).reshape(shape)
+    learned = np.concatenate([part.arrays.count_learned(length) for part in parts]).reshape(shape)
+    labels = np.concatenate([part.arrays.labels for part in parts]).astype(np.bool_)
+    empty = (learned == 0).any(1)
+    if empty.any() and not skip_bad:
+        number = int(np.argmax(empty))
+        place = f"{folder}: example {number + 1}" if places is None else places[number]
+        raise BadExample(
+            f"{place} has no token to learn among the first {length:,} of its {whole[number].max():,} tokens; give a "
+            f"longer --data.sequence-length, or leave the record out"
+        )
+    if task == "dpo" and (equal := _find_equal(parts, whole, length)).any():
+        if not skip_bad:
+            number = int(np.argmax(equal))
+            place = f"{folder}: example {number + 1}" if places is None else places[number]
+            raise BadExample(
+                f"{place} has chosen and rejected answers that are equal in their first {length:,} tokens, of "
+                f"{whole[number].max():,}; give a longer --data.sequence-length, or leave the record out"
+            )
+        empty |= equal
+    numbers = np.flatnonzero(~empty)
+    if not len(numbers):
+        raise ValueError(
+            f"{folder} has no example with a token to learn among its first {length:,}; give a longer length"
+        )
+    whole = whole[numbers]
+    return Examples(
+        folder=folder,
+        task=task,
+        length=length,
+        parts=tuple(parts),
+        numbers=numbers,
+        lengths=np.minimum(whole, length),
+        learned=learned[numbers],
+        labels=labels[numbers] if task == "kto" else np.zeros(len(numbers), dtype=np.bool_),
+        num_cut=int((whole > length).any(1).sum()),
+        num_bad=num_bad + int(empty.sum()),
+        **fields,
+    )
+
+
+def _find_equal(parts: Sequence[StoredPart], lengths: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+    """The pairs whose segments are equal once cut to `length`, [n]. lengths: of the uncut segments, [n, 2]."""
+    equal = np.zeros(len(lengths), dtype=np.bool_)
+    cut = np.minimum(lengths, length)
+    candidates = np.flatnonzero((lengths > length).any(1) & (cut[:, 0] == cut[:, 1]))
+    first = 0
+    for part in parts:
+        arrays, count = part.arrays, len(part.arrays.ends) // 2
+        for number in candidates[(candidates >= first) & (candidates < first + count)]:
+            chosen, rejected = (int(arrays.ends[2 * (number - first) + k]) - int(lengths[number, k]) for k in (0, 1))
+            size = int(cut[number, 0])
+            equal[number] = np.array_equal(
+                arrays.tokens[chosen : chosen + size], arrays.tokens[rejected : rejected + size]
+            )
+        first += count
+    return equal
+
+
+def _prepare_command(path: Path | str, task: Task) -> str:
+    return f"{PROGRAM} data prepare {shlex.quote(str(path))} --task {task} --tokenizer FOLDER --output prepared"

@@ -1,0 +1,199 @@
+"""Chat templates: messages to text, by Jinja in a sandbox, as transformers renders them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, time
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...documents import read_plain
+from ...terminal import install_command
+from ..tokenizer import CONFIG_FILE, Tokenizer
+from .forms import ASSISTANT, BadExample, Message
+
+Spans = list[tuple[int, int]]  # of characters: (start, stop)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, held as text. Only the fields are pickled; Jinja compiles the text at the first use.
+
+    Made by `find_template`.
+    """
+
+    name: str  # for errors: the file
+    source: str
+    special: tuple[tuple[str, str | tuple[str, ...]], ...]  # the tokenizer's special tokens, as bos_token and "<s>"
+    tool_source: str | None = None  # the template for records with tools, where the tokenizer has one by that name
+    # The time of `strftime_now`: one for all records of a run, since templates write the date into the text.
+    now: datetime = datetime(1970, 1, 1)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the templates and the special tokens: equal sums render equal texts, apart from dates."""
+        return hashlib.sha256(repr((self.source, self.special, self.tool_source)).encode()).hexdigest()
+
+    @property
+    def marks_learned(self) -> bool:
+        """Whether the template marks the assistant's words with the tag `generation`."""
+        return bool(self._compiled(None).marks)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of messages, as `apply_chat_template(tokenize=False)` of transformers gives it.
+
+        add_generation_prompt: end with the beginning of the assistant's next message.
+        variables: further variables of the template.
+        Raises BadExample for messages that the template refuses, and ValueError for a template that cannot be used.
+        """
+        return self._render(messages, add_generation_prompt, tools, variables)[0]
+
+    def render_learned(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        prompt: int | None = None,
+    ) -> tuple[str, Spans]:
+        """The text of messages, and the spans of characters to learn: the assistant's turns.
+
+        Where the template marks the assistant's words with the tag `generation`, the spans are the marked ones.
+        Elsewhere a turn is what follows the messages before the turn, rendered with add_generation_prompt: this text
+        has to be a prefix of the messages with the turn, and these a prefix of the whole. A turn then includes the
+        token that ends it.
+        prompt: the number of messages of a prompt, of which nothing is learned. The completion's turns are then found
+            by prefix under any template, and include all that follows the prompt.
+        Raises BadExample where the prefixes differ, as under templates that leave out earlier reasoning.
+        """
+        if prompt is None and self._compiled(tools).marks:
+            text, spans = self._render(messages, False, tools, variables)
+            if not spans:
+                raise BadExample(f"has no words of the assistant that {self.name} marks with its tag generation")
+            return text, spans
+        text = self.render(messages, tools=tools, variables=variables)
+        spans = []
+        for i in range(prompt or 0, len(messages)):
+            if messages[i]["role"] != ASSISTANT:
+                continue
+            before = self.render(messages[:i], add_generation_prompt=True, tools=tools, variables=variables)
+            is_last = i + 1 == len(messages)
+            through = text if is_last else self.render(messages[: i + 1], tools=tools, variables=variables)
+            if not (through.startswith(before) and text.startswith(through)):
+                raise BadExample(
+                    f"is rendered by {self.name} so that the assistant's message {i + 1} does not follow the messages "
+                    f"before as they are rendered alone; give a template that marks the assistant's words with "
+                    f"{{% generation %}} by --data.template FILE"
+                )
+            spans.append((len(before), len(through)))
+        return text, spans
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> tuple[str, Spans]:
+        """The text, and the spans inside the template's tags `generation`."""
+        special = {name: list(value) if isinstance(value, tuple) else value for name, value in self.special}
+        context = {
+            "messages": [dict(each) for each in messages],
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **special,
+            **(variables or {}),
+        }
+        compiled = self._compiled(tools)
+        try:
+            text, spans = compiled.render(context)
+            text.encode()
+        except compiled.security_error as error:
+            raise ValueError(
+                f"{self.name} reaches what a chat template may not: {error}; give another template"
+            ) from None
+        except UnicodeEncodeError:
+            raise BadExample(f"is rendered by {self.name} as text with half a surrogate pair") from None
+        except RecursionError:
+            raise BadExample(f"nests too deeply for {self.name}") from None
+        except Exception as error:  # any error of the template's expressions, such as an index outside of a list
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BadExample(f"is refused by {self.name}: {reason}") from None
+        return text, [(start, stop) for start, stop in spans if start < stop]
+
+    def _compiled(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+        return self._plain if self.tool_source is None or tools is None else self._with_tools
+
+    @cached_property
+    def _plain(self) -> Any:
+        return _compile(self.name, self.source, self.now)
+
+    @cached_property
+    def _with_tools(self) -> Any:
+        assert self.tool_source is not None, "_compiled checks this"
+        return _compile(f"{self.name} (tool_use)", self.tool_source, self.now)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("name", "source", "special", "tool_source", "now")}
+
+
+def find_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate | None:
+    """The chat template in a Jinja file, or else the tokenizer's own; None for a tokenizer without one.
+
+    Of a tokenizer's templates with names, "default" is used, and "tool_use" for records with tools.
+    Raises ValueError for a file that cannot be read, for errors of syntax, and where jinja2 is not installed.
+    """
+    special = tuple(
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in tokenizer.special_names.items()
+    )
+    if file is not None:
+        try:
+            source = read_plain(file).decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text (byte {error.start} of the file); convert it") from None
+        except OSError as error:
+            raise ValueError(f"--data.template {file} cannot be read: {error.strerror}; give a Jinja file") from None
+        found = ChatTemplate(str(file), source, special, None, _today())
+    else:
+        named = tokenizer.chat_templates
+        if not named:
+            return None
+        if "default" not in named:
+            raise ValueError(
+                f"the tokenizer has chat templates {', '.join(named)}, and none is named default; give one with "
+                f"--data.template FILE"
+            )
+        name = f"the chat template of {CONFIG_FILE}"
+        found = ChatTemplate(name, named["default"], special, named.get("tool_use"), _today())
+    _ = found.marks_learned, found._compiled([])  # compiles, for errors of syntax
+    return found
+
+
+def _today() -> datetime:
+    """The beginning of this day, so that all processes of a run render the same texts."""
+    return datetime.combine(datetime.now().date(), time.min)
+
+
+def _compile(name: str, source: str, now: datetime) -> Any:
+    """A `sandbox.Compiled` template. Raises ValueError for errors of syntax, and where jinja2 is not installed."""
+    if find_spec("jinja2") is None:
+        raise ValueError(f"jinja2 is not installed, which renders chat templates; {install_command('jinja2')}")
+    try:
+        return import_module(".sandbox", __package__).Compiled(source, now)
+    except import_module("jinja2").TemplateSyntaxError as error:
+        raise ValueError(f"{name} is no Jinja template: line {error.lineno}: {error.message}; mend it") from None
+    except RecursionError:
+        raise ValueError(f"{name} is no Jinja template: it nests too deeply; mend it") from None

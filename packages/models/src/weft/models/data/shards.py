@@ -1,0 +1,103 @@
+"""The files of a shard written, entry by entry."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from .contents import Entry
+from .inputs import LeftOut
+from .manifest import Shard, finish, num_files, write_whole
+
+if TYPE_CHECKING:
+    from .examples.example import Task
+
+REPORT_BYTES = 1 << 20  # of input between two reports
+
+
+class _Growing:
+    """A file written piece by piece under a temporary name, with its digest."""
+
+    def __init__(self, path: Path, files: ExitStack) -> None:
+        self.path, self._digest = path, hashlib.sha256()
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        self._file: BinaryIO = files.enter_context(partial.open("wb"))
+
+    def write(self, content: bytes) -> None:
+        self._digest.update(content)
+        self._file.write(content)
+
+    def finish(self) -> str:
+        """Rename the file to its path. Returns the SHA-256."""
+        finish(self._file, self.path)
+        return self._digest.hexdigest()
+
+
+def write_shard(
+    folder: Path,
+    number: int,
+    entries: Iterable[Entry],
+    left_out: LeftOut,
+    *,
+    task: Task,
+    dtype: str,
+    report: Callable[[int], None],
+) -> Shard:
+    """Write the files of a shard. Returns its record for the manifest.
+
+    left_out: the counts that `entries` fills. dtype: of tokens. report: called with the bytes of input read, about.
+    """
+    import numpy as np
+
+    stored, num_tokens, read, reported, prompt = np.dtype(dtype).newbyteorder("<"), 0, 0, 0, ""
+    ends: list[int] = []
+    labels: list[bool] = []
+    shard = Shard(
+        number=number,
+        tokens=0,
+        documents=0,
+        sha256=("",) * num_files(task),
+        empty=0,
+        skipped=(),
+        bad=0,
+        prompt="",
+    )
+    paths = [folder / name for name in shard.names]
+    with ExitStack() as files:
+        tokens, *masks = (_Growing(path, files) for path in (paths[0], *paths[2:3]))
+        for entry in entries:
+            for document in entry.documents:
+                tokens.write(document.astype(stored).tobytes())
+                num_tokens += len(document)
+                ends.append(num_tokens)
+            for mask in entry.masks:
+                masks[0].write(mask.tobytes())
+            if entry.label is not None:
+                labels.append(entry.label)
+            prompt = prompt or entry.prompt
+            read += entry.size
+            if read - reported >= REPORT_BYTES:
+                report(read)
+                reported = read
+        sums = [tokens.finish(), *(each.finish() for each in masks)]
+    lists = [np.array(ends, dtype="<u8").tobytes(), np.array(labels, dtype=np.uint8).tobytes()]
+    for path, content in zip([paths[1], *paths[3:]], lists, strict=False):
+        write_whole(path, content)
+    sums.insert(1, hashlib.sha256(lists[0]).hexdigest())
+    if len(paths) > len(sums):
+        sums.append(hashlib.sha256(lists[1]).hexdigest())
+    return Shard(
+        number=number,
+        tokens=num_tokens,
+        documents=len(ends),
+        sha256=tuple(sums),
+        empty=left_out.empty,
+        skipped=tuple(left_out.skipped),
+        bad=left_out.bad,
+        passed=tuple(left_out.passed),
+        prompt=prompt,
+    )

@@ -1,0 +1,1 @@
+"""Examples for fine-tuning: records, forms, chat templates, tokens and masks."""
