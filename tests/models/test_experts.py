@@ -173,9 +173,9 @@ def test_router_logits_losses_and_gradients_are_those_of_transformers(kind: str,
         nn.functional.cross_entropy(their_output.logits.flatten(0, 1), targets.flatten()) + 0.1 * balance + 0.03 * z
     )
     close(result.loss, wanted)
-    close(result.parts.addends[0], balance)
-    close(result.parts.addends[1:].sum(), z)
-    assert result.parts.load.sum() == 3 * k * tokens.numel()
+    close(result.routers.addends[0], balance)
+    close(result.routers.addends[1:].sum(), z)
+    assert result.routers.load.sum() == 3 * k * tokens.numel()
     result.loss.backward()
     wanted.backward()
     gradients, stored = dict(theirs.named_parameters()), family_of(ours).weights.stored  # type: ignore[union-attr]

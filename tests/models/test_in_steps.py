@@ -99,6 +99,38 @@ def test_what_was_measured_faster_in_steps_travels_so(pool: Pool, dp: int, tp: i
         assert [each["send"] // (tp - 1) for each in in_steps] == [reductions + gathers, reductions + 2 * gathers]
 
 
+def token_losses(rows: dict[Product, Timing]) -> tuple[dict[str, Tensor], Counter[str]]:
+    """The tokens' losses from the head and their gradients, and the collectives of forward."""
+    mesh = ProcessMesh.grid(dp=1, tp=2)
+    with patch.dict(choice.MEASURED, rows, clear=True):
+        model: Any = Llama(CONFIG).double()
+        initialize(model, seed=0)
+        parallelize(model, mesh, replace(model.parallel_plan(), sequence=True))
+        ids = torch.randint(48, (B, T + 1), generator=torch.Generator().manual_seed(0))
+        tokens, target = (distribute(each.contiguous(), Layout(mesh)) for each in (ids[:, :-1], ids[:, 1:]))
+        with CollectiveCount() as count:
+            losses = model(tokens, targets=target)
+            forward = count.take()
+            losses.sum().backward()
+    gradients = {name: whole(each.grad) for name, each in model.named_parameters()}
+    return {"losses": whole(losses), **gradients}, forward
+
+
+def token_losses_of_both() -> tuple[Counter[str], Counter[str]]:
+    """Collectives of forward without and with a table of steps; the values are equal."""
+    (values, pair), (others, in_steps) = token_losses({}), token_losses(table(1, 2, seconds=0.5))
+    for name, value in values.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-12, atol=1e-12)
+    return pair, in_steps
+
+
+def test_losses_of_the_head_gather_all_tokens_before_the_product(pool: Pool) -> None:
+    for pair, in_steps in pool.run(token_losses_of_both, ranks=2):
+        reductions = 2 * CONFIG.num_layers
+        assert pair["all-gather"] == in_steps["all-gather"]  # those of the layers, of the head, and of the statistics
+        assert in_steps["send"] == reductions and pair["reduce-scatter"] - in_steps["reduce-scatter"] == reductions
+
+
 def left_alone() -> list[Issued]:
     """Collectives issued under recomputation with a table, under recomputation without a table, and with adapters.
 

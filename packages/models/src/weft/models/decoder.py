@@ -16,7 +16,7 @@ from .blocks import Attention, Block, GatedMLP
 from .config import ModelConfig, RotaryConfig
 from .experts import MixtureBlock, MixtureOfExperts
 from .initialization import Constant, Initial, Normal
-from .layers import DotProductAttention, Dropout, Embedding, Linear, RMSNorm
+from .layers import DotProductAttention, Dropout, Embedding, Head, Linear, RMSNorm
 from .mixture_config import MixtureConfig
 from .parallel.plan import ParallelPlan
 from .parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
@@ -90,23 +90,43 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
         documents: Tensor | None = None,
         cache: Sequence[KeyValueCache] | None = None,
         last: bool = False,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """Computes logits [B, T, V] of tokens [B, T].
+        """Computes logits [B, T, V] of tokens [B, T]; with `targets`, the tokens' losses [B, T].
 
         positions: [B, T] ints, each token's position; None: counted from 0, or from the end of `cache`.
         documents: [B, T] ints; tokens attend only to tokens with the same number, as in packed rows. With a cache:
             [B, capacity], see `kernels.attention`.
         cache: from `make_cache`; extended by the tokens' keys and values.
         last: compute only the last position's logits, [B, 1, V]. Not for a model on a mesh.
-        On a mesh, tokens, positions and documents have the same layout.
+        targets: [B, T] ints, the token to predict at each place, -100 at places without one. The result is then the
+            negative log-probability of each target, at least float32, and 0 where there is none. All logits are never
+            in memory at once; they are, if `lm_head` has an adapter or another forward hook, or is no `layers.Head`.
+        On a mesh, tokens, targets, positions and documents have the same layout.
         """
         if isinstance(documents, Tensor) and not cache:
             documents = kernels.document_bounds(documents)  # once, for the attention of all blocks
         x, block_inputs = self.embed(tokens, positions, cache[0].length if cache else 0, dropout_key)
         for i, block in enumerate(self.blocks):
             x = block(x, *block_inputs, dropout_key, documents, cache[i] if cache else None)
-        logits: Tensor = self.lm_head(self.final_norm(x[:, -1:] if last else x))  # [B, T, V]
-        return logits
+        return self._apply_head(x[:, -1:] if last else x, targets)
+
+    def _apply_head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """The logits of the last block's output x [B, T, H]; with targets, the tokens' losses [B, T]."""
+        normed, head = self.final_norm(x), self.lm_head
+        if targets is None:
+            logits: Tensor = head(normed)  # [B, T, V]
+            return logits
+        if targets.shape != x.shape[:2]:
+            raise ValueError(
+                f"the targets have shape {tuple(targets.shape)}, but there are outputs for {tuple(x.shape[:2])}; give "
+                f"a target for each token, -100 for tokens without one, and leave out last=True"
+            )
+        if isinstance(head, Head) and not head._forward_hooks:
+            losses: Tensor = head(normed, targets)  # [B, T]
+            return losses
+        # A forward hook, as of an adapter, changes the logits.
+        return kernels.cross_entropy(head(normed), targets, reduction="none")
 
     def make_cache(self, capacity: int) -> list[KeyValueCache]:
         """One cache for each block, with room for `capacity` tokens a row."""
@@ -152,7 +172,7 @@ class Decoder(CausalModel[AnyRotaryConfig]):
         self.dropout = Dropout(config.dropout, "dropout")
         self.layers = nn.ModuleList(_block(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self._tie()
 
     @property
@@ -213,9 +233,10 @@ class MixtureDecoder(Decoder[AnyMixtureConfig]):
         documents: Tensor | None = None,
         cache: Sequence[KeyValueCache] | None = None,
         last: bool = False,
+        targets: Tensor | None = None,
         router: bool = False,
     ) -> Any:
-        """Computes logits [B, T, V] of tokens [B, T]; with `router`, the pair (logits, statistics).
+        """Computes logits [B, T, V] of tokens [B, T], or losses [B, T]; with `router`, the pair (these, statistics).
 
         statistics: float32 [layers with experts, 2 * E + 1], the sums over tokens that `RouterLosses` takes: for each
             expert, the number of its tokens and the sum of its softmax probabilities; the sum of squared logsumexps.
@@ -230,8 +251,8 @@ class MixtureDecoder(Decoder[AnyMixtureConfig]):
             x, statistics = block(
                 x, statistics, *block_inputs, dropout_key, documents, cache[i] if cache else None, router
             )
-        logits: Tensor = self.lm_head(self.final_norm(x[:, -1:] if last else x))  # [B, T, V]
-        return (logits, statistics) if router else logits
+        output = self._apply_head(x[:, -1:] if last else x, targets)
+        return (output, statistics) if router else output
 
     def initial_value(self, name: str) -> Initial:
         """As `CausalModel.initial_value`; correction biases are 0."""

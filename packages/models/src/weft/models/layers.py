@@ -46,6 +46,23 @@ class Linear(nn.Linear):
 
 
 @row_independent
+class Head(Linear):
+    """The last layer of a language model: logits, or the tokens' losses without all logits in memory."""
+
+    def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
+        """[B, T, in_features] -> logits [B, T, V]; with targets [B, T], losses [B, T], as of `losses`."""
+        return super().forward(input) if targets is None else self.losses(input, targets)
+
+    def losses(self, input: Tensor, targets: Tensor) -> Tensor:
+        """The tokens' negative log-probabilities [B, T], at least float32; 0 where the target is -100.
+
+        On a mesh, input and targets have the same layout along B and T, and the losses have the targets' layout.
+        Communication: as of `kernels.linear_cross_entropy`.
+        """
+        return kernels.linear_cross_entropy(input, self.weight, targets, linear_bias=self.bias, reduction="none")
+
+
+@row_independent
 class Embedding(nn.Embedding):
     """nn.Embedding whose constructor leaves the table unset; `models.initialize` or a checkpoint sets it later."""
 
@@ -248,11 +265,20 @@ class DotProductAttention(nn.Module):
 def is_bare(layer: nn.Module | None, kind: type[nn.Module] = Linear) -> bool:
     """Whether calling `layer` does no more than `kind.forward`: same class, and no hook, adapter or own forward.
 
-    The caller may then use the layer's parameters directly, in a fused op, instead of calling the layer.
+    An adapter within `without_adapters` does not count. The caller may then use the layer's parameters directly, in a
+    fused op, instead of calling the layer.
     """
     if type(layer) is not kind or "forward" in layer.__dict__:
         return False
-    return not any(hooks_of(layer))
+    return not any(hooks_of(layer)) or _has_inactive_adapter_alone(layer)
+
+
+def _has_inactive_adapter_alone(layer: nn.Module) -> bool:
+    """Whether the layer's single hook is the hook of a LoRA adapter that adds nothing now."""
+    adapter: Any = layer._modules.get("lora")
+    if adapter is None or adapter.active:
+        return False
+    return len(layer._forward_hooks) == 1 and not any((*hooks_of(layer)[:1], *hooks_of(layer)[2:]))
 
 
 def hooks_of(layer: nn.Module) -> tuple[dict[int, Any], ...]:

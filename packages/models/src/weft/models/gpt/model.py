@@ -12,7 +12,7 @@ from weft.kernels import KeyValueCache
 
 from ..blocks import PROJECTIONS, add_and_norm, can_fuse_qkv, project_qkv
 from ..decoder import CausalModel
-from ..layers import DotProductAttention, Dropout, Embedding, LayerNorm, Linear, is_bare, row_independent
+from ..layers import DotProductAttention, Dropout, Embedding, Head, LayerNorm, Linear, is_bare, row_independent
 from ..parallel.plan import ParallelPlan
 from ..parallel.styles import ColwiseParallel, PositionParallel, RowwiseParallel, VocabParallel
 from .config import Activation, GPTConfig
@@ -52,7 +52,7 @@ class GPT(CausalModel[GPTConfig]):
         self.drop = Dropout(config.embedding_dropout, "drop")
         self.h = nn.ModuleList(GPTBlock(config, i) for i in range(config.num_layers))
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self._tie()
 
     @property

@@ -65,6 +65,7 @@ class Batch:
     `positions=` finds the positions itself. A copy of the tokens loses the order.
     tokens, targets: [B, T]; plain tensors on a mesh of one process.
     positions, documents: None where the model needs none.
+    numbers: [B, T], laid out as the targets; for `document_sums`. None where `lay_out_batch` got none.
     order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout. Where rows are
         cut by their documents, a `RowOrders`: such runs for each row given to `lay_out_batch`. None for reading order.
     """
@@ -74,6 +75,7 @@ class Batch:
     positions: Tensor | OrderedPositions | None
     documents: Tensor | None
     order: Runs | RowOrders | None
+    numbers: Tensor | None = None
 
     def as_read(self, whole: Tensor) -> Tensor:
         """A plain tensor [B, T, ...] of all tokens, such as `to_global(logits)`, with the tokens in reading order.
@@ -93,13 +95,15 @@ def lay_out_batch(
     *,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
+    numbers: Tensor | None = None,
     rows: int | None = None,
     compiled: bool = False,
 ) -> Batch:
     """Lay a batch out on `mesh` for a model with this plan: rows over the data axes, tokens over "cp" if the plan
     has context.
 
-    tokens, targets, positions, documents: plain tensors [B, T] of ints.
+    tokens, targets, positions, documents, numbers: plain tensors [B, T] of ints.
+    numbers: of a token's document, as `documents`, but laid out as the targets: for `document_sums`.
     rows: None if every rank gives the whole batch. Otherwise the number of rows of the whole batch, B, and the tensors
         hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
     compiled: whether blocks are compiled by torch.compile. All rows then have one order, whatever their documents: a
@@ -116,7 +120,7 @@ def lay_out_batch(
     that comes back after it ended.
     """
     mesh = as_process_mesh(mesh)
-    companions = {"targets": targets, "positions": positions, "documents": documents}
+    companions = {"targets": targets, "positions": positions, "documents": documents, "numbers": numbers}
     for name, tensor in companions.items():
         if tensor is not None and tensor.shape != tokens.shape:
             raise ValueError(
@@ -128,7 +132,10 @@ def lay_out_batch(
         raise ValueError(f"lay_out_batch: documents are {documents.dtype}; give ints, the number of a token's document")
     if mesh.size == 1:
         documents = None if documents is None else documents.to(tokens.device)
-        return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents, order=None)
+        numbers = None if numbers is None else numbers.to(tokens.device)
+        return Batch(
+            tokens=tokens, targets=targets, positions=positions, documents=documents, order=None, numbers=numbers
+        )
     B, T = (tokens.shape[0] if rows is None else rows), tokens.shape[1]
     cut = plan.context is not None and CONTEXT_AXIS in mesh.axis_names
     by_rows, by_tokens = _layouts(mesh, cut)
@@ -170,6 +177,7 @@ def lay_out_batch(
         positions=placed if ordered is None else ordered,
         documents=laid(documents, by_rows),
         order=order,
+        numbers=laid(numbers, by_tokens),
     )
 
 

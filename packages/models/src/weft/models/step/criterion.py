@@ -137,7 +137,7 @@ class ProbedCriterion:
             self._reason = shares.reason
             # Zero lets the step run to the end; `finish` raises the error.
             zero_loss: Tensor = local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
-            return _partial_loss(zero_loss, target)
+            return partial_loss(zero_loss, target)
         if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not axes_sharding_tensor(target):
             return self._weighted_loss(output, target, shares.whole[number])
         if layout_of(output) != layout_of(target):  # classes are sharded
@@ -145,7 +145,7 @@ class ProbedCriterion:
             if not _is_averaged(loss):
                 return loss
             output = reshard(output, placements=layout_of(target))
-        return _partial_loss(self._weighted_loss(output.to_local(), local_of(target), shares.own[number]), target)
+        return partial_loss(self._weighted_loss(output.to_local(), local_of(target), shares.own[number]), target)
 
     def raise_if_unweighted(self) -> None:
         """Raises ValueError, on all stages, if the last stage could not weight the criterion.
@@ -183,7 +183,7 @@ class ProbedCriterion:
         )
 
 
-def _partial_loss(addend: Tensor, target: Tensor) -> Tensor:
+def partial_loss(addend: Tensor, target: Tensor) -> Tensor:
     """A rank's addend of the loss; as a Partial DTensor where the targets are a DTensor."""
     if not isinstance(target, DTensor):
         return addend

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..tracing import traced
 from .communication import Phase
 from .criterion import Criterion
-from .router import RouterLosses, RouterParts, RouterReport, add_parts, split_loss
+from .parts import LossWithParts, StepParts, add_results, num_sums_of, split_loss
+from .router import RouterLosses, RouterReport
 
 CallContext = Callable[[], AbstractContextManager[Any]]
 
@@ -36,6 +37,7 @@ class StepResult:
     local_loss: Tensor  # scalar: this rank's part of the loss
     grad_norm: Tensor | None  # scalar: the norm of the gradients before clipping; None without clip_norm
     parts: RouterReport | None = None  # the routers' losses, under `RouterLosses`
+    sums: Tensor | None = None  # [n]: the criterion's own sums over the whole batch, as `LossWithParts.sums`
 
 
 @with_fixed_parameters
@@ -52,8 +54,8 @@ def find_gradients(
     """Runs forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
-    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed. Under
-        `RouterLosses`, the microbatches call the model with router=True.
+    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed, and the
+        sums of a `LossWithParts` with them. Under `RouterLosses`, the microbatches call the model with router=True.
     clip_norm: 0 computes the norm and scales nothing.
     after_phase: called with the phase of the collectives issued since the last call. The calls come after each forward
         and each backward of a microbatch, or under a pipeline after each action of the schedule. One call with
@@ -66,15 +68,13 @@ def find_gradients(
     "gradients": the remaining buckets, gradients shared between pipeline stages, the norm, and under a pipeline the
     sum of the losses and the transfer of the sum to all stages.
     """
-    losses: list[Tensor] = []
-    parts: list[RouterParts] = []
+    results: list[LossWithParts] = []
 
     def loss_of(output: Any, microbatch: Microbatch) -> Tensor:
         with call_context():
-            loss, of_routers = split_loss(criterion(output, microbatch.targets))
-        losses.append(without_graph(loss))
-        parts.extend([] if of_routers is None else [of_routers])
-        return loss
+            result = split_loss(criterion(output, microbatch.targets))
+        results.append(result._replace(loss=without_graph(result.loss)))
+        return result.loss
 
     pipeline, parameter = pipeline_of(model), next(model.parameters())
     loss_sum: LossSum | None = None
@@ -89,52 +89,84 @@ def find_gradients(
                 loss = loss_of(output, microbatch)
             # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
-                loss_sum = _start_sum(losses, parts, parameter)
+                loss_sum = _start_sum(results, parameter)
             after_phase("forward")
             with traced("backward"):
                 loss.backward(first_gradient(loss))  # type: ignore[no-untyped-call]
         after_phase("backward")
     after_phase("backward")
     with traced("sync"):
-        loss_sum = loss_sum or _start_sum(losses, parts, parameter)
+        loss_sum = loss_sum or _start_sum(results, parameter)
         sync.wait()
-        sums, added = loss_sum.wait(), add_parts(parts)
-        load = None if added is None else added.load
+        found = _Found.of(loss_sum.wait(), add_results(results))
         if pipeline is not None:
             pipeline.add_shared(model)
-            sums, load = _sum_over_stages(pipeline, model, criterion, sums, load)
-    report = None if load is None else RouterReport(balance=sums[1], z=sums[2:], load=load)
+            found = _sum_over_stages(pipeline, model, criterion, found)
     norm = None
     if clip_norm is not None:
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
     after_phase("gradients")
-    total = sums[0] if sums.ndim and sums.numel() else sums  # no number on a rank outside the mesh
-    return StepResult(total, loss_sum.local, norm, report)
+    return StepResult(found.loss, loss_sum.local, norm, found.report, found.sums)
 
 
-def _start_sum(losses: list[Tensor], parts: list[RouterParts], parameter: Tensor) -> LossSum:
-    """Start the sum of the losses, and of the routers' parts, over the ranks."""
-    added = add_parts(parts)
-    return LossSum(losses, parameter.device, parameter.dtype, None if added is None else added.addends)
+def _start_sum(results: list[LossWithParts], parameter: Tensor) -> LossSum:
+    """Start the sum of the losses and of their parts over the ranks."""
+    losses = [each.loss for each in results]
+    return LossSum(losses, parameter.device, parameter.dtype, add_results(results).addends)
 
 
-def _sum_over_stages(
-    pipeline: Pipeline, model: nn.Module, criterion: Criterion, sums: Tensor, load: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The last stage's sums, and load of experts, on the ranks of all stages.
+class _Found(NamedTuple):
+    """The loss of a step and its parts, summed over microbatches and ranks."""
 
-    Communication: an all-reduce over "pp". The other stages know the load's shape from the model's config; under a
-    config without experts, the loss alone is summed and the load is None.
+    loss: Tensor
+    sums: Tensor | None  # [n]: the criterion's own
+    routers: Tensor | None  # [1 + layers with experts]: as `RouterParts.addends`
+    load: Tensor | None  # [layers with experts, E]
+
+    @classmethod
+    def of(cls, values: Tensor, parts: StepParts) -> _Found:
+        """values: of `LossSum.wait`. parts: of this rank; their shapes divide the values."""
+        if not values.ndim or not values.numel():  # no number on a rank outside the mesh
+            return cls(values, None, None, None)
+        n = 0 if parts.sums is None else len(parts.sums)
+        load = None if parts.routers is None else parts.routers.load
+        return cls(
+            values[0],
+            None if parts.sums is None else values[1 : 1 + n],
+            None if load is None else values[1 + n :],
+            load,
+        )
+
+    @property
+    def report(self) -> RouterReport | None:
+        if self.routers is None or self.load is None:
+            return None
+        return RouterReport(balance=self.routers[0], z=self.routers[1:], load=self.load)
+
+
+def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion, found: _Found) -> _Found:
+    """The last stage's loss, sums and load of experts, on the ranks of all stages.
+
+    Communication: an all-reduce over "pp". The other stages know the number of sums from the criterion, and the load's
+    shape from the model's config; under a config without experts there is no load.
     """
-    config = getattr(model, "config", None)
-    if not isinstance(criterion, RouterLosses) or not isinstance(config, MixtureConfig):
-        return pipeline.sum_over_stages(sums[0] if sums.ndim else sums), None
-    layers, E = len(config.sparse_layers), config.num_experts
-    if load is None:
-        sums, load = torch.cat([sums[None], sums.new_zeros(1 + layers)]), sums.new_zeros(layers, E)
-    values = pipeline.sum_over_stages(torch.cat([sums, load.flatten().to(sums.dtype)]))
-    return values[: 2 + layers], values[2 + layers :].view(layers, E)
+    loss, config, n = found.loss, getattr(model, "config", None), num_sums_of(criterion)
+    shapes: list[tuple[int, ...]] = [(n,), (0,), (0,)]
+    if isinstance(criterion, RouterLosses) and isinstance(config, MixtureConfig):
+        layers = len(config.sparse_layers)
+        shapes[1:] = [(1 + layers,), (layers, config.num_experts)]
+    sizes = [math.prod(shape) for shape in shapes]
+    if not sum(sizes):
+        return _Found(pipeline.sum_over_stages(loss), None, None, None)
+    parts = [
+        loss.new_zeros(size) if part is None else part.flatten().to(loss.dtype)[:size]
+        for part, size in zip(found[1:], sizes, strict=True)
+    ]
+    values = pipeline.sum_over_stages(torch.cat([loss[None], *parts]))
+    split = torch.split(values[1:], sizes)
+    whole = [part.view(shape) if size else None for part, shape, size in zip(split, shapes, sizes, strict=True)]
+    return _Found(values[0], *whole)
 
 
 @with_fixed_parameters
@@ -153,7 +185,7 @@ def find_loss(
         else:
             outputs = pipeline.forward(model, microbatches)
         pairs = zip(outputs, microbatches, strict=bool(outputs))  # only ranks of the last stage have outputs
-        losses = [split_loss(criterion(output, microbatch.targets))[0] for output, microbatch in pairs]
+        losses = [split_loss(criterion(output, microbatch.targets)).loss for output, microbatch in pairs]
         total = LossSum(losses, parameter.device, parameter.dtype).wait()
         return total if pipeline is None else pipeline.sum_over_stages(total)
 

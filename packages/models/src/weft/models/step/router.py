@@ -7,9 +7,9 @@ experts without a loss (DeepSeek-V3, arXiv:2412.19437), are updated from the loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,7 @@ from ..checks import check_coefficients
 from ..experts import MixtureOfExperts
 from ..initialization import local_slices
 from ..losses import local_value
-
-
-class RouterParts(NamedTuple):
-    """The routers' part of a loss, without graph; of one microbatch, or summed by `add_parts`."""
-
-    # [1 + layers with experts]: the balance loss, then each layer's share of the z-loss; this rank's addends.
-    addends: Tensor
-    load: Tensor  # [layers with experts, E]: how many of all ranks' tokens each expert was given
-
-
-class LossWithParts(NamedTuple):
-    """What `RouterLosses` returns: a loss, and the routers' parts of it before their coefficients."""
-
-    loss: Tensor
-    parts: RouterParts
+from .parts import LossWithParts, RouterParts, num_sums_of, split_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +42,9 @@ class RouterLosses:
 
     f_e: choices of expert e over tokens times layers, all layers and ranks together, a constant for autograd. P_e:
     the mean softmax probability of expert e. The balance loss equals transformers' `load_balancing_loss_func`.
-    criterion: of logits and targets, as for `forward_backward`. balance, z: coefficients, 0 or more.
+    criterion: of logits and targets, as for `forward_backward`. One that itself returns a `LossWithParts` keeps its
+        sums.
+    balance, z: coefficients, 0 or more.
     microbatches: of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
     A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
     Communication: the sum of the choices [layers, E] over the axes that shard tokens; where the logits' loss is not
@@ -64,7 +52,7 @@ class RouterLosses:
     Raises ValueError for a negative coefficient, for an output without statistics, and for no tokens.
     """
 
-    criterion: Callable[..., Tensor]
+    criterion: Callable[..., Any]
     balance: float = 0.001
     z: float = 0.0
     microbatches: int = 1
@@ -72,7 +60,12 @@ class RouterLosses:
     def __post_init__(self) -> None:
         check_coefficients("RouterLosses", self, "balance", "z")
 
-    def __call__(self, output: Any, targets: Tensor) -> LossWithParts:
+    @property
+    def num_sums(self) -> int:
+        """The number of the inner criterion's own sums; see `LossWithParts`."""
+        return num_sums_of(self.criterion)
+
+    def __call__(self, output: Any, targets: Any) -> LossWithParts:
         if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[1], Tensor):
             raise ValueError(
                 "RouterLosses takes the pair (logits, statistics): call the model with router=True, as "
@@ -82,7 +75,7 @@ class RouterLosses:
         if not targets.numel():
             raise ValueError(f"RouterLosses got targets {tuple(targets.shape)}, no token; give one at least")
         logits, statistics = output
-        loss = self.criterion(logits, targets)
+        loss, own_sums, _ = split_loss(self.criterion(logits, targets))
         statistics = _in_layout_of_loss(statistics, loss)
         layers, E = statistics.shape[0], statistics.shape[1] // 2
         count = float(targets.numel() * layers * self.microbatches)
@@ -99,7 +92,7 @@ class RouterLosses:
             if self.z:  # the squares of huge logits overflow, which a coefficient of 0 leaves out
                 value = value + self.z * addends[1:].sum()
         total: Tensor = _AddRouterLoss.apply(loss, statistics, value, slope)  # type: ignore[no-untyped-call]
-        return LossWithParts(total, RouterParts(addends, load))
+        return LossWithParts(total, own_sums, RouterParts(addends, load))
 
 
 class _AddRouterLoss(torch.autograd.Function):
@@ -144,20 +137,6 @@ def _sum_load(statistics: Tensor, E: int) -> Tensor:
     if not isinstance(statistics, DTensor):
         return load
     return reshard(wrap(load, layout_of(statistics), load.shape)).to_local()
-
-
-def split_loss(result: Any) -> tuple[Tensor, RouterParts | None]:
-    """The loss and the routers' parts of what a criterion returned."""
-    return (result.loss, result.parts) if isinstance(result, LossWithParts) else (result, None)
-
-
-def add_parts(parts: Sequence[RouterParts]) -> RouterParts | None:
-    """The sum of the microbatches' parts; None without parts."""
-    if not parts:
-        return None
-    return RouterParts(
-        torch.stack([each.addends for each in parts]).sum(0), torch.stack([each.load for each in parts]).sum(0)
-    )
 
 
 @torch.no_grad()
