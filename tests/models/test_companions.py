@@ -177,7 +177,8 @@ def test_adapters_are_saved_with_the_tokenizer_that_the_model_carries(tmp_path):
     save_lora(lora(from_pretrained(tmp_path / "theirs"), 2, 4.0, ["*.q_proj"]), tmp_path / "adapters")
     for name, content in BESIDE.items():
         assert (tmp_path / "adapters" / name).read_bytes() == content, name
-    assert not (tmp_path / "adapters" / GENERATION_FILE).exists()
+    source = (tmp_path / "theirs" / GENERATION_FILE).read_bytes()
+    assert (tmp_path / "adapters" / GENERATION_FILE).read_bytes() == source
 
 
 def test_a_changed_companion_of_a_folder_that_was_written_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from weft.models import GPT, GPTConfig, Llama, from_pretrained, initialize, save
 from weft.models.checkpoint.convert import convert
 from weft.models.checkpoint.manifest import CHECKSUMS, DamagedCheckpoint
 from weft.models.cli import main
-from weft.models.cli.generate import _find_tokenizer
+from weft.models.cli.generate import find_tokenizer_of
 from weft.models.data.tokenizer import byte_tokenizer
 
 from tests.models.checkpoints.states import CONFIG, Case, make
@@ -66,7 +66,7 @@ def flip(path: Path, at: float) -> None:
 
 def read_all(folder: Path) -> nn.Module:
     """Reads the folder as `weft generate` does."""
-    _find_tokenizer(folder)
+    find_tokenizer_of(folder)
     return from_pretrained(folder)
 
 

@@ -35,7 +35,7 @@ class Experts(nn.Module):
         rows: how many choices are of these experts, where the caller knows; see `kernels.experts`.
         """
         projections = self.gate_proj, self.up_proj, self.down_proj
-        if self.lora is not None:
+        if self.lora is not None and self.lora.active:
             adapted: Tensor = self.lora(x, experts, weights, *projections, rows)
             return adapted
         output: Tensor = kernels.experts(x, experts, weights, *projections, rows=rows)

@@ -22,6 +22,8 @@ class Adapter(nn.Module):
     leading dim, the experts.
     """
 
+    active = True  # False within `without_adapters`: the adapted layer computes as without an adapter
+
     def __init__(self, a: Tensor, b: Tensor, alpha: float) -> None:
         super().__init__()
         self.A, self.B = nn.Parameter(a), nn.Parameter(b)  # [..., rank, in_features], [..., out_features, rank]
@@ -37,12 +39,37 @@ class LowRank(Adapter):
     The layer holds the adapter as its submodule `lora`. The product has the layout of the layer's output, Partial
     included, and both are reduced together. If A and B have a wider dtype than the layer, for example float32 beside
     bfloat16, the input is cast to the wider dtype and the sum is cast back, as in peft.
+    dropout: the probability with which an element of the adapter's input is zeroed while training, as in peft.
+    name: the module's path in the model; gives each adapter a mask of its own, the same on every mesh.
     """
 
+    def __init__(self, a: Tensor, b: Tensor, alpha: float, dropout: float = 0.0, name: str = "lora") -> None:
+        super().__init__(a, b, alpha)
+        self.dropout, self.name = dropout, name
+        # `key`, `order` and `orders` of `kernels.dropout` during a call of the module around the layer that takes
+        # dropout_key; None otherwise. Set by `parallel.lora_dropout`.
+        self.mask: dict[str, Any] | None = None
+
     def forward(self, input: Tensor, output: Tensor) -> Tensor:
-        """input [..., in_features], the layer's output [..., out_features] -> the output plus the adapter's product."""
-        added = kernels.linear(kernels.linear(_cast(input, self.A), self.A), self.B)
+        """input [..., in_features], the layer's output [..., out_features] -> the output plus the adapter's product.
+
+        Raises RuntimeError where elements would be dropped and the model was given no dropout_key.
+        """
+        added = kernels.linear(kernels.linear(self._drop(_cast(input, self.A)), self.A), self.B)
         return _cast(kernels.add(_cast(output, added), added, alpha=self.scale), output)
+
+    def _drop(self, input: Tensor) -> Tensor:
+        if not (self.dropout > 0 and self.training):
+            return input
+        if self.mask is None:
+            raise RuntimeError(
+                f"{self.name} drops elements with p={self.dropout} while training, but the model was given no key: "
+                f'call model(tokens, dropout_key=derive_key(seed, "dropout", step)), or model.eval() first'
+            )
+        return kernels.dropout(input, self.dropout, name=self.name, **self.mask)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", dropout={self.dropout:g}" if self.dropout else "")
 
 
 class StackedLowRank(Adapter):
@@ -57,6 +84,8 @@ class LowRankExperts(nn.Module):
 
     Each projection of `PROJECTIONS` has a `StackedLowRank` or None.
     """
+
+    active = True  # as `Adapter.active`
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +104,12 @@ class LowRankExperts(nn.Module):
         factors = (None if each is None else getattr(each, leaf) for each in adapters for leaf in "AB")
         scales = tuple(0.0 if each is None else each.scale for each in adapters)
         return apply(ADAPTED_EXPERTS, x, experts, weights, gate, up, down, *factors, scales=scales, rows=rows)
+
+
+def has_active_adapter(layer: nn.Module) -> bool:
+    """Whether a linear layer or a module of experts has an adapter that adds to the output of a call now."""
+    adapter: Any = layer._modules.get("lora")
+    return adapter is not None and adapter.active
 
 
 def adapted_parameter(adapter: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..documents import read_json
 from ..families import FAMILIES
+from .adapter_config import base_folder, is_adapter_folder
 from .manifest import CHECKSUMS, CONFIG, MANIFEST, Manifest
 
 
@@ -77,10 +78,13 @@ def check_config(saved: ModelConfig, target: ModelConfig, folder: Path, *, furth
 def config_of(folder: str | Path) -> ModelConfig | None:
     """The config of a checkpoint or of a Hugging Face folder; None for a checkpoint of a model outside the families.
 
+    A folder of LoRA adapters has the config of its base model.
     Raises ValueError for an absent or incomplete folder and for an unknown model; DamagedCheckpoint for a config.json
     that was changed after Weft wrote it.
     """
     folder = Path(folder)
+    if is_adapter_folder(folder):
+        folder = base_folder(folder)
     if (folder / MANIFEST).is_file():
         return checkpoint_config(Manifest.read(folder), folder)
     config = read_config(folder)

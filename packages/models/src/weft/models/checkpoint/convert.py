@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from ..data.tokenizer import CHAT_FOLDER, FILES
 from ..documents import links_outside
 from ..families import make_model
+from .adapter_config import is_adapter_folder
 from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
 from .companions import GENERATION_FILE, Companions
 from .configs import check_layers, read_config, weights_of
-from .huggingface import SHARD_BYTES, finish_pretrained, shards_of
+from .huggingface import SHARD_BYTES, finish_pretrained, from_pretrained, save_pretrained, shards_of
 from .manifest import (
+    ADAPTERS,
     CHECKSUMS,
     CONFIG,
     MANIFEST,
@@ -47,11 +49,16 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
     Memory holds a single written tensor and the source values for it at a time. A converted checkpoint has no
     optimizer state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
     generation_config.json and the token ids in config.json are carried over.
+    LoRA adapters, in a checkpoint or in a folder of their own, are folded into the weights of a Hugging Face folder;
+    the model is then in memory.
     shard_bytes: the largest size of a weights file, unless a single tensor is larger.
     Returns the names of the source's files left behind, for example code.
     Raises ValueError for an incomplete source or one of neither kind, and for a target that exists or another process
     is making; OSError where the target cannot be written.
     """
+    if is_adapter_folder(source) or ((source / MANIFEST).is_file() and ADAPTERS in Manifest.read(source).files):
+        save_pretrained(from_pretrained(source), target, shard_bytes=shard_bytes)
+        return []
     if (source / MANIFEST).is_file():
         return _to_huggingface(source, target, shard_bytes)
     return _to_checkpoint(source, target, shard_bytes)

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from weft.mesh import ProcessMesh
 from weft.reshard import layout_of, to_global
 from weft.reshard.extension import mesh_argument, wrap
 
-from ..data.tokenizer import Tokenizer
+from ..data.tokenizer import FILES, Tokenizer
 from ..families import FAMILIES, family_of, foreign_part, make_model
 from ..initialization import local_slices
+from ..losses import local_value
 from ..parallel import ParallelPlan, parallelize
 from ..parallel.lora import adapter_names, merged_parameter
 from ..parallel.parallelize import pipeline_of
+from .adapter_config import ADAPTER_CONFIG, base_folder, is_adapter_folder
+from .adapter_tensors import StoredAdapters, add_adapters, open_adapters
 from .checksums import INDEX_FILE, FolderChecksums, write_with_checksums
-from .companions import Companions, attach_companions, companions_of
+from .companions import GENERATION_FILE, Companions, attach_companions, companions_of, read_companions
 from .configs import check_layers, read_config, weights_of
-from .manifest import CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
+from .manifest import ADAPTERS, CHECKSUMS, CONFIG, MANIFEST, MODEL, Manifest, StoredFile, StoredTensor, as_document
 from .shards import STORED_DTYPES, sync_folder, write_documents, write_file
 from .states import fill_from
 from .stored import StoredGroup, common_dtype, group_by_stored_tensor
@@ -45,8 +49,11 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Reads the model of a Hugging Face folder or of a checkpoint of a run.
+    """Reads the model of a Hugging Face folder, of a checkpoint of a run, or of a folder of LoRA adapters.
 
+    A folder of adapters, as `save_lora` and peft write, gives the model of its base_model_name_or_path, which is a
+    folder of one of the other kinds, with the adapters beside the layers; `merge_lora` folds them in. Their dtype is
+    float32 at least. The tokenizer and generation settings are those in the folder of adapters, else the base's.
     mesh, plan: lay the model out on `mesh` by `plan` (None: by the model's own plan). Without a mesh: one device.
     device_mesh: torch's name for `mesh`; give one of the two.
     dtype: of the parameters; stored values are rounded to this dtype. Where None, each parameter keeps the dtype of
@@ -64,8 +71,25 @@ def from_pretrained(
     """
     mesh = mesh_argument(mesh, device_mesh)
     folder = Path(folder)
+    if not is_adapter_folder(folder):
+        return _read_model(folder, None, mesh, plan, torch.device(device), dtype)
+    model = _read_model(base_folder(folder), folder, mesh, plan, torch.device(device), dtype)
+    own, base = read_companions(folder, (*FILES, GENERATION_FILE)), companions_of(model)
+    attach_companions(model, replace(base, files={**base.files, **own}))
+    return model
+
+
+def _read_model(
+    folder: Path,
+    adapters: Path | None,
+    mesh: ProcessMesh | DeviceMesh | None,
+    plan: ParallelPlan | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """See `from_pretrained`. folder: of the model. adapters: the folder of adapters to add, or None."""
     if (folder / MANIFEST).is_file():
-        return _from_checkpoint(folder, mesh, plan, torch.device(device), dtype)
+        return _from_checkpoint(folder, adapters, mesh, plan, device, dtype)
     config = read_config(folder)
     weights = weights_of(folder, config)
     own_config = weights.read_config(config)
@@ -76,13 +100,18 @@ def from_pretrained(
         with torch.device("meta"):
             model = make_model(own_config)
         check_tensors(model, tensors, folder, weights)
+        stored_adapters = _attach_adapters(model, weights, adapters, dtype, files)
         if mesh is not None:
             model = parallelize(model, mesh, plan)
+        values = {} if stored_adapters is None else dict(stored_adapters.read(model))
         loaded: dict[Tensor, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
-            part = read_parameter(
-                weights.stored(name), tensors, local_slices(parameter), tuple(parameter.shape), device, dtype
-            )
+            if name in values:
+                part = values[name].to(device, parameter.dtype)
+            else:
+                part = read_parameter(
+                    weights.stored(name), tensors, local_slices(parameter), tuple(parameter.shape), device, dtype
+                )
             if isinstance(parameter, DTensor):
                 part = wrap(part, layout_of(parameter), parameter.shape)
             loaded[parameter] = nn.Parameter(part, parameter.requires_grad)
@@ -152,8 +181,23 @@ def save_pretrained(
 # Reading
 
 
+def _attach_adapters(
+    model: nn.Module, weights: Any, folder: Path | None, dtype: torch.dtype | None, files: ExitStack
+) -> StoredAdapters | None:
+    """Add a folder's adapters to a model on the meta device; None for no folder. files: closes the folder's file.
+
+    weights: the module of the model's family. dtype: of the model's parameters.
+    """
+    if folder is None:
+        return None
+    stored = files.enter_context(open_adapters(model, weights, folder))
+    stored.attach(model, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
+    return stored
+
+
 def _from_checkpoint(
     folder: Path,
+    adapters: Path | None,
     mesh: ProcessMesh | DeviceMesh | None,
     plan: ParallelPlan | None,
     device: torch.device,
@@ -166,19 +210,37 @@ def _from_checkpoint(
             f"load_checkpoint(model, folder)"
         )
     config = manifest.document(folder, CONFIG)
-    own_config = weights_of(folder, config).read_config(config)
+    weights = weights_of(folder, config)
+    own_config = weights.read_config(config)
     check_layers(own_config, manifest.tensors, folder)
     with torch.device("meta"):
         model = make_model(own_config)
-    stored = {name: manifest.tensors.get(f"{MODEL}{name}") for name, _ in model.named_parameters()}
+    if ADAPTERS in manifest.files:
+        if adapters is not None:
+            raise ValueError(
+                f"{adapters} holds adapters of {folder}, a checkpoint of a model with adapters; fold these in by "
+                f"`weft convert {folder} OUT`, and name OUT as the base model in {adapters / ADAPTER_CONFIG}"
+            )
+        add_adapters(model, manifest.document(folder, ADAPTERS), folder / ADAPTERS)
+    own = {name: manifest.tensors.get(f"{MODEL}{name}") for name, _ in model.named_parameters()}
     dtypes = {
-        name: dtype or (torch.float32 if each is None else WEIGHT_DTYPES[each.dtype]) for name, each in stored.items()
+        name: (dtype if dtype is not None and ".lora." not in name else None)
+        or (torch.float32 if each is None else WEIGHT_DTYPES[each.dtype])
+        for name, each in own.items()
     }
-    _replace(model, {each: nn.Parameter(each.to(dtypes[name])) for name, each in model.named_parameters()})
-    if mesh is not None:
-        model = parallelize(model, mesh, plan)
-    model.to_empty(device=device)
-    fill_from(model, folder, rounding=dtype is not None)
+    _replace(
+        model,
+        {each: nn.Parameter(each.to(dtypes[name]), each.requires_grad) for name, each in model.named_parameters()},
+    )
+    with ExitStack() as files:
+        stored_adapters = _attach_adapters(model, weights, adapters, dtype, files)
+        if mesh is not None:
+            model = parallelize(model, mesh, plan)
+        model.to_empty(device=device)
+        fill_from(model, folder, rounding=dtype is not None, absent=() if adapters is None else adapter_names(model))
+        if stored_adapters is not None:
+            for name, values in stored_adapters.read(model):
+                local_value(model.get_parameter(name)).copy_(values)
     return model
 
 

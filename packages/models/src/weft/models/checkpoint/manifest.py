@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"  # the name of the manifest in a Hugging Face folder
 RUN = "run.json"  # facts of the run behind the checkpoint: step, seed, config, versions
 CONFIG = "config.json"  # the model's config in Hugging Face's format
+ADAPTERS = "adapters.json"  # rank, alpha, dropout and targets of the model's LoRA adapters, if the model has some
 FORMAT = "weft checkpoint"
 VERSION = 1
 MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of tensor names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..data.tokenizer import Tokenizer
 from ..families import family_of
+from ..parallel.lora import adapter_names, lora_of
 from ..parallel.parallelize import pipeline_of
 from .companions import Companions, attach_companions, companions_of
 from .configs import check_config, checkpoint_config, model_config
-from .manifest import CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
+from .manifest import ADAPTERS, CONFIG, MODEL, OPTIMIZER, RUN, Manifest, as_document
 from .optimizers import check_optimizer, describe_optimizer, make_state_to_fill
 from .parts import PartLoadPlanner, PartSavePlanner, TensorPart, part_of
 from .shards import STORED_DTYPES
@@ -84,6 +85,10 @@ def snapshot(
     files = {RUN: as_document(run or {}), **companions.files}
     if family is not None:
         files[CONFIG] = as_document(companions.in_config(family.weights.write_config(model)))
+    if adapter_names(model):
+        adapters = lora_of(model)
+        options = {"rank": adapters.rank, "alpha": adapters.alpha, "dropout": adapters.dropout}
+        files[ADAPTERS] = as_document({**options, "targets": sorted(adapters.adapters)})
     parts = {name: part_of(tensor) for name, tensor in _tensors(model, optimizer).items()}
     return Snapshot(parts, files, None if optimizer is None else describe_optimizer(model, optimizer))
 
@@ -141,17 +146,23 @@ def fill_from(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     rounding: bool = False,
+    absent: Collection[str] = (),
 ) -> FolderReader:
-    """As `load_checkpoint`; with `rounding`, parameters may be narrower than stored. Called by `from_pretrained`."""
+    """As `load_checkpoint`. Called by `from_pretrained`, and by runs that begin with a checkpoint's weights.
+
+    rounding: parameters may be narrower than stored.
+    absent: the names of parameters missing from the checkpoint, which stay as they are: adapters new to its model.
+    """
     with FolderReader(Path(folder)) as reader:
         manifest = reader.manifest
         config = manifest.document(reader.folder, CONFIG) if CONFIG in manifest.files else {}
         saved, own = checkpoint_config(manifest, reader.folder), model_config(model)
         if saved is not None and own is not None:
-            check_config(saved, own, reader.folder, further_difference=describe_difference(model, reader) or "")
-        check_model(model, reader)
-        _check_local_parameters(model, optimizer, reader, rounding)
-        tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
+            check_config(saved, own, reader.folder, further_difference=describe_difference(model, reader, absent) or "")
+        check_model(model, reader, absent)
+        parameters = {name: each for name, each in model.named_parameters() if name not in absent}
+        _check_local_parameters(model, parameters, optimizer, reader, rounding)
+        tensors: dict[str, Tensor] = {f"{MODEL}{name}": each for name, each in parameters.items()}
         state = {} if optimizer is None else make_state_to_fill(model, optimizer, manifest)
         tensors |= {
             f"{OPTIMIZER}{name}.{key}": each for name, (_, values) in state.items() for key, each in values.items()
@@ -175,18 +186,24 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     return Manifest.read(Path(folder)).document(Path(folder), RUN)
 
 
-def check_model(model: nn.Module, reader: FolderReader) -> None:
-    """Raises ValueError unless the checkpoint's tensors have exactly the names and shapes of the model's."""
-    difference = describe_difference(model, reader)
+def check_model(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> None:
+    """Raises ValueError unless the checkpoint's tensors have exactly the names and shapes of the model's.
+
+    absent: as for `fill_from`.
+    """
+    difference = describe_difference(model, reader, absent)
     if difference is not None:
         raise ValueError(f"{reader.folder} is of another model: {difference}; build the model that was saved")
 
 
-def describe_difference(model: nn.Module, reader: FolderReader) -> str | None:
-    """The first difference in name or shape between the checkpoint's tensors and the model's, in words, or None."""
+def describe_difference(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> str | None:
+    """The first difference in name or shape between the checkpoint's tensors and the model's, in words, or None.
+
+    absent: as for `fill_from`.
+    """
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
-    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items() if name not in absent}
     stored = {
         name.removeprefix(MODEL): tensor.shape
         for name, tensor in reader.manifest.tensors.items()
@@ -217,16 +234,22 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _check_local_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, reader: FolderReader, rounding: bool
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    reader: FolderReader,
+    rounding: bool,
 ) -> None:
     """Checks dtypes and optimizer for the parameters on this rank: under a pipeline, those of its stages.
+
+    parameters: of the model, to be read.
 
     Communication: an all-gather of the outcomes. Raises the first failing rank's error on every rank.
     """
     outcomes: list[ValueError | None] = [None]
     try:
         if not rounding:
-            _check_dtypes(model, reader)
+            _check_dtypes(parameters, reader)
         if optimizer is not None:
             check_optimizer(model, optimizer, reader.manifest, reader.folder)
     except ValueError as error:
@@ -239,9 +262,8 @@ def _check_local_parameters(
             raise outcome
 
 
-def _check_dtypes(model: nn.Module, reader: FolderReader) -> None:
+def _check_dtypes(parameters: Mapping[str, Tensor], reader: FolderReader) -> None:
     """Raises ValueError where a parameter's dtype cannot hold every value of the stored dtype."""
-    parameters = dict(model.named_parameters())
     stored = {name: STORED_DTYPES[reader.manifest.tensors[f"{MODEL}{name}"].dtype] for name in parameters}
     rounded = [name for name, each in parameters.items() if torch.promote_types(each.dtype, stored[name]) != each.dtype]
     if rounded:

@@ -1,7 +1,7 @@
 """Parallel plans, and `parallelize`, which lays a model out on a mesh by a plan."""
 
 from .batch import Batch, lay_out_batch
-from .lora import lora, merge_lora
+from .lora import lora, merge_lora, without_adapters
 from .parallelize import parallelize
 from .plan import ExpertPlan, ParallelPlan
 from .styles import (
@@ -29,4 +29,5 @@ __all__ = [
     "lora",
     "merge_lora",
     "parallelize",
+    "without_adapters",
 ]

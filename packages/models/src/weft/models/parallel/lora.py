@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,11 @@ from weft.reshard.extension import layout_in_call, this_rank, wrap
 
 from ..experts import Experts
 from ..initialization import Constant, Initial, Normal, fill
-from ..low_rank import PROJECTIONS, Adapter, LowRank, LowRankExperts, StackedLowRank, adapted_parameter
+from ..low_rank import Adapter, LowRank, LowRankExperts, StackedLowRank, adapted_parameter
+from .lora_dropout import check_dropout, hand_keys, take_keys_back
+from .lora_targets import Place, find_places
 from .parallelize import pipeline_of
 from .parameter_layouts import adapter_layout
-from .resolve import nearest
 
 _ATTRIBUTE = "_lora"  # of an adapted model: a `LoRA`, copied with the model
 
@@ -34,6 +34,7 @@ class LoRA:
     alpha: float
     adapters: dict[str, str]  # the name of each `Adapter`, by the name of its layer or projection of experts
     trained: frozenset[str]  # the names of the parameters trained before
+    dropout: float = 0.0  # of the adapters' inputs
 
 
 def lora(
@@ -44,6 +45,7 @@ def lora(
     *,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    dropout: float = 0.0,
 ) -> nn.Module:
     """Add adapters beside the layers and experts named by `targets`; from then on only the adapters are trained.
 
@@ -56,34 +58,67 @@ def lora(
     rank: 1 or more.
     alpha: above 0.
     targets: names of linear layers and of experts' projections, wildcards allowed, as "layers.*.self_attn.[qv]_proj"
-        and "layers.*.mlp.experts.*_proj". "*_proj" matches every projection of attention, MLPs and experts.
+        and "layers.*.mlp.experts.*_proj". "*_proj" matches every projection of attention, MLPs and experts. A pattern
+        without a dot that matches no whole name is compared with the last part of names, as in peft: "q_proj" matches
+        the projection of queries in every layer.
     dtype: of A and B. By default the layer's own, but float32 beside a layer of 16 bits, in which small updates
         would be lost. A layer of a narrower dtype than the adapter's computes with the adapter in the adapter's
         dtype, and returns the layer's dtype.
+    dropout: the probability with which an element of an adapter's input is zeroed while training, as in peft; the
+        layer itself reads the whole input. The model is then called with a `dropout_key`. Masks are a function of
+        (key, the adapter's name, element), the same on every mesh. Not for adapters of experts.
     May be called before or after `parallelize`. A and B are laid out by the layer's weight: beside a
     column-parallel layer A is replicated and B S(0), beside a row-parallel layer A is S(1) and B replicated. Adapters
     of experts are sharded over "ep" as the experts are. A block needs no further reduction. A `GradientSync` made
     afterwards reduces the adapters' gradients only.
     Communication: none.
-    Raises ValueError for a rank or alpha out of range; for a dtype other than a floating-point dtype of 16 bits or
-    more; for a target matching nothing, a module other than a linear layer, a layer whose weight is tied to another
-    module's, or experts whose class has a forward of its own; for a model with adapters; for a model cut into stages,
-    which needs its adapters before `parallelize`.
+    Raises ValueError for a rank, alpha or dropout out of range; for a dtype other than a floating-point dtype of 16
+    bits or more; for a target matching nothing, a module other than a linear layer, a layer whose weight is tied to
+    another module's, or experts whose class has a forward of its own; for dropout of an adapter of experts, and of a
+    layer in no module that takes `dropout_key`; for a model with adapters; for a model cut into stages, which needs
+    its adapters before `parallelize`.
     """
     _check(model, rank, alpha, dtype)
-    places = _find_places(model, targets)
+    places = find_places(model, targets)
+    check_dropout(model, dropout, places)
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     model.requires_grad_(False)
     for place in places:
-        adapter = _attach(place, _make_factors(place.owner, place.leaf, rank, dtype), alpha)
+        adapter = _attach(place, _make_factors(place.owner, place.leaf, rank, dtype), alpha, dropout)
         for leaf, parameter in adapter.named_parameters():
             if not parameter.is_meta:
                 fill(f"{place.adapter}.{leaf}", parameter, _adapter_initial(leaf, parameter), seed)
+    if dropout:
+        hand_keys(model, [place.adapter for place in places])
     own: Any = getattr(model, "initial_value", None)
     if own is not None:
         model.initial_value = partial(_initial_value, model, own)  # type: ignore[assignment]
-    setattr(model, _ATTRIBUTE, LoRA(rank, alpha, {place.target: place.adapter for place in places}, trained))
+    adapters = {place.target: place.adapter for place in places}
+    setattr(model, _ATTRIBUTE, LoRA(rank, alpha, adapters, trained, dropout))
     return model
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within the context, a model with adapters computes as its base, with the same bits.
+
+    Nothing is copied, and no memory is used. Works on one process and under every plan, in pipelines, with
+    recomputation, and with blocks compiled by torch.compile, which are compiled once more at their first call within
+    the context. Compiled blocks equal the compiled base within rounding. For forwards within the context alone: a
+    backward, which may run a block again, belongs in the same context as its forward.
+    Communication: none here; under ZeRO, a call gathers the adapters' parameters, too.
+    Raises ValueError for a model without adapters.
+    """
+    adapters = lora_of(model).adapters.values()
+    owners = dict.fromkeys(_owner_of(model, adapted_parameter(adapter))[0] for adapter in adapters)
+    was_active = {owner.lora: owner.lora.active for owner in owners}
+    try:
+        for adapter in was_active:
+            adapter.active = False
+        yield
+    finally:
+        for adapter, active in was_active.items():
+            adapter.active = active
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
@@ -104,6 +139,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
         for adapter in adapters.adapters.values():
             owner, leaf = _owner_of(model, adapted_parameter(adapter))
             _local(getattr(owner, leaf)).copy_(_merged_weight(owner, leaf, model.get_submodule(adapter)))
+        if adapters.dropout:
+            take_keys_back(model)
         for adapter in adapters.adapters.values():
             _detach(_owner_of(model, adapted_parameter(adapter))[0])
     for name, parameter in model.named_parameters():
@@ -139,6 +176,17 @@ def adapter_names(model: nn.Module) -> set[str]:
     return {f"{adapter}.{leaf}" for adapter in names for leaf in "AB"}
 
 
+def draw_adapters(model: nn.Module, seed: int) -> None:
+    """Draw the start of the adapters on this rank, as `lora` and `initialize` do; nothing for a model without adapters.
+
+    Called after base weights were loaded into a model on the meta device. Communication: none.
+    """
+    names = adapter_names(model)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            fill(name, parameter, _adapter_initial(name.rpartition(".")[2], parameter), seed)
+
+
 def lora_of(model: nn.Module) -> LoRA:
     """The adapters of a model. Raises ValueError for a model without adapters."""
     adapters = getattr(model, _ATTRIBUTE, None)
@@ -170,74 +218,6 @@ def _check(model: nn.Module, rank: int, alpha: float, dtype: torch.dtype | None)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A weight that gets an adapter."""
-
-    target: str  # the name of a linear layer, or of a projection of experts
-    owner: Any  # the linear layer, or the module of experts
-    leaf: str  # the weight's name in `owner`
-    adapter: str  # the name of the adapter to attach
-
-
-def _find_places(model: nn.Module, targets: Sequence[str]) -> list[_Place]:
-    """The weights named by `targets`, in the model's order. Raises ValueError as `lora` does."""
-    if isinstance(targets, str) or not targets:
-        raise ValueError(
-            f'lora: targets is {targets!r}; give names of layers in a list, as ["layers.*.self_attn.q_proj"]'
-        )
-    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if name}
-    places: dict[str, _Place] = {}
-    for name, module in modules.items():
-        if isinstance(module, nn.Linear):
-            places[name] = _Place(name, module, "weight", f"{name}.lora")
-        elif isinstance(module, Experts):
-            places |= {
-                f"{name}.{leaf}": _Place(f"{name}.{leaf}", module, leaf, f"{name}.lora.{leaf}") for leaf in PROJECTIONS
-            }
-    candidates = list(dict.fromkeys((*modules, *places)))
-    matching: set[str] = set()
-    for pattern in targets:
-        names = [name for name in candidates if fnmatchcase(name, pattern)]
-        if not names:
-            raise ValueError(
-                f"LoRA target {pattern!r} matches no module of {type(model).__name__}; {nearest(pattern, candidates)}"
-            )
-        for name in names:
-            if name not in places:
-                _refuse(pattern, name, modules[name])
-        matching.update(names)
-    name_counts = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
-    chosen = [place for name, place in places.items() if name in matching]
-    for place in chosen:
-        weight = getattr(place.owner, place.leaf)
-        if name_counts[weight] > 1:
-            tied = [n for n, each in model.named_parameters(remove_duplicate=False) if each is weight]
-            raise ValueError(
-                f"LoRA target {place.target!r} has a tied weight, {' and '.join(tied)}: folded in, its adapter would "
-                f"change both; leave {place.target!r} out"
-            )
-        if isinstance(place.owner, Experts) and type(place.owner).forward is not Experts.forward:
-            raise ValueError(
-                f"LoRA target {place.target!r} is of a {type(place.owner).__name__}, whose own forward would ignore "
-                f"adapters; leave {place.target!r} out, or use weft.models.experts.Experts"
-            )
-    return chosen
-
-
-def _refuse(pattern: str, name: str, module: nn.Module) -> NoReturn:
-    if isinstance(module, Experts):
-        raise ValueError(
-            f"LoRA target {pattern!r} matches {name!r}, an {type(module).__name__}, whose adapters are for its "
-            f"projections; name {' or '.join(repr(f'{name}.{leaf}') for leaf in PROJECTIONS)}, or all by "
-            f"'{name}.*_proj'"
-        )
-    raise ValueError(
-        f"LoRA target {pattern!r} matches {name!r}, a {type(module).__name__}; adapters are for Linear layers and the "
-        f"projections of Experts"
-    )
-
-
 def _make_factors(owner: nn.Module, leaf: str, rank: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """A and B for a weight [..., out_features, in_features], with values unset."""
     weight: Tensor = getattr(owner, leaf)
@@ -255,7 +235,7 @@ def _make_factors(owner: nn.Module, leaf: str, rank: int, dtype: torch.dtype | N
     return factors
 
 
-def _attach(place: _Place, factors: dict[str, Tensor], alpha: float) -> Adapter:
+def _attach(place: Place, factors: dict[str, Tensor], alpha: float, dropout: float) -> Adapter:
     """Make an adapter of A and B the submodule `lora` of its layer, or a submodule of the experts' `lora`."""
     owner = place.owner
     if isinstance(owner, Experts):
@@ -263,7 +243,7 @@ def _attach(place: _Place, factors: dict[str, Tensor], alpha: float) -> Adapter:
         stacked = StackedLowRank(factors["A"], factors["B"], alpha)
         setattr(owner.lora, place.leaf, stacked)
         return stacked
-    adapter: Any = LowRank(factors["A"], factors["B"], alpha)
+    adapter: Any = LowRank(factors["A"], factors["B"], alpha, dropout, place.adapter).train(owner.training)
     owner.lora = adapter
     adapter.handle = owner.register_forward_hook(_adapt, prepend=True, with_kwargs=True)
     return adapter  # type: ignore[no-any-return]
@@ -284,10 +264,12 @@ def _owner_of(model: nn.Module, parameter: str) -> tuple[Any, str]:
     return model.get_submodule(owner), leaf
 
 
-def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+def _adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """Forward hook of a layer: adds the adapter's output. Runs before the hook that reduces the layer's output, if
-    any.
+    any. Leaves the output unchanged within `without_adapters`.
     """
+    if not layer.lora.active:
+        return None
     adapted: Tensor = layer.lora(args[0] if args else kwargs["input"], output)
     return adapted
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft import kernels
 from weft.kernels.extension import MEASURED, Form, cast_for, faster_in_steps
-from weft.reshard import layout_of
+from weft.reshard import layout_of, reshard
 from weft.reshard.extension import is_compiling
 
-from ..layers import Linear
+from ..layers import Head, Linear
+from ..low_rank import has_active_adapter
 from .plan import ParallelPlan
 from .styles import TENSOR_AXIS, TOKENS_DIM
 
@@ -27,7 +28,7 @@ def may_run_in_steps(layer: nn.Module, plan: ParallelPlan) -> bool:
 
     Not with recompute="selective", which computes blocks again without their communication.
     """
-    alone = type(layer) is Linear and layer.bias is None and "forward" not in vars(layer)
+    alone = type(layer) in (Linear, Head) and layer.bias is None and "forward" not in vars(layer)
     return bool(MEASURED) and plan.sequence and plan.recompute != "selective" and alone
 
 
@@ -46,10 +47,19 @@ def gathers_in_product(layer: Any, input: Tensor) -> bool:
     return _is_faster("all_gather_matmul", layer, input, (TENSOR_AXIS,))
 
 
-def _columns(layer: Any, input: Tensor) -> Tensor:
+def _columns(layer: Any, input: Tensor, targets: Tensor | None = None) -> Tensor:
+    if targets is not None:  # the losses need all tokens before the product
+        return layer.losses(_with_all_tokens(input), targets)  # type: ignore[no-any-return]
     if _tokens_over(input, (TENSOR_AXIS,)):
         return kernels.all_gather_matmul(input, layer.weight.mT)
     return kernels.linear(input, layer.weight)
+
+
+def _with_all_tokens(input: Tensor) -> Tensor:
+    """The input, all-gathered over the tensor axis where `gathers_in_product` left the tokens sharded."""
+    if not isinstance(input, DTensor) or not _tokens_over(input, (TENSOR_AXIS,)):
+        return input
+    return reshard(input, placements=layout_of(input).replace(**{TENSOR_AXIS: "R"}))
 
 
 def _rows(layer: Any, input: Tensor) -> Tensor:
@@ -64,7 +74,7 @@ def _is_faster(form: Form, layer: Any, input: Any, axes: tuple[str, ...]) -> boo
 
     False for a layer with an adapter: the adapter's output is added to the layer's before both are reduced at once.
     """
-    eligible = not hasattr(layer, "lora") and _tokens_over(input, axes)
+    eligible = not has_active_adapter(layer) and _tokens_over(input, axes)
     return eligible and faster_in_steps(form, input, layer.weight, TENSOR_AXIS)
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from weft.reshard.extension import COMMUNICATING, is_compiling, record_received, replay_received
 
+from ..low_rank import LowRank
 from .plan import ParallelPlan, Recompute
 from .resolve import nearest
 
@@ -73,6 +74,30 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
         block.compile = partial(compile_block, block, forward)  # type: ignore[method-assign]
 
 
+def replace_forward(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a module's forward by `change(forward)`; of a recomputed module, the forward that backward runs again.
+
+    Raises ValueError for a recomputed module whose forward is compiled, unless `change` changes nothing.
+    """
+    forward = module.forward
+    if not (isinstance(forward, partial) and forward.func is _run_checkpointed):
+        changed: Any = change(forward)
+        if getattr(changed, "__self__", None) is module and changed.__func__ is type(module).forward:
+            vars(module).pop("forward", None)  # the class's own
+        elif changed is not forward:
+            module.forward = changed
+        return
+    kind, own = forward.args
+    changed = change(own)
+    if changed is own:
+        return
+    if _COMPILED in vars(module):
+        raise ValueError(f"a {type(module).__name__} is compiled already; add adapters with dropout before compile()")
+    module.forward = partial(_run_checkpointed, kind, changed)
+    compiling: Any = module.compile
+    module.compile = partial(compiling.func, module, changed)  # type: ignore[method-assign]
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model, or a module within it, runs as compiled by torch.compile."""
     return any(
@@ -82,7 +107,16 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _compile_whole(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """`block.compile` under "full": compiles the forward, and checkpoints the compiled function."""
+    """`block.compile` under "full": compiles the forward, and checkpoints the compiled function.
+
+    Raises ValueError for a block whose adapters have dropout: each is handed its key in the forward, and the compiled
+    recomputation would save other tensors than the first call.
+    """
+    if any(isinstance(each, LowRank) and each.dropout for each in block.modules()):
+        raise ValueError(
+            "a compiled block under recompute 'full' cannot have adapters with dropout; take recompute 'selective' or "
+            "'none', no compile(), or lora(..., dropout=0)"
+        )
     block.forward = partial(_run_checkpointed, "full", torch.compile(forward, *args, **kwargs))
     object.__setattr__(block, _COMPILED, True)
 
