@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ import tyro
 from ..terminal import PROGRAM, one_line, wrap_lines
 
 T = TypeVar("T")
+_NEGATED = re.compile(r"^--no-((?:[a-z-]+\.)+)([a-z-]+)$")  # --no-data.pack, accepted in place of --data.no-pack
 SILENT_SECONDS = 15.0  # ten times the spread of the start of a launcher's processes on busy cores
 
 
@@ -41,6 +42,7 @@ def parse(
     """
     if file is not None:
         return _parse_file(kind, arguments, default, file)
+    arguments = [_NEGATED.sub(r"--\1no-\2", each) for each in arguments]
     width = shutil.get_terminal_size().columns
     on_terminal = sys.stdout.isatty() and sys.stderr.isatty()  # tyro looks at stdout only, and writes to both
     tyro._experimental_options["utf8_boxes"] = on_terminal
@@ -113,6 +115,22 @@ def report_bad_input(command: str) -> Iterator[None]:
         _wait_for_rank_0()
         print(f"{PROGRAM} {command}: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def renamed_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Context that renames options of `weft train` in the text of a ValueError, for a command with other names.
+
+    names: a field of the run's configuration -> a field of the command's options, as data.path -> data.
+    """
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for name, own in names.items():
+            pattern = f"(--)?{re.escape(name).replace('_', '[-_]')}\\b"
+            text = re.sub(pattern, f"--{own.replace('_', '-')}", text)
+        raise ValueError(text) from None
 
 
 def is_printing_rank() -> bool:

@@ -51,7 +51,9 @@ def run(arguments: list[str]) -> int:
         name, config = read_configuration(run_arguments, own_options.config, command="explain", about=ABOUT)
         config, axes = _complete_configuration(
             config,
-            base_configuration(name, origin_of(config), config.model if config.model_class is not None else None),
+            base_configuration(
+                name, origin_of(config), config.model if config.model_class is not None else None, config.task
+            ),
             own_options.batch,
         )
         count = math.prod(axes.values())

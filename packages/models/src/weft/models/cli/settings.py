@@ -29,6 +29,8 @@ from .arguments import parse
 NEWEST = "newest"  # the value of --resume without a path
 
 DEFAULT_RECIPE = "llama-tiny"
+TASK_LENGTH = 1024  # tokens, as in trl
+PREFERENCE_RATES = {"dpo": 1e-6, "kto": 1e-6}  # learning rates of all weights, as in trl
 
 
 def read_configuration(
@@ -88,7 +90,7 @@ def read_configuration(
     if model.model_class is not None:
         _find_modules_in_current_folder()
         user_model = _user_model_config(model.model_class, all_arguments, command)
-    config = base_configuration(name, origin, user_model)
+    config = base_configuration(name, origin, user_model, task=model.task)
     if run_options:
         config = drop_unusable_mesh(parse_options(run_options, config, resumed_config), [*options, *own_arguments])
     if options:
@@ -96,11 +98,13 @@ def read_configuration(
     return name, parse_options(complete_resume_option(own_arguments), config)
 
 
-def base_configuration(name: str | None, origin: Path | None, user_model: ModelConfig | None = None) -> TrainConfig:
+def base_configuration(
+    name: str | None, origin: Path | None, user_model: ModelConfig | None = None, task: str = "pretrain"
+) -> TrainConfig:
     """The configuration before the command's options: of the recipe or WITHOUT_RECIPE, with the given model.
 
-    origin: the folder of --from. user_model: the config of the user's model class. Sequences are cut to the model's
-    length.
+    origin: the folder of --from. user_model: the config of the user's model class. task: of --task; the examples of a
+    task have up to TASK_LENGTH tokens where no recipe says how many. Sequences are cut to the model's length.
     Raises ValueError for an unknown recipe, for a folder without a known model, and if --model and --from both give a
     model.
     """
@@ -118,7 +122,10 @@ def base_configuration(name: str | None, origin: Path | None, user_model: ModelC
         )
     if model is None:
         return base
-    length = min(base.data.sequence_length, model.max_seq_len)
+    if name is None and origin is not None and task in PREFERENCE_RATES:
+        base = replace(base, optimizer=replace(base.optimizer, lr=PREFERENCE_RATES[task]))
+    usual = TASK_LENGTH if name is None and task != "pretrain" else base.data.sequence_length
+    length = min(usual, model.max_seq_len)
     return replace(base, model=model, data=replace(base.data, sequence_length=length))
 
 
@@ -142,10 +149,11 @@ def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> Tra
 
 
 def _model_options() -> argparse.ArgumentParser:
-    """A parser of the options that name the folder or the class of the model."""
+    """A parser of the options that determine the model and the length of sequences."""
     parser = resume_options()
     parser.add_argument("--from", type=Path, dest="from_")
     parser.add_argument("--model", dest="model_class")
+    parser.add_argument("--task", default="pretrain")
     return parser
 
 

@@ -7,28 +7,34 @@ import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from ..checkpoint.adapter_config import is_adapter_folder
+from ..checkpoint.manifest import MANIFEST
 from ..data.sources import check_enough, check_vocabulary, find_data, repeats
+from ..data.tokenizer import TOKENIZER_FILE, find_tokenizer, with_template
 from ..terminal import PROGRAM
 from ..train.config import TrainConfig
 from ..train.folder import check_new, check_resumable, checkpoints, find_to_resume, newest_complete
-from ..train.from_folder import check_same_model, check_tokens
+from ..train.from_folder import check_same_model, check_tokens, find_model, find_origin, fingerprint
 from ..train.launch import adopt_launcher, check_world, launch
 from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
-from ..train.model_class import check_blocks, check_class
+from ..train.model_class import check_blocks, check_class, count_adapters
 from ..train.report import describe_run
-from ..train.run import Run, title_of
+from ..train.run import Run, axes_of, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
+from ..train.task_config import reference_axes, reference_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import is_printing_rank, report_bad_input
 from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\
-  Trains a model on a text, whose bytes are the tokens, or on prepared tokens. Runs on a mesh of processes: one per \
-GPU, 4 on a CPU, as many as --mesh asks for, or those that a launcher such as torchrun has started.
+  Trains a model on a text, whose bytes are the tokens, or on prepared tokens; with --task, on conversations or \
+preferences. Runs on a mesh of processes: one per GPU, 4 on a CPU, as many as --mesh asks for, or those that a \
+launcher such as torchrun has started.
 
 Examples
   {PROGRAM} train
@@ -37,6 +43,10 @@ Examples
   {PROGRAM} train --mesh.cp 2 --plan.sequence
   {PROGRAM} train --mesh.pp 2 --mesh.dp 2
   {PROGRAM} train llama-tiny-tied --steps 500
+  {PROGRAM} train --from llama --task sft \\
+    --data.path chats.jsonl
+  {PROGRAM} train --from llama --task dpo \\
+    --data.path pairs.jsonl --lora.rank 8
   {PROGRAM} train --print-config > run.toml
   {PROGRAM} train --config run.toml --steps 500
   {PROGRAM} train --output run --save-every 50 --resume
@@ -64,8 +74,8 @@ one process; the steps; a sample; the loss on held-out text, before and after.
 
 Saves
   metrics.jsonl, config.toml (for --config), curves.svg, plan.txt, versions.json, and the final model in checkpoint/, \
-which transformers loads; during the run checkpoint-STEP/, from which --resume continues, on any mesh. SIGTERM and \
-Ctrl-C save one more.
+which transformers loads, or its adapters, which peft loads; during the run checkpoint-STEP/, from which --resume \
+continues, on any mesh. SIGTERM and Ctrl-C save one more.
 
 Exit status
   0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted; 143: ended by SIGTERM.
@@ -99,13 +109,12 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     """The run described by the arguments, fully checked, and the number of GPUs. Raises ValueError."""
     name, config = read_configuration(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
-    base = base_configuration(name, origin, config.model if config.model_class is not None else None)
+    base = base_configuration(name, origin, config.model if config.model_class is not None else None, config.task)
     check_trackers(config.track)
     dp, cp, tp = sizes_for_processes(config)
     config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)
-    corpus = find_data(config.data.path, config.data.mixture)
+    corpus = _find_corpus(config, origin)
     check_vocabulary(corpus, config.model.vocab_size)
-    check_enough(corpus, config.data.sequence_length)
     if config.model_class is not None:
         check_class(
             config.model_class,
@@ -115,23 +124,31 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         )
         if config.optimizer.name == "muon":
             check_blocks(config.model, config.model_class)
+    count_adapters(config)  # raises for targets that the model lacks
+    reference_axes(config, axes_of(pp=config.mesh.pp, dp=dp, cp=cp, tp=tp))  # raises for another number of processes
     if from_ is not None and origin is not None:
-        check_tokens(f"--from {from_}", origin, config.model, corpus)
+        if config.task == "pretrain":
+            check_tokens(f"--from {from_}", origin, config.model, corpus)
         config = replace(config, from_=from_.resolve())  # absolute, because a run may be resumed from another folder
+    config = _with_absolute_paths(config)
     title = title_of(name, config)
     folder, resume, notes = _folder_and_checkpoint(config, title)
     notes = [
         *notes,
-        *repeats(corpus, config.data.sequence_length, config.data.batch_size),
+        *_describe_data(corpus, config),
         *_lengthened(config, base, title),
     ]
     notes += unfinished_warmup(config.optimizer, config.steps)
+    reference = _find_reference(config)
     new_run = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder,
-        resume=resume, origin=origin if resume is None else None, base=base,
+        resume=resume, origin=origin if resume is None else None, reference=reference, base=base,
+        adapter_base=_find_adapter_base(config), reference_sha256=None if reference is None else fingerprint(reference),
     )  # fmt: skip
     if new_run.origin is not None:
         notes = [f"begins with the model of {new_run.origin}", *notes]
+        if config.lora.rank and new_run.adapter_base is None:
+            notes += ["the final model is saved with its adapters merged: the run begins with no Hugging Face folder"]
     if resume is not None:
         saved = read_saved(resume)
         # on rank 0 alone: it may be cutting the file while other ranks would read
@@ -141,9 +158,87 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, new_run)]
         check_same_model(resume, config.model)
-        if "config" not in saved:  # a converted checkpoint: no run's document names the data
+        if (
+            "config" not in saved and config.task == "pretrain"
+        ):  # a converted checkpoint, without a document on the data
             check_tokens(f"--resume {resume}", resume, config.model, corpus)
     return replace(new_run, notes=tuple(notes)), gpu_count()
+
+
+def _with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config with absolute paths of the reference and the template: a run may be resumed from another folder."""
+    reference, template = (
+        None if path is None else path.resolve() for path in (config.reference_from, config.data.template)
+    )
+    return replace(config, reference_from=reference, data=replace(config.data, template=template))
+
+
+def _find_corpus(config: TrainConfig, origin: Path | None) -> Any:
+    """The run's documents, or the examples of its task. origin: the folder of --from. Raises ValueError."""
+    data = config.data
+    if config.task == "pretrain":
+        if data.template is not None:
+            raise ValueError(f"data.template is {data.template}, but task pretrain has no conversations; leave it out")
+        corpus = find_data(data.path, data.mixture)
+        check_enough(corpus, data.sequence_length)
+        return corpus
+    from ..data.examples.source import find_examples  # imported here because numpy takes a tenth of a second
+    from ..data.examples.template import find_template
+
+    has_tokenizer = origin is not None and (origin / TOKENIZER_FILE).is_file()
+    tokenizer = find_tokenizer(origin if has_tokenizer else None)
+    template = find_template(tokenizer, data.template)
+    if data.template is not None and template is not None:
+        tokenizer = with_template(tokenizer, template.source)  # saved with the model
+    examples = find_examples(
+        *(data.path, data.mixture),
+        task=config.task,
+        tokenizer=tokenizer,
+        template=template,
+        length=data.sequence_length,
+    )
+    if data.template is not None and examples.is_prepared:
+        raise ValueError(
+            f"data.template is {data.template}, but {examples.name} was prepared with a template of its own; leave the "
+            f"option out, or prepare the records again with --template"
+        )
+    return examples
+
+
+def _describe_data(corpus: Any, config: TrainConfig) -> list[str]:
+    """Lines about the data, printed before the run: warnings for texts, counts for examples."""
+    if config.task != "pretrain":
+        return [corpus.describe()]
+    return repeats(corpus, config.data.sequence_length, config.data.batch_size)
+
+
+def _find_reference(config: TrainConfig) -> Path | None:
+    """The folder of the reference model's weights; None without a reference model, or for weights of the seed.
+
+    Raises ValueError for a model with another vocabulary than the run's.
+    """
+    if config.task not in ("dpo", "kto") or reference_of(config) == "adapters":
+        return None
+    path = config.reference_from or (config.from_ if reference_of(config) == "model" else None)
+    if path is None:
+        return None
+    folder = find_origin(path)
+    model = find_model(folder)
+    if model is not None and model.vocab_size != config.model.vocab_size:
+        raise ValueError(
+            f"the reference {folder} has a vocabulary of {model.vocab_size:,} tokens, and the model one of "
+            f"{config.model.vocab_size:,}; give the folder of a model with the same tokenizer to --reference-from"
+        )
+    return folder
+
+
+def _find_adapter_base(config: TrainConfig) -> Path | None:
+    """The Hugging Face folder that the run's adapters are saved for; None without adapters, or for other weights."""
+    if not config.lora.rank or config.from_ is None:
+        return None
+    folder = find_origin(config.from_)
+    # a checkpoint is no folder for peft; and of a folder of adapters, these are folded into the weights
+    return None if (folder / MANIFEST).is_file() or is_adapter_folder(folder) else folder.resolve()
 
 
 def _lengthened(config: TrainConfig, base: TrainConfig, title: str) -> list[str]:

@@ -41,7 +41,7 @@ class Saver:
         self._error: BaseException | None = None
         self._notes: list[str] = []
         self._notes_returned = 0  # how many of _notes `take_notes` has returned
-        self.held_out_loss = float("nan")  # the loss before the first step; set by the caller
+        self.held_out_loss: float | None = None  # the loss before the first step, set by the caller
         self.last: Path | None = None  # the newest complete checkpoint
         # length and checksum of metrics.jsonl, from the resumed checkpoint
         self.logged: Mapping[str, Any] | None = None

@@ -17,8 +17,10 @@ from ..checks import (
     check_decay_rates,
 )
 from ..config import ModelConfig, shown
+from ..data.examples.example import Task
 from ..schedules.pipeline_plan import PipelinePlan, Split
 from ..schedules.schedule import Name as Schedule
+from .task_config import DPOConfig, KTOConfig, LoRAConfig, Reference, ReferenceMeshConfig, check_task_options
 
 Context = Literal["all_gather", "ulysses"]
 TokenTransport = Literal["exchange", "gather"]
@@ -120,17 +122,20 @@ class DataConfig:
     """Training data. One sequence in 20, at most 128, is held out of training: whole documents where possible."""
 
     path: Annotated[Path | None, shown("PATH", "the source of Python's standard library")] = None
-    """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens."""
+    """A folder made by `weft data prepare`, or a UTF-8 text file or folder of them, whose bytes are the tokens; for a
+    task, records of examples."""
     mixture: Annotated[tuple[str, ...], shown("FOLDER=WEIGHT ...", "data.path alone")] = ()
     """Several such folders or files to draw sequences from, each with its weight, as in books=0.7 code=0.3."""
+    template: Annotated[Path | None, shown("FILE", "the tokenizer's own")] = None
+    """A chat template in Jinja, for the messages of conversations (tasks sft, dpo and kto)."""
     pack: bool = True
-    """In prepared data, let tokens attend only within their own document."""
+    """In prepared data, let tokens attend only within their own document. For a task, fill rows with many examples."""
     verify: bool = True
     """At the start, each process compares its share of the prepared data with the checksums."""
     batch_size: int = 8
-    """Sequences per step, over all processes."""
+    """Sequences per step, over all processes; for a task rows, which with --data.no-pack have one example each."""
     sequence_length: int = 128
-    """Tokens per sequence."""
+    """Tokens per sequence. Longer conversations are cut at their end; a row of dpo has room for two sequences."""
 
     def __post_init__(self) -> None:
         check_at_most("data", self, LARGEST, "batch_size", "sequence_length")
@@ -217,6 +222,8 @@ class OptimizerConfig:
 class TrainConfig:
     """A training run: all options of `weft train`."""
 
+    task: Task = "pretrain"
+    """pretrain: learn all tokens of texts; sft: the answers of conversations; dpo, kto: preferences."""
     steps: int = 200
     """Updates of the weights."""
     output: Annotated[Path | None, shown("PATH", "outputs/RECIPE-TIME")] = None
@@ -257,6 +264,18 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
+    reference: Annotated[Reference | None, shown("{model,adapters,precomputed}", "adapters with lora, else model")] = (
+        None
+    )
+    """The reference of dpo and kto: a second model, the model without adapters, or numbers computed once."""
+    reference_from: Annotated[Path | None, shown("FOLDER", "that of --from")] = None
+    """The folder of the reference's weights."""
+    reference_zero: Annotated[Literal[0, 3] | None, shown("{0,3}", "3 where plan.zero is 3, else 0")] = None
+    """3 shards the reference's parameters over its dp and cp."""
+    reference_mesh: ReferenceMeshConfig = field(default_factory=ReferenceMeshConfig)
     model: ModelConfig
     """The model; the defaults are the recipe's."""
 
@@ -274,6 +293,7 @@ class TrainConfig:
                 f"steps is {self.steps}, but steps {PROFILED_FROM} to {PROFILED_FROM + PROFILED_STEPS - 1} are "
                 f"profiled; take at least as many steps, or leave out --profile"
             )
+        check_task_options(self)
         if self.model.initializer_range == 0 and (self.from_, self.model_class, self.resume) == (None, None, None):
             raise ValueError("model.initializer_range is 0, but weights that all start at 0 get no gradient; raise it")
         if self.data.sequence_length > self.model.max_seq_len:

@@ -27,15 +27,18 @@ from ..parallel.parallelize import own_plan
 from ..step.criterion import Criterion
 from ..step.forward_backward import microbatch_key
 from ..step.memory import Memory, predict_memory
+from ..step.preference import ShapedPreferences
 from ..step.record import Step, StepShape, run_on_shapes
 from ..step.router import RouterLosses
 from .config import TrainConfig
 from .measure import flops_per_token
 from .memory_check import gpu_count
-from .model_class import ROUTER, has_router, inputs_of, make_model_of, parameters_of
+from .model_class import ROUTER, has_router, inputs_of, make_adapted_model, parameters_of
 from .optimizer import communicate_update, count_states
 from .recipes import size_in_words
 from .report import ParameterLayout, Report, mesh_in_words
+from .run import axes_of, complete_plan
+from .task_config import LoRAConfig, reference_axes, reference_of
 
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
 
@@ -69,7 +72,13 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     report.print_prediction(step.communication, rank, documents="unknown" if by_documents else None)
     states = count_states(outline.make_model(), config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
-    report.print_line(_memory_table(memory, rank))
+    frozen = 0
+    if config.task in ("dpo", "kto") and reference_of(config) == "model":
+        of_reference = Outline.of_reference(config, axes)
+        frozen = predict_memory(
+            of_reference.make_model().requires_grad_(False), of_reference.mesh, of_reference.plan, rank=rank
+        ).nbytes
+    report.print_line(_memory_table(memory, rank, frozen))
 
 
 def _batch_line(outline: Outline) -> str:
@@ -86,16 +95,18 @@ def _batch_line(outline: Outline) -> str:
     )
 
 
-def _memory_table(memory: Memory, rank: int) -> str:
-    """The table of the rank's memory."""
+def _memory_table(memory: Memory, rank: int, frozen: int) -> str:
+    """The table of the rank's memory. frozen: bytes of a reference model; 0 without."""
     rows = {
         "parameters": memory.parameters,
         "gathered from shards": memory.gathered,
         "gradients": memory.gradients,
         "optimizer state": memory.states,
-        "in all": memory.nbytes,
+        "reference model": frozen,
+        "in all": memory.nbytes + frozen,
     }
-    rows = {name: nbytes for name, nbytes in rows.items() if nbytes or name != "gathered from shards"}
+    optional = ("gathered from shards", "reference model")
+    rows = {name: nbytes for name, nbytes in rows.items() if nbytes or name not in optional}
     lines = [f"  {name:20}  {nbytes:>17,} bytes  {_in_mib_or_gib(nbytes):>10}" for name, nbytes in rows.items()]
     return "\n".join([f"memory of rank {rank}, without activations", *lines])
 
@@ -147,6 +158,22 @@ class Outline:
             plan = dataclasses.replace(plan, experts=experts)
         return cls(config=config, mesh=mesh, plan=plan, tokens_price=price)
 
+    @classmethod
+    def of_reference(cls, config: TrainConfig, axes: Mapping[str, int], device_type: str = "cpu") -> Outline:
+        """The outline of the frozen reference model of dpo or kto: without adapters, on the mesh of the reference.
+
+        config, axes: of the run. Raises ValueError as `reference_axes`.
+        """
+        sizes = reference_axes(config, axes)
+        zero = config.reference_zero if config.reference_zero is not None else (3 if config.plan.zero == 3 else 0)
+        plan = dataclasses.replace(config.plan, zero=zero, recompute="none", context=None)
+        if sizes["pp"] != axes.get("pp", 1):
+            plan = dataclasses.replace(plan, schedule=None, split=None)
+        mesh = dataclasses.replace(config.mesh, **sizes)
+        config = dataclasses.replace(config, mesh=mesh, lora=LoRAConfig(), plan=plan, compile=False)
+        plan = complete_plan(plan, config, dp=sizes["dp"], cp=sizes["cp"], tp=sizes["tp"])
+        return cls.of(dataclasses.replace(config, plan=plan), axes_of(**sizes), device_type)
+
     @property
     def tokens_line(self) -> str | None:
         """How tokens come to experts on an axis "ep", and why, in words; None without such an axis."""
@@ -162,8 +189,9 @@ class Outline:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """(sequences in a step, tokens in a sequence)."""
-        return self.config.data.batch_size, self.config.data.sequence_length
+        """(rows in a step, tokens in a row). A row of the task dpo has room for two sequences."""
+        width = self.config.data.sequence_length * (2 if self.config.task == "dpo" else 1)
+        return self.config.data.batch_size, width
 
     @property
     def num_microbatches(self) -> int:
@@ -171,18 +199,24 @@ class Outline:
         return self.config.plan.microbatches or 1
 
     @property
-    def criterion(self) -> Criterion:
-        """Cross-entropy over the number of tokens of the global batch.
+    def microbatch_rows(self) -> int:
+        """Rows of a microbatch, over all ranks."""
+        return self.batch_shape[0] // self.num_microbatches
 
-        The losses of microbatches and ranks then add up to the mean loss of the batch. For a model with experts, with
-        the routers' losses.
+    def token_criterion(self, denominator: float) -> Criterion:
+        """Cross-entropy over a number of tokens of the global batch, so that microbatches' and ranks' losses add up.
+
+        For a model with experts, with the routers' losses.
         """
-        of_logits = partial(cross_entropy, denominator=float(math.prod(self.batch_shape)))
+        return self.with_routers(partial(cross_entropy, denominator=denominator))
+
+    def with_routers(self, criterion: Criterion) -> Criterion:
+        """A criterion of training steps, with the routers' losses added for a model with experts."""
         model = self.config.model
         if not self.training_inputs or not isinstance(model, MixtureConfig):
-            return of_logits
+            return criterion
         balance, z = model.router_aux_loss_coef, model.router_z_loss_coef
-        return RouterLosses(of_logits, balance=balance, z=z, microbatches=self.num_microbatches)
+        return RouterLosses(criterion, balance=balance, z=z, microbatches=self.num_microbatches)
 
     @property
     def training_inputs(self) -> dict[str, Any]:
@@ -217,16 +251,26 @@ class Outline:
         names = (*inputs_of(self.config.model_class), *self.training_inputs)
         return {name: value for name, value in inputs.items() if name in names}
 
-    def record_step(self, rank: int, device_type: str, documents: Tensor | None = None) -> Step:
+    def record_step(
+        self, rank: int, device_type: str, documents: Tensor | None = None, examples_per_row: int = 1
+    ) -> Step:
         """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
 
-        documents: of the step's rows, on the CPU; None for rows without.
+        documents: of the step's rows, on the CPU; None for rows without. examples_per_row: of dpo and kto, the most.
+        The forward passes of a reference, and of kto's mismatched rows, are not part of the prediction.
         Nothing is trained. Communication: none, and no process group is needed.
         """
-        extra = {} if documents is None else {"documents": documents}
+        extra: dict[str, Any] = {} if documents is None else {"documents": documents}
+        criterion = self.token_criterion(float(math.prod(self.batch_shape)))
+        if self.config.task in ("dpo", "kto"):
+            extra["targets"] = torch.empty(self.batch_shape, dtype=torch.int64, device="meta")
+            is_normalized = self.config.dpo.loss == "ipo" or self.config.dpo.length_normalized
+            criterion = self.with_routers(
+                ShapedPreferences(self.config.task, examples_per_row, length_normalized=is_normalized)
+            )
         shape = StepShape(
             batch=self.batch_shape,
-            criterion=self.criterion,
+            criterion=criterion,
             rank=rank,
             inputs=self.select_inputs({"dropout_key": self.dropout_key(0)} | extra | self.training_inputs),
             microbatches=self.num_microbatches,
@@ -239,6 +283,6 @@ class Outline:
 
 
 def _make_on_meta(config: TrainConfig) -> nn.Module:
-    """The config's model on the meta device."""
+    """The config's model on the meta device, with its adapters if any."""
     with torch.device("meta"):
-        return make_model_of(config.model, config.model_class)
+        return make_adapted_model(config)

@@ -6,23 +6,27 @@ The command calls these functions before torch is imported; the weights are load
 from __future__ import annotations
 
 import dataclasses
-import json
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.adapter_config import ADAPTER_CONFIG
 from ..checkpoint.configs import config_of, differences
 from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..config import ModelConfig
 from ..data.sources import Data
-from ..data.tokenizer import TOKENIZER_FILE, Tokenizer, find_tokenizer
+from ..data.tokenizer import TOKENIZER_FILE, find_tokenizer, have_same_tokens
 from ..terminal import PROGRAM
 from .folder import find_checkpoint
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a file, read by `fingerprint`
 
 
 def find_origin(path: Path, resumed_checkpoint: Path | None = None) -> Path:
     """The folder of the model named by `--from PATH`: `path` itself, or the last checkpoint of the run in `path`.
 
+    A folder of LoRA adapters counts as the model of its base with the adapters folded in.
     resumed_checkpoint: the checkpoint to resume from, or None. A checkpoint contains the model: the function returns
     `resumed_checkpoint`, and does not read `path`.
     Raises ValueError for a path without a model.
@@ -33,13 +37,18 @@ def find_origin(path: Path, resumed_checkpoint: Path | None = None) -> Path:
         raise ValueError(
             f"--from {path} is not a folder; give a Hugging Face folder, a checkpoint, or the folder of a run"
         )
-    folder = path if (path / MANIFEST).is_file() or (path / CONFIG).is_file() else find_checkpoint(path)
-    if not ((folder / MANIFEST).is_file() or (folder / CONFIG).is_file()):
+    folder = path if is_model_folder(path) else find_checkpoint(path)
+    if not is_model_folder(folder):
         raise ValueError(
             f"--from {path} has no model: no {CONFIG}, and no complete checkpoint of a run; give a Hugging Face "
             f"folder, a checkpoint, or the folder of a run"
         )
     return folder
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, a model for transformers, or LoRA adapters."""
+    return any((folder / name).is_file() for name in (MANIFEST, CONFIG, ADAPTER_CONFIG))
 
 
 def model_of(folder: Path) -> ModelConfig:
@@ -64,6 +73,23 @@ def find_model(folder: Path) -> ModelConfig | None:
         if str(folder) in str(error):
             raise
         raise ValueError(f"{folder}: {error}") from None
+
+
+def fingerprint(folder: Path) -> str:
+    """A SHA-256 that changes with the weights in a folder: of the names and sizes of its files, and of SAMPLES pieces
+    of each, evenly spaced, since weights may be of any size.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def check_same_model(folder: Path, model: ModelConfig) -> None:
@@ -125,18 +151,3 @@ def check_tokens(option: str, folder: Path, model: ModelConfig, data: Data) -> N
         f"{data.name} is text, which would be read as bytes, but {option} has a tokenizer; tokenize the text with "
         f"{prepare}, and give --data.path prepared"
     )
-
-
-def have_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers give the same tokens.
-
-    Settings of truncation and padding, and the end token of documents, may differ.
-    """
-    contents = [dict(each.files)[TOKENIZER_FILE] for each in (first, second)]
-    if contents[0] == contents[1]:
-        return True
-    settings = [
-        {name: value for name, value in json.loads(content).items() if name not in ("truncation", "padding")}
-        for content in contents
-    ]
-    return bool(settings[0] == settings[1])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from weft.reshard.extension import measure_waits
 
 from ..checkpoint.huggingface import attempt
+from ..data.examples.source import Examples
 from ..data.sources import Data, check_share
 from ..mixture_config import MixtureConfig
 from ..parallel.parameter_layouts import layouts_of, shapes_of
@@ -92,7 +93,7 @@ def find_parameter_layouts(trainer: Trainer) -> list[ParameterLayout]:
     return [each for _, of_stage in sorted(stages.items()) for each in of_stage]
 
 
-def _check_data(data: Data) -> None:
+def _check_data(data: Data | Examples) -> None:
     """Compare the prepared data with the checksums, each rank a share. Communication: an all-gather of the errors.
 
     Raises TrainingError, on every rank, for data that does not match.
@@ -109,6 +110,8 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
     report, config = trainer.report, run.config
     saver, vote = Saver(run, trainer.model, trainer.optimizer), StopVote(config.timeout)
     parameters = find_parameter_layouts(trainer)
+    if trainer.rows_line is not None:
+        report.print_line(trainer.rows_line)
     report.print_layout(parameters)
     if trainer.pipeline is not None:
         report.print_schedule(trainer.pipeline.schedule)
@@ -125,7 +128,10 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         raise TrainingError(str(error)) from error
     if damaged:
         report.print_line(f"set aside, as damaged: {', '.join(map(str, damaged))}")
-    trainer.prefetch_data(first_step)
+    try:
+        trainer.begin(first_step)
+    except (OSError, ValueError) as error:
+        raise TrainingError(str(error)) from error
     if first_step == 0:
         saver.held_out_loss = trainer.held_out_loss()
     start, saved = time.perf_counter(), run.folder / CHECKPOINT
@@ -139,7 +145,7 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
             trainer.check_finite(config.steps, saver.wait_for_newest)
             if config.model_class is None:
                 # The final model is saved without the optimizer's state, which would make it three times as large.
-                results.save(trainer.model)
+                results.save(trainer.model, run.adapter_base)
                 report.print_lines(results.notes)
             else:
                 saved = _save_user_model(run, results, saver)

@@ -19,9 +19,10 @@ from ..checks import check_tensor_parallel
 from ..config import ModelConfig
 from ..mixture_config import MixtureConfig
 from .config import OptimizerConfig
-from .model_class import count_block_matrices, parameters_of
+from .model_class import count_adapters, count_block_matrices, parameters_of
 from .recipes import RECIPES
 from .run import Run
+from .task_config import reference_of
 
 _ROOT = Path("/")
 
@@ -49,6 +50,8 @@ class MemoryNeed:
     experts: int = 0  # of the parameters: those of experts on an axis "ep"
     expert_parts: int = 1  # into which pp, ep and tp split them
     expert_across: int = 1  # processes with the same part of them
+    trained: float = 1.0  # share of the parameters that have gradients and states; below 1 with adapters
+    frozen: float = 0.0  # parameters of a reference model on the device, over all its processes
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +68,9 @@ class MemoryNeed:
         for count, parts, across in groups:
             parameters, gradients, states = (1 / (across if self.zero >= level else 1) for level in (3, 2, 1))
             copies = count * self.processes / parts
-            updated += copies * (parameters + gradients + self.states * states)
+            updated += copies * (parameters + self.trained * (gradients + self.states * states))
             compared += copies * parameters if self.compares else 0
-        return math.floor(BYTES * max(updated, compared))
+        return math.floor(BYTES * (self.frozen + max(updated, compared)))
 
 
 def check_room(run: Run, *, gpus: int) -> list[str]:
@@ -103,6 +106,7 @@ def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
         in_blocks = state_tensors(config.optimizer, in_block=True)
         share = count_block_matrices(config.model, config.model_class) / parameters
         states = share * in_blocks + (1 - share) * states
+    adapters = count_adapters(config)
     ep, over_tp = config.mesh.ep, config.plan.experts_over_tp
     expert_parts = run.pp * ep * (1 if over_tp else run.tp)
     return MemoryNeed(
@@ -116,7 +120,19 @@ def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
         zero=config.plan.zero,
         states=states,
         compares=config.check and run.resume is None,
+        trained=adapters / parameters if adapters else 1.0,
+        frozen=_frozen(run, parameters, 1 if on_gpus else _local_processes(run)),
     )
+
+
+def _frozen(run: Run, parameters: int, processes: int) -> float:
+    """The parameters of the run's reference model in the memory of `processes` processes; 0 without such a model."""
+    config = run.config
+    if config.task not in ("dpo", "kto") or reference_of(config) != "model":
+        return 0.0
+    pp, tp = config.reference_mesh.pp or run.pp, config.reference_mesh.tp or run.tp
+    zero = config.reference_zero if config.reference_zero is not None else config.plan.zero
+    return parameters * processes / (run.processes if zero == 3 else pp * tp)
 
 
 def _experts_of(model: ModelConfig) -> int:

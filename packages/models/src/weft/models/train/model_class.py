@@ -20,8 +20,11 @@ from ..mixture_config import MixtureConfig
 if TYPE_CHECKING:
     from torch import nn
 
-# keyword arguments passed to a model's forward besides the tokens
-INPUTS = ("dropout_key", "positions", "documents")
+    from .config import TrainConfig
+
+# Keyword arguments passed to a model's forward besides the tokens. Of these, targets for preferences alone: the model
+# then returns the tokens' losses in place of logits.
+INPUTS = ("dropout_key", "positions", "documents", "targets")
 ROUTER = "router"  # the parameter of forward by which a model with experts returns its routers' statistics
 
 
@@ -141,6 +144,26 @@ def check_blocks(config: ModelConfig, name: str) -> None:
 
     with torch.device("meta"):
         check_matrices(make_model_of(config, name))
+
+
+def count_adapters(config: TrainConfig) -> int:
+    """The number of parameters of the run's adapters; 0 without adapters. Raises ValueError as `lora`."""
+    if not config.lora.rank:
+        return 0
+    import torch
+
+    with torch.device("meta"):
+        return sum(each.numel() for each in make_adapted_model(config).parameters() if each.requires_grad)
+
+
+def make_adapted_model(config: TrainConfig) -> nn.Module:
+    """The run's model, with its adapters if it has any; all parameters uninitialized. Raises ValueError as `lora`."""
+    model, options = make_model_of(config.model, config.model_class), config.lora
+    if not options.rank:
+        return model
+    from ..parallel.lora import lora
+
+    return lora(model, options.rank, options.alpha, options.targets, dropout=options.dropout, seed=config.seed)
 
 
 def count_block_matrices(config: ModelConfig, name: str | None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
-from ..data.tokenizer import BYTE_VOCAB_SIZE
+from ..data.byte_tokens import BYTE_VOCAB_SIZE
 from ..gpt.config import GPTConfig
 from ..llama.config import LlamaConfig
 from ..mixtral.config import MixtralConfig

@@ -28,7 +28,10 @@ SKIPPED_NAMES_SHOWN = 3
 # signs.
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}
 METRICS_COLUMNS = 139  # width of the metrics beside the progress bar; a narrower terminal gets no bar
+# What is held out, in words.
+_HELD_OUT = {"pretrain": "text", "sft": "answers", "dpo": "pairs", "kto": "completions"}
 ROUTER_METRICS = ("balance", "z", "busiest_expert")  # fields of Metrics, for models with experts alone
+PREFERENCE_METRICS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy", "kl")  # dpo and kto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +55,16 @@ class Metrics:
     balance: float | None = None  # the balance loss, before its coefficient; None without experts
     z: float | None = None  # the routers' mean squared logsumexp; None without experts
     busiest_expert: float | None = None  # tokens of a layer's busiest expert over the mean, of the worst layer
-    perplexity: float | None = field(
-        init=False, default=None
-    )  # e**held_out_loss, at most e**700, near the largest float
+    rewards_chosen: float | None = None  # mean implicit reward of chosen answers, or of desirable completions
+    rewards_rejected: float | None = None  # of rejected answers, or of undesirable completions
+    rewards_margin: float | None = None  # rewards_chosen - rewards_rejected
+    rewards_accuracy: float | None = None  # share of pairs whose chosen answer has the higher reward; None for kto
+    kl: float | None = None  # kto's divergence of the model from the reference; None for dpo
+    # e**held_out_loss, at most e**700, near the largest float; None for dpo and kto, whose losses are of no tokens
+    perplexity: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.held_out_loss is not None:
+        if self.held_out_loss is not None and self.rewards_margin is None:
             object.__setattr__(self, "perplexity", math.exp(min(self.held_out_loss, 700)))
 
     def __str__(self) -> str:
@@ -76,8 +83,12 @@ class Metrics:
         ]
         if self.busiest_expert is not None:
             shown.insert(2, f"balance {self.balance:.3f}  busiest expert {self.busiest_expert:.2f}x")
+        if self.rewards_margin is not None:
+            accuracy = "" if self.rewards_accuracy is None else f" (accuracy {self.rewards_accuracy:.0%})"
+            shown.insert(2, f"margin {self.rewards_margin:.4f}{accuracy}")
         if self.held_out_loss is not None:
-            shown.insert(1, f"held out {self.held_out_loss:.4f} (perplexity {self.perplexity:.4g})")
+            perplexity = "" if self.perplexity is None else f" (perplexity {self.perplexity:.4g})"
+            shown.insert(1, f"held out {self.held_out_loss:.4f}{perplexity}")
         return "  ".join(shown)
 
 
@@ -299,6 +310,8 @@ def _final_model(run: Run) -> str:
     A model class of the user's own is not saved for transformers: only its checkpoints remain. Options of experts that
     transformers lacks are saved for Weft alone.
     """
+    if run.adapter_base is not None:
+        return f"checkpoint/, adapters for peft, of {run.adapter_base}"
     if run.config.model_class is None:
         is_for_transformers = getattr(run.config.model, "is_hugging_face", True)
         return "checkpoint/ for " + ("transformers" if is_for_transformers else "Weft alone (model_type weft_moe)")
@@ -306,18 +319,31 @@ def _final_model(run: Run) -> str:
 
 
 def closing_lines(
-    run: Run, losses: tuple[float, float], seconds: float, *, bytes_per_token: float, on_cpu: bool
+    run: Run,
+    losses: tuple[float | None, float | None],
+    seconds: float,
+    *,
+    bytes_per_token: float | None,
+    on_cpu: bool,
 ) -> str:
-    """The closing lines of a run: losses on held-out text, the saved files, and commands to try next.
+    """The closing lines of a run: losses on held-out data, the saved files, and commands to try next.
 
-    losses: on the held-out text, before the first step and after the last.
-    bytes_per_token: of the held-out text, to print losses in bits per byte, comparable between tokenizers.
+    losses: on the held-out data, before the first step and after the last; None if nothing is held out.
+    bytes_per_token: of the held-out text, to print losses in bits per byte, comparable between tokenizers; None for
+        examples.
     """
     first, last = losses
-    bits = " -> ".join(f"{loss / math.log(2) / bytes_per_token:.2f}" for loss in losses) + " bits a byte"
+    if first is None or last is None:
+        line = f"trained in {seconds:.0f} s; nothing was held out of fewer than 20 examples"
+    else:
+        line = f"loss on held-out {_HELD_OUT[run.config.task]} {first:.4f} -> {last:.4f}"
+        if bytes_per_token is not None:
+            bits = [f"{loss / math.log(2) / bytes_per_token:.2f}" for loss in (first, last)]
+            line += f", {' -> '.join(bits)} bits a byte"
+        line += f", in {seconds:.0f} s"
     commands = "\n      ".join(suggestions(run, on_cpu=on_cpu))
     return (
-        f"loss on held-out text {first:.4f} -> {last:.4f}, {bits}, in {seconds:.0f} s\n"
+        f"{line}\n"
         f"saved {run.folder}: config.toml, metrics.jsonl, curves.svg, plan.txt, versions.json, and {_final_model(run)}"
         + (f"\nnext  {commands}" if commands else "")
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from weft.mesh import ProcessMesh
 
+from ..checkpoint.adapters import save_lora
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
 from ..data.tokenizer import Tokenizer
 from ..documents import append, write_anew
@@ -32,7 +33,7 @@ from .metrics_file import (
     read_logged,
     save_picture,
 )
-from .report import ROUTER_METRICS, Metrics, ParameterLayout, general_name
+from .report import PREFERENCE_METRICS, ROUTER_METRICS, Metrics, ParameterLayout, general_name
 from .toml import add_checksum, as_toml
 from .trackers import Trackers
 
@@ -131,8 +132,9 @@ class Results:
 
     def _add(self, metrics: Metrics) -> None:
         values = dataclasses.asdict(metrics)
-        if metrics.balance is None:  # a model without experts
-            values = {name: value for name, value in values.items() if name not in ROUTER_METRICS}
+        for names in (ROUTER_METRICS, PREFERENCE_METRICS):
+            if values[names[0]] is None:  # a model without experts, or a task without rewards
+                values = {name: value for name, value in values.items() if name not in names}
         line = json.dumps(values) + "\n"
         append(self._metrics, line.encode())
         self._checksum.add(line)
@@ -183,18 +185,25 @@ class Results:
     def _sync(self) -> None:
         append(self._metrics, b"", sync=True)
 
-    def save(self, model: nn.Module) -> None:
+    def save(self, model: nn.Module, adapter_base: Path | None = None) -> None:
         """Save the final model and tokenizer as the folder `checkpoint`, which transformers loads.
+
+        adapter_base: the folder of the frozen model; only the adapters are then saved, for peft. None: the model is
+            saved, with its adapters merged if it has any.
 
         An earlier folder `checkpoint` is replaced once the new folder is complete; if the old folder cannot be
         removed, a line is added to `notes`, which the loop prints.
-        Communication: as `save_pretrained` and `sync`. Raises NotWritten on every rank.
+        Communication: as `save_pretrained` or `save_lora`, and `sync`. Raises NotWritten on every rank.
         """
         self.sync()
         folder, new = self._folder / CHECKPOINT, self._folder / NEW
         exists = self._writes and os.path.lexists(folder)
         try:
-            save_pretrained(model, new if exists else folder, tokenizer=self._tokenizer)
+            target = new if exists else folder
+            if adapter_base is None:
+                save_pretrained(model, target, tokenizer=self._tokenizer)
+            else:
+                save_lora(model, target, base=str(adapter_base), tokenizer=self._tokenizer)
             raise_on_all(attempt(self._exchange, new, folder) if exists else None, dist.is_initialized())
         except OSError as error:
             raise NotWritten(f"the model could not be written: {error}") from error

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checks import check_head_degrees, divisors
 from ..data.sources import Data
 from ..schedules.pipeline_plan import PipelinePlan
 from .config import MeshConfig, PlanConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from ..data.examples.source import Examples
 
 MOST_MICROBATCHES = 2**16  # every microbatch is an entry in the schedule of every stage
 
@@ -19,7 +23,8 @@ class Run:
 
     recipe: str | None  # None if no recipe was named, and the model comes from --from or --model
     config: TrainConfig
-    corpus: Data  # the documents to train on, prepared or read from files of text or records
+    # the documents to train on, prepared or read from files of text or records; or a task's examples
+    corpus: Data | Examples
     pp: int = 1
     dp: int
     cp: int = 1
@@ -27,6 +32,10 @@ class Run:
     folder: Path
     resume: Path | None = None  # the checkpoint to resume from
     origin: Path | None = None  # the folder of a new run's initial weights; None: drawn from the seed
+    reference: Path | None = None  # the folder of a reference model's weights; None: the run's own initial weights
+    reference_sha256: str | None = None  # `fingerprint` of that folder, which a resumed run must find unchanged
+    # the folder whose model the saved adapters belong to; None: the final model is saved with its adapters merged
+    adapter_base: Path | None = None
     # the config before the command's options; None: the recipe's
     base: TrainConfig | None = None
     notes: tuple[str, ...] = ()  # lines to print before the run starts

@@ -22,30 +22,38 @@ from .run import Run
 
 _DEEPEST = 8  # dots in an option's name; real options have at most three
 # Options that a resumed run cannot change: the losses after the change would not continue the losses before.
-FIXED = ("seed", "model", "model_class", "from", "data.batch_size", "data.sequence_length", "data.pack", "data.mixture")
+FIXED = (
+    *("seed", "model", "model_class", "from", "task", "lora", "dpo", "kto", "reference", "reference_from"),
+    *("data.batch_size", "data.sequence_length", "data.pack", "data.mixture", "data.template"),
+)
+# Options that checkpoints of version 0.1.0 may lack.
+_LATER = ("task", "lora", "dpo", "kto", "reference", "reference_from", "reference_zero", "reference_mesh")
 # Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
-    *("data.path", "data.verify"),
+    *("data.path", "data.verify", "reference_zero", "reference_mesh"),
 )
 
 
-def describe_run(run: Run, step: int, held_out_loss: float, logged: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe_run(
+    run: Run, step: int, held_out_loss: float | None, logged: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The JSON document for a checkpoint saved after `step` steps: enough to resume from there.
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
-    held_out_loss: the held-out loss before the run's first step. logged: the length and checksum of metrics.jsonl, from
-    `RunningChecksum.as_json`.
+    held_out_loss: the held-out loss before the run's first step; None if nothing is held out.
+    logged: the length and checksum of metrics.jsonl, from `RunningChecksum.as_json`.
     """
     return {
         "step": step,
         "samples": step * run.config.data.batch_size,
-        "held_out_loss": held_out_loss,
         "recipe": run.recipe,
         "config": as_json(run.resolved),
         "data": _data_of(run),
         "mesh": run.axes,
         "versions": versions(),
+        **({} if run.reference_sha256 is None else {"reference": run.reference_sha256}),
+        **({} if held_out_loss is None else {"held_out_loss": held_out_loss}),
         **({} if logged is None else {METRICS: logged}),
     }
 
@@ -102,6 +110,7 @@ class _Data:
 _TYPES: Mapping[str, Any] = {
     "step": int,
     "held_out_loss": float,
+    "reference": str,
     "config": dict[str, Any],
     "data": _Data,
 }
@@ -134,7 +143,10 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
     """
     if "config" not in saved:  # a converted checkpoint, saved by no run
         return []
-    saved_options, run_options = dict(_flatten(saved["config"])), dict(_flatten(as_json(run.resolved)))
+    # a checkpoint of an earlier version lacks the options added since, which then had their defaults
+    defaults = as_json(TrainConfig(model=run.config.model))
+    saved_options = dict(_flatten({name: defaults[name] for name in _LATER} | saved["config"]))
+    run_options = dict(_flatten(as_json(run.resolved)))
     changed = [
         name
         for name in {**saved_options, **run_options}
@@ -146,6 +158,11 @@ def check_same_run(saved: Mapping[str, Any], run: Run) -> list[str]:
                 f"the checkpoint was saved with {name} {saved_options.get(name)!s:.200}, but this run has "
                 f"{run_options.get(name)}; give the saved value, or start a new run"
             )
+    if run.config.reference != "precomputed" and saved.get("reference", run.reference_sha256) != run.reference_sha256:
+        raise ValueError(
+            f"the weights of the reference {run.reference} have changed since the checkpoint was saved; put the "
+            f"earlier ones back, or start a new run"
+        )
     data = _data_of(run)
     for name, value in saved["data"].items():
         if value != data[name]:

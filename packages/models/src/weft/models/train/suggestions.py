@@ -27,7 +27,10 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
     on_cpu: whether the run is on a CPU, where a further process can always be started.
     Every returned command would be accepted.
     """
-    lines = [f"{PROGRAM} generate {shlex.join([str(run.folder), *_option('prompt', run.corpus.prompt)])}"]
+    arguments = [str(run.folder), *_option("prompt", run.corpus.prompt)]
+    if run.config.task != "pretrain" and run.corpus.tokenizer.chat_templates:
+        arguments = [str(run.folder), "--chat"]
+    lines = [f"{PROGRAM} generate {shlex.join(arguments)}"]
     if run.config.model_class is not None:
         lines = []  # `weft generate` does not load a model class of the user
     train = _train_command(run.processes)

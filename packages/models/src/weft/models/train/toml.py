@@ -90,11 +90,12 @@ def read_toml(path: Path, *, without: Collection[str] = ()) -> tuple[str | None,
 
 
 def _toml_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values for TOML: None is left out, tuples become lists, paths become strings."""
+    """The values for TOML: None and tables without values are left out, tuples become lists, paths become strings."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            result[name] = _toml_values(value)
+            if table := _toml_values(value):
+                result[name] = table
         elif isinstance(value, tuple):
             result[name] = [_toml_value(each) for each in value]
         elif value is not None:

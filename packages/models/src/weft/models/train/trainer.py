@@ -11,28 +11,25 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.kernels import cross_entropy
-from weft.mesh import Layout, Shard
 from weft.reshard import GradientSync, drop_gathered, fixed_parameters
 from weft.reshard.extension import Collective, WaitTimer, format_ranks
 
-from ..data.batches import Batches, Prefetch, Rows
+from ..data.batches import Prefetch
+from ..data.examples.rows import ExampleBatches
 from ..generation import generate
 from ..losses import local_value
-from ..parallel import lay_out_batch, parallelize
-from ..parallel.batch import cuts_by_documents, prepare_rows
+from ..parallel import parallelize
+from ..parallel.batch import cuts_by_documents
 from ..parallel.parallelize import pipeline_of
-from ..parallel.pipeline.run import Microbatch
 from ..step.communication import Communication, Phase
 from ..step.find_gradients import find_gradients, find_loss
-from ..step.forward_backward import divide_batch, link_positions
 from ..step.router import update_correction_biases
 from ..tracing import traced
 from .explanation import Outline
@@ -40,10 +37,12 @@ from .initial_weights import draw_weights, load_unsharded_weights, load_weights
 from .learning_rate import learning_rate
 from .measure import CollectiveCount, flops_per_token, memory_table, peak_flops, peak_memory, total_memory
 from .model_class import parameters_of
+from .objective import StepBatch, TokenObjective, open_batches
 from .optimizer import make_optimizer
+from .preference_objective import PreferenceObjective, make_preference_objective
 from .report import Metrics, Report
-from .router_metrics import UnreadStep, name_failing_router, router_metrics, sum_loads
 from .run import Run
+from .step_metrics import UnreadStep, name_failing_router, preference_metrics, router_metrics, sum_loads
 
 SAMPLE_TOKENS = 60
 
@@ -62,6 +61,7 @@ class Trainer:
     report: prints on rank 0. activity: what the process does, in words, for `RollCall`.
     prediction: the predicted communication of a step, on rank 0; else None.
     predicts_exchange: whether the prediction counts exchanges of keys by the documents of step 1.
+    rows_line: of a task, its rows in words; else None.
     tokens_line: as `Outline.tokens_line`. issued_collectives: the collectives of step 1, by phase.
     wait_timer: measures how long the device waits for communication.
     """
@@ -72,24 +72,21 @@ class Trainer:
         self.report = Report(enabled=self.rank == 0)
         self._outline = outline = Outline.of(run.config, run.axes, device.type)
         self.mesh, self.plan, self.tokens_line = outline.mesh, outline.plan, outline.tokens_line
-        self._batch_shape, self._criterion = outline.batch_shape, outline.criterion
-        data = run.config.data
-        self._batches = Batches(
-            run.corpus,
-            sequence_length=data.sequence_length,
-            batch_size=data.batch_size,
-            seed=run.config.seed,
-            packed=data.pack and run.corpus.is_prepared,
-        )
+        self._batch_shape = outline.batch_shape
+        self._batches = open_batches(run)
         cuts = self.rank == 0 and cuts_by_documents(self.mesh, self.plan, compiled=run.config.compile)
         documents = self._batches.batch(0, slice(None)).documents if cuts else None  # which decide who exchanges keys
         self.predicts_exchange = documents is not None
-        self.prediction = outline.record_step(0, device.type, documents).communication if self.rank == 0 else None
+        self.rows_line = self._batches.describe() if isinstance(self._batches, ExampleBatches) else None
+        examples = self._batches.examples_per_row if isinstance(self._batches, ExampleBatches) else 0
+        self.prediction: Communication | None = None
+        if self.rank == 0:
+            self.prediction = outline.record_step(0, device.type, documents, examples).communication
         model = parallelize(outline.make_model(), self.mesh, self.plan)
         if run.origin is None:
             self.model = draw_weights(model, device, run.config.seed)
         else:
-            self.model = load_weights(model, run.origin, device, self.mesh, self.plan)
+            self.model = load_weights(model, run.origin, device, self.mesh, self.plan, seed=run.config.seed)
         # The folder of the weights before step 1, if any; `first_step` compares with these weights. Also `run.resume`,
         # because a run resumed from a checkpoint of `weft convert` still takes step 1.
         self._origin = run.origin or run.resume
@@ -100,14 +97,18 @@ class Trainer:
         self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.activity = "before the first step"  # shown by `RollCall` if a rank does not answer
-        self._prompt, self._document_start, self._tokenizer = run.corpus.prompt, run.corpus.begin, run.corpus.tokenizer
-        self._stage_mesh = self.mesh if self.pipeline is None else self.pipeline.stage_mesh
-        self._layout = Layout(self._stage_mesh, {"dp": Shard(0)})
-        self._prefetch = Prefetch(self._read_own_rows)
+        self._corpus: Any = run.corpus
+        self._tokenizer = run.corpus.tokenizer
+        self._objective: TokenObjective | PreferenceObjective
+        if isinstance(self._batches, ExampleBatches) and run.config.task in ("dpo", "kto"):
+            self._objective = make_preference_objective(run, self._batches, outline, self.model, device)
+        else:
+            self._objective = TokenObjective(self._batches, outline, self.model, device)
+        self._prefetch: Prefetch[Any] = Prefetch(self._objective.read)
         self.issued_collectives: dict[Phase, list[Collective]] = {}  # collectives of step 1
         self._flops_per_token = flops_per_token(
             run.config.model,
-            data.sequence_length,
+            outline.batch_shape[1],
             multiplying=parameters_of(run.config.model, run.config.model_class)[1],
         )
         self._peak_flops = peak_flops(device, run.config.dtype)
@@ -137,10 +138,15 @@ class Trainer:
         self.activity = f"step {step + 1}, forward"
 
         clip_norm = self._config.optimizer.clip_norm
+        with traced("data"):
+            rows: Any = self._prefetch(step)
+        batch: StepBatch = self._objective.step(step, rows)
+        if counter is not None:
+            counter.take_each()  # of the reference; the prediction is of the model's step alone
         result = find_gradients(
             self.model,
-            self._criterion,
-            self._microbatches(step),
+            batch.criterion,
+            batch.microbatches,
             self._sync,
             clip_norm=clip_norm,
             after_phase=after_phase,
@@ -157,8 +163,12 @@ class Trainer:
         after_phase("optimizer")
         self._unread_steps.append(UnreadStep(step + 1, result, lr))
 
-    def prefetch_data(self, step: int) -> None:
-        """Start reading the data of `step`, the run's first, in a thread. Later steps are then prefetched."""
+    def begin(self, step: int) -> None:
+        """Prepare the reference, and start reading the data of `step`, the run's first, in a thread.
+
+        Later steps are then prefetched. Communication: as `PreferenceObjective.begin`, for dpo and kto.
+        """
+        self._objective.begin(step)
         self._prefetch.begin(step)
 
     def restart_clock(self) -> None:
@@ -180,7 +190,8 @@ class Trainer:
         steps, self._unread_steps = self._unread_steps, []
         losses = torch.stack([each.result.loss for each in steps]).tolist()
         norms = torch.stack([each.result.grad_norm for each in steps if each.result.grad_norm is not None]).tolist()
-        of_routers, self.load = router_metrics(steps), sum_loads(steps)
+        of_routers, of_preferences = router_metrics(steps), preference_metrics(steps, self._config.task)
+        self.load = sum_loads(steps)
         seconds, waited = time.perf_counter() - self._read_at, self.wait_timer.pop_seconds()
         waited_for_data, self._prefetch.waited = self._prefetch.waited, 0.0
         self.restart_clock()
@@ -213,8 +224,11 @@ class Trainer:
                 data_share=waited_for_data / seconds,
                 seconds_left=(self._config.steps - each.step) * seconds / len(steps),
                 **routers,
+                **preferences,
             )
-            for each, loss, norm, routers in zip(steps, losses, norms, of_routers, strict=True)
+            for each, loss, norm, routers, preferences in zip(
+                steps, losses, norms, of_routers, of_preferences, strict=True
+            )
         ]
 
     def check_finite(self, step: int, newest_checkpoint: Callable[[], Path | None]) -> None:
@@ -252,6 +266,8 @@ class Trainer:
         `memory_table`.
         Raises TrainingError, on every rank, if the losses differ by more than rounding.
         """
+        if self._config.check:
+            self._objective.keep_reference(0)
         loss_alone = self._single_process_loss() if self._config.check and self.rank == 0 else None
         self.restart_clock()
         drop_gathered(self.model)  # step 1 starts from shards, like every later step
@@ -264,38 +280,49 @@ class Trainer:
         if self.pipeline is not None:
             self.report.print_line(memory_table(self.pipeline, self.model, self.optimizer))
 
-    def held_out_loss(self) -> float:
-        """The mean loss over the held-out text, without dropout. Every rank takes part and waits for the device.
+    def held_out_loss(self) -> float | None:
+        """The mean loss over the held-out data, without dropout; None if nothing is held out.
+
+        Every rank takes part and waits for the device.
 
         Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp"; with stages
         also messages between stages and an all-reduce of the sum over "pp".
         """
+        if not self._batches.num_held_out:
+            return None
         self.model.eval()
-        (size, T), count = self._batch_shape, self._batches.num_held_out
         total = torch.zeros((), device=self._device)
         # A compiled model would be compiled again for a forward without gradients.
         eager = torch.compiler.set_stance("force_eager")
         with traced("evaluate"), eager, self._call_context(), fixed_parameters(self.model):
-            for start in range(0, count, size):
-                shape = (min(size, count - start), T)
-                rows = self._layout.local_slices(shape, self.rank)[0]
-                batch = self._batches.held_out(slice(start + rows.start, start + rows.stop))
-                microbatch = self._lay_out_microbatch(batch, shape)
-                total += find_loss(self.model, partial(cross_entropy, denominator=float(count * T)), [microbatch])
+            for batch in self._objective.held_out():
+                total += batch.weight * find_loss(self.model, batch.criterion, batch.microbatches)
         self.model.train()
         return total.item()
 
-    def held_out_bytes_per_token(self) -> float:
-        """Bytes of the held-out text per predicted token, for the bits per byte that the run's last lines print."""
+    def held_out_bytes_per_token(self) -> float | None:
+        """Bytes of the held-out text per predicted token, for the bits per byte that the run's last lines print.
+
+        None for examples, whose prompts are not predicted.
+        """
+        if self._config.task != "pretrain":
+            return None
         count = self._batches.num_held_out
         rows = (self._batches.held_out(slice(row, row + 1)).targets[0].tolist() for row in range(count))
         return max(1, sum(map(self._tokenizer.num_bytes, rows))) / (count * self._batch_shape[1])
 
     def sample(self) -> str:
-        """A prompt and the model's continuation, without dropout. Every rank takes part."""
+        """A prompt and the model's continuation, without dropout. Every rank takes part.
+
+        For a task: the prompt of the first example, and the likeliest answer up to its end.
+        """
         self.model.eval()
+        corpus, is_text = self._corpus, self._config.task == "pretrain"
         # tokenized like the beginning of a document in the data
-        prompt_tokens = [*self._document_start, *self._tokenizer.encode_document(self._prompt)]
+        prompt_tokens = (
+            [*corpus.begin, *self._tokenizer.encode_document(corpus.prompt)] if is_text else corpus.prompt_tokens
+        )
+        ends = [] if is_text else [self._tokenizer.end]
         prompt = torch.tensor([prompt_tokens], device=self._device)
         # a compiled model would be compiled again for each length
         with torch.compiler.set_stance("force_eager"), self._call_context():
@@ -303,49 +330,14 @@ class Trainer:
                 self.model,
                 prompt,
                 max_new_tokens=SAMPLE_TOKENS,
-                temperature=0.7,
+                temperature=0.7 if is_text else 0.0,
                 seed=self._config.seed,
                 use_cache=hasattr(self.model, "make_cache"),
+                ends=ends,
             )
-        return self._prompt + "".join(
-            self._tokenizer.decode_each(tokens[0, len(prompt_tokens) :].tolist(), after=prompt_tokens)
-        )
-
-    def _microbatches(self, step: int) -> list[Microbatch]:
-        """This rank's rows of each microbatch of a step. The microbatches are the same on every mesh."""
-        (rows, T), microbatches = self._batch_shape, []
-        shape = rows // self._outline.num_microbatches, T
-        with traced("data"):
-            own_rows = self._prefetch(step)
-        for number, each in enumerate(own_rows):
-            key = self._outline.dropout_key(step, number)
-            microbatches.append(self._lay_out_microbatch(each, shape, dropout_key=key, **self._outline.training_inputs))
-        link_positions(microbatches)
-        return microbatches
-
-    def _read_own_rows(self, step: int) -> list[Rows]:
-        """Read this rank's rows of each microbatch, and prepare packed rows. Called by `Prefetch` in a thread."""
-        (rows, T), count = self._batch_shape, self._outline.num_microbatches
-        own = self._layout.local_slices((rows // count, T), self.rank)[0]
-        firsts = range(0, rows, rows // count)
-        read = [self._batches.batch(step, slice(first + own.start, first + own.stop)) for first in firsts]
-        options: Any = {"compiled": self._config.compile, "dtype": getattr(torch, self._config.dtype)}
-        for each in read:
-            prepare_rows(self.model, self._stage_mesh, self.plan, each.documents, self._device, **options)
-        return read
-
-    def _lay_out_microbatch(self, rows: Rows, shape: tuple[int, int], **inputs: Any) -> Microbatch:
-        """The arguments of the model for this rank's rows.
-
-        shape: (rows, T) of the whole microbatch over all ranks.
-        inputs: further arguments of the model, for example dropout_key.
-        """
-        # documents stay on the host, where lay_out_batch reads them
-        tensors = {name: each if name == "documents" else each.to(self._device) for name, each in rows.named().items()}
-        batch = lay_out_batch(self._stage_mesh, self.plan, **tensors, rows=shape[0], compiled=self._config.compile)
-        assert batch.targets is not None, "rows.named() includes targets"
-        inputs |= {"positions": batch.positions, "documents": batch.documents}
-        return Microbatch(args=(batch.tokens,), kwargs=self._outline.select_inputs(inputs), targets=batch.targets)
+        new = takewhile(lambda token: token not in ends, tokens[0, len(prompt_tokens) :].tolist())
+        text: str = corpus.prompt + "".join(self._tokenizer.decode_each(new, after=prompt_tokens))
+        return text
 
     def _single_process_loss(self) -> float:
         """The loss of step 1 on this process alone: the same weights, the whole batch, unsharded tensors."""
@@ -353,13 +345,9 @@ class Trainer:
         if self._origin is None:
             model = draw_weights(model, self._device, self._config.seed)
         else:
-            model = load_unsharded_weights(model, self._origin, self._device)
-        tensors = {name: each.to(self._device) for name, each in self._batches.batch(0, slice(None)).named().items()}
-        tokens, targets = tensors.pop("tokens"), tensors.pop("targets")
-        inputs = {"dropout_key": self._outline.dropout_key(0), **tensors, **self._outline.training_inputs}
-        tensors = self._outline.select_inputs(inputs)
-        microbatches = divide_batch(model, tokens, targets, self._outline.num_microbatches, tensors)
-        return float(find_loss(model, self._criterion, microbatches, self._call_context))
+            model = load_unsharded_weights(model, self._origin, self._device, seed=self._config.seed)
+        batch = self._objective.whole(0, model)
+        return float(find_loss(model, batch.criterion, batch.microbatches, self._call_context))
 
     def _compare_losses(self, loss: float, loss_alone: float | None) -> None:
         """Compare the loss of step 1 with the loss on a single process, known to rank 0.

@@ -1,4 +1,4 @@
-"""The routers' part of a step's metrics, for models with mixtures of experts; and the step that waits to be read."""
+"""The metrics of a step beside its loss: of routers, of preferences; and the step that waits to be read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..data.examples.example import Task
 from ..mixture_config import MixtureConfig
 from ..step.find_gradients import StepResult
-from .report import ROUTER_METRICS
+from .report import PREFERENCE_METRICS, ROUTER_METRICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,20 @@ def router_metrics(steps: Sequence[UnreadStep]) -> list[dict[str, float]]:
         busiest = (parts.load.amax(1) / parts.load.mean(1)).amax()
         rows.append(torch.stack([parts.balance, parts.z.sum(), busiest.to(parts.balance.dtype)]))
     return [dict(zip(ROUTER_METRICS, row, strict=True)) for row in torch.stack(rows).tolist()]
+
+
+def preference_metrics(steps: Sequence[UnreadStep], task: Task) -> list[dict[str, float]]:
+    """The fields PREFERENCE_METRICS of each step's `Metrics`; empty for other tasks. Waits for the device once."""
+    sums = [each.result.sums for each in steps]
+    if any(each is None for each in sums):
+        return [{} for _ in steps]
+    rows = torch.stack([each for each in sums if each is not None]).tolist()
+    if task == "dpo":
+        return [dict(zip(PREFERENCE_METRICS[:4], row, strict=True)) for row in rows]
+    return [
+        {"rewards_chosen": good, "rewards_rejected": bad, "rewards_margin": good - bad, "kl": kl}
+        for good, bad, kl in rows
+    ]
 
 
 def sum_loads(steps: Sequence[UnreadStep]) -> Tensor | None:

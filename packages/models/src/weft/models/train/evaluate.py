@@ -1,0 +1,159 @@
+"""Losses and rewards of a model on the rows of a file, on one device: the computing of `weft evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import Batches, Rows
+from ..data.examples.rows import ExampleBatches, TaskRows
+from ..losses import IGNORE_INDEX
+from ..preference_losses import dpo, implicit_rewards, kl_of, kto
+from ..sums_by_document import document_sums
+
+Figures = dict[str, int | float]  # by the names that `weft evaluate --json` prints
+
+
+class LossNotFinite(RuntimeError):
+    """The mean loss is NaN or infinite."""
+
+
+def evaluate_text(model: nn.Module, batches: Batches, *, rows: int, device: torch.device) -> Figures:
+    """The mean loss of every next token in the sequences of a text.
+
+    rows: the sequences of one call of the model. Raises LossNotFinite.
+    """
+    total, learned, examples = 0.0, 0, 0
+    for part in _every(batches, rows, 0):
+        losses = _token_losses(model, part, device)
+        total += float(losses.double().sum())
+        learned += int((part.targets != IGNORE_INDEX).sum())
+        examples += len(part.tokens)
+    return _mean(total, learned, examples)
+
+
+def evaluate_examples(
+    model: nn.Module,
+    batches: ExampleBatches,
+    *,
+    task: str,
+    rows: int,
+    device: torch.device,
+    reference: nn.Module | None = None,
+    beta: float = 0.1,
+) -> Figures:
+    """The mean loss of the answers' tokens, and for the tasks dpo and kto the figures of preferences.
+
+    dpo: `accuracy`, the share of pairs whose chosen answer has the greater log-probability. With a reference, rewards
+        and the loss of DPO; see `_pair_figures`.
+    kto: with a reference, rewards and the loss of KTO over all examples as one batch; see `_judged_figures`.
+    rows: of one call of the model. Raises LossNotFinite.
+    """
+    scores = _score(model, batches, task, rows, device, 0)
+    figures = _mean(-float(scores.log_probabilities.sum()), scores.learned, len(scores.log_probabilities))
+    if task == "sft":
+        return figures
+    of_reference = None if reference is None else _score(reference, batches, task, rows, device, 0).log_probabilities
+    if task == "dpo":
+        return figures | _pair_figures(scores.log_probabilities, of_reference, beta)
+    if reference is None or of_reference is None:
+        return figures
+    mismatched = [_score(each, batches, task, rows, device, 1).log_probabilities for each in (model, reference)]
+    return figures | _judged_figures(scores, of_reference, kl_of(*mismatched), beta)
+
+
+def _pair_figures(policy: Tensor, reference: Tensor | None, beta: float) -> Figures:
+    """policy, reference: log-probabilities [pairs, 2] of the chosen and the rejected answer."""
+    figures: Figures = {"accuracy": float((policy[:, 0] > policy[:, 1]).double().mean())}
+    if reference is None:
+        return figures
+    chosen, rejected = implicit_rewards(policy, reference, beta).unbind(-1)
+    return figures | {
+        "dpo_loss": float(dpo(policy, reference, beta=beta)),
+        "reward_accuracy": float((chosen > rejected).double().mean()),
+        "reward_margin": float((chosen - rejected).mean()),
+        "chosen_reward": float(chosen.mean()),
+        "rejected_reward": float(rejected.mean()),
+    }
+
+
+def _judged_figures(scores: _Scores, reference: Tensor, kl: Tensor, beta: float) -> Figures:
+    """reference: log-probabilities [examples, 1] of the answers. kl: `kl_of` the mismatched answers.
+
+    A mean reward is left out where no example has this label.
+    """
+    policy, reference, desirable = scores.log_probabilities[:, 0], reference[:, 0], scores.labels
+    rewards = implicit_rewards(policy, reference, beta)
+    figures: Figures = {"kto_loss": float(kto(policy, reference, desirable, kl, beta=beta)), "kl": float(kl)}
+    for name, chosen in (("desirable", desirable), ("undesirable", ~desirable)):
+        figures[name] = int(chosen.sum())
+        if figures[name]:
+            figures[f"{name}_reward"] = float(rewards[chosen].mean())
+    return figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scores:
+    """The examples of a file under one model, on the CPU."""
+
+    log_probabilities: Tensor  # [examples, answers] float64: sums over an answer's tokens; dpo has 2 answers, else 1
+    labels: Tensor  # [examples] bool, of kto
+    learned: int  # the number of tokens of all answers
+
+
+def _score(
+    model: nn.Module, batches: ExampleBatches, task: str, rows: int, device: torch.device, which: int
+) -> _Scores:
+    """which: as for `ExampleBatches.batch`."""
+    answers = 2 if task == "dpo" else 1
+    sums, labels, learned = list[Tensor](), list[Tensor](), 0
+    for part in _every(batches, rows, which):
+        assert isinstance(part, TaskRows), "rows of ExampleBatches"
+        losses = _token_losses(model, part, device)
+        documents = _documents(part).to(device)
+        of_rows = document_sums(losses.double(), documents, answers * batches.examples_per_row)
+        valid = part.examples >= 0  # [rows, E]
+        sums.append(-of_rows.cpu().view(*valid.shape, answers)[valid])
+        labels.append(part.labels[valid])
+        learned += int((part.targets != IGNORE_INDEX).sum())
+    return _Scores(log_probabilities=torch.cat(sums), labels=torch.cat(labels), learned=learned)
+
+
+def _documents(part: Rows) -> Tensor:
+    assert part.documents is not None, "rows of examples number their documents"
+    return part.documents
+
+
+@torch.no_grad()
+def _token_losses(model: nn.Module, part: Rows, device: torch.device) -> Tensor:
+    """The negative log-probability of each target, [rows, T]; 0 at places without a target."""
+    inputs: dict[str, Any] = {name: each.to(device) for name, each in part.named().items()}
+    losses: Tensor = model(inputs.pop("tokens"), **inputs)
+    return losses
+
+
+def _every(batches: Batches | ExampleBatches, rows: int, which: int) -> Iterator[Rows]:
+    """All rows once, `rows` at a time: those that a run holds out, and the first epoch of a run.
+
+    batches: of one source, with `rows` as its batch size.
+    """
+    options: dict[str, Any] = {"which": which} if isinstance(batches, ExampleBatches) else {}
+    for first in range(0, batches.num_held_out, rows):
+        yield batches.held_out(slice(first, first + rows), **options)
+    for first in range(0, batches.num_samples, rows):
+        yield batches.batch(first // rows, slice(0, min(rows, batches.num_samples - first)), **options)
+
+
+def _mean(total: float, learned: int, examples: int) -> Figures:
+    """The figures of every task. total: the sum of the losses of `learned` tokens."""
+    loss = total / learned
+    perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
+    if not torch.tensor([loss, perplexity]).isfinite().all():
+        raise LossNotFinite(
+            f"the mean loss of {learned:,} tokens is {loss}; look for NaN in the weights, or load the model in float32"
+        )
+    return {"examples": examples, "learned_tokens": learned, "loss": loss, "perplexity": perplexity}

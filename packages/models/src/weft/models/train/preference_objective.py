@@ -1,0 +1,174 @@
+"""What a run of the tasks dpo and kto learns: the preferences of examples, compared with a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.examples.rows import Counts, ExampleBatches
+from ..parallel.pipeline.run import Microbatch
+from ..preference_losses import kl_of
+from ..step.criterion import Criterion
+from ..step.preference import DPOCriterion, KTOCriterion
+from .explanation import Outline
+from .feed import Feed, Share
+from .objective import StepBatch
+from .reference import (
+    AdapterReference,
+    ModelReference,
+    PrecomputedReference,
+    Reference,
+    Scorer,
+    documents_per_row,
+)
+from .run import Run
+from .task_config import reference_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _StepRows:
+    """What a step reads in the thread."""
+
+    own: Sequence[Share]
+    reference: Sequence[Any]  # of `Reference.read`, for each set of rows
+    mismatched: Sequence[Share]  # of kto: the rows with other examples' completions
+
+
+class PreferenceObjective:
+    """The losses of dpo and kto; see `TokenObjective` for the methods.
+
+    Every mean is over the examples of the global batch: that of the losses, kto's divergence, and the metrics.
+    """
+
+    def __init__(
+        self, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device, reference: Reference
+    ) -> None:
+        self._batches, self._outline, self._reference = batches, outline, reference
+        self._feed = Feed(outline, model, device)
+        self._scorer = Scorer(batches, outline, model, device)
+        self._is_kto = outline.config.task == "kto"
+        self._reference_values: list[Tensor] = []
+        self._mismatched_values: Tensor | None = None
+
+    def begin(self, step: int) -> None:
+        """Fill the table of a precomputed reference: before step 0 by the scorer, else from the run's file.
+
+        Communication: as `PrecomputedReference.compute`. Raises ValueError or OSError as `PrecomputedReference`.
+        """
+        if isinstance(self._reference, PrecomputedReference):
+            self._reference.prepare(step, self._scorer)
+
+    def read(self, step: int) -> _StepRows:
+        """As `TokenObjective.read`."""
+        rows, size = self._outline.batch_shape[0], self._outline.microbatch_rows
+        return _StepRows(
+            own=self._feed.read(partial(self._batches.batch, step), rows, size),
+            reference=[self._reference.read(step, which) for which in self._sets],
+            mismatched=self._scorer.read(step, 1) if self._is_kto else [],
+        )
+
+    def step(self, step: int, read: _StepRows) -> StepBatch:
+        """As `TokenObjective.step`. Communication: the reference's; for kto also a forward of the mismatched rows."""
+        reference = [self._reference.of_step(step, which, read.reference[which]) for which in self._sets]
+        mismatched = self._scorer.of_step(step, 1, read.mismatched) if self._is_kto else None
+        counts = self._batches.counts(step, slice(None))
+        return StepBatch(
+            criterion=self._outline.with_routers(self._criterion(counts, reference, mismatched)),
+            microbatches=_with_reference(self._feed.training(step, read.own, preferences=True), reference[0]),
+        )
+
+    def held_out(self) -> Iterator[StepBatch]:
+        """As `TokenObjective.held_out`. Communication: the reference's.
+
+        kto's divergence is that of each batch of rows, of the size of a step's.
+        """
+        size, total = self._outline.batch_shape[0], self._batches.num_held_out
+        of_all = self._batches.held_out_counts(slice(None))
+        for first in range(0, total, size):
+            rows = min(size, total - first)
+            reference = [self._reference.of_held_out(first, rows, which) for which in self._sets]
+            mismatched = self._scorer.of_held_out(first, rows, 1) if self._is_kto else None
+            counts = self._batches.held_out_counts(slice(first, first + rows))
+            shares = self._feed.read(lambda own, first=first: self._held_out(own, first), rows)  # type: ignore[misc]
+            laid_out = [self._feed.lay_out(share, preferences=True) for share in shares]
+            yield StepBatch(
+                criterion=self._criterion(counts, reference, mismatched),
+                microbatches=_with_reference(laid_out, reference[0]),
+                weight=counts.examples / of_all.examples,
+            )
+
+    def keep_reference(self, step: int) -> None:
+        """Keep the reference of a step for `whole`. Every rank calls this. Communication: as `step`."""
+        self._reference_values = [
+            self._reference.of_step(step, each, self._reference.read(step, each)) for each in self._sets
+        ]
+        self._mismatched_values = self._scorer.of_step(step, 1, self._scorer.read(step, 1)) if self._is_kto else None
+
+    def whole(self, step: int, model: nn.Module) -> StepBatch:
+        """As `TokenObjective.whole`, with the reference's numbers of `keep_reference`."""
+        rows, counts = self._batches.batch(step, slice(None)), self._batches.counts(step, slice(None))
+        return StepBatch(
+            criterion=self._outline.with_routers(
+                self._criterion(counts, self._reference_values, self._mismatched_values)
+            ),
+            microbatches=_with_reference(
+                self._feed.whole_batch(step, rows, model, preferences=True), self._reference_values[0]
+            ),
+        )
+
+    def _held_out(self, own: slice, first: int) -> Any:
+        return self._batches.held_out(slice(first + own.start, first + own.stop))
+
+    @property
+    def _sets(self) -> range:
+        """The sets of rows: one of dpo; of kto the own and the mismatched ones."""
+        return range(2 if self._is_kto else 1)
+
+    def _criterion(self, counts: Counts, reference: Sequence[Tensor], mismatched: Tensor | None) -> Criterion:
+        """The criterion of a batch. counts: of its rows. mismatched: the policy's log-probabilities, for kto."""
+        documents, config = documents_per_row(self._batches, self._outline.config), self._outline.config
+        if mismatched is None:
+            return DPOCriterion(
+                num_documents=documents,
+                denominator=float(counts.examples),
+                beta=config.dpo.beta,
+                label_smoothing=config.dpo.label_smoothing,
+                loss=config.dpo.loss,
+                length_normalized=config.dpo.length_normalized,
+            )
+        return KTOCriterion(
+            num_documents=documents,
+            num_desirable=counts.desirable,
+            num_undesirable=counts.examples - counts.desirable,
+            kl=kl_of(mismatched, reference[1], denominator=float(counts.examples)),
+            beta=config.kto.beta,
+            desirable_weight=config.kto.desirable_weight,
+            undesirable_weight=config.kto.undesirable_weight,
+        )
+
+
+def _with_reference(microbatches: Sequence[Microbatch], reference: Tensor) -> list[Microbatch]:
+    return [replace(each, targets=each.targets.with_reference(reference)) for each in microbatches]
+
+
+def make_preference_objective(
+    run: Run, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device
+) -> PreferenceObjective:
+    """The objective of a run of dpo or kto, with its reference.
+
+    model: in training, with its initial weights. Communication: that of loading a reference model.
+    """
+    reference: Reference
+    kind = reference_of(run.config)
+    if kind == "adapters":
+        reference = AdapterReference(batches, outline, model, device)
+    elif kind == "model":
+        reference = ModelReference(run, batches, device)
+    else:
+        reference = PrecomputedReference(run, batches, device)
+    return PreferenceObjective(batches, outline, model, device, reference)

@@ -1,0 +1,221 @@
+"""The reference of dpo and kto: where the log-probabilities come from that the policy is compared with.
+
+`ModelReference`: a frozen model on a mesh of its own over the run's processes. `AdapterReference`: the policy without
+its adapters. `PrecomputedReference`: a table of numbers, computed once before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from weft.reshard import drop_gathered
+
+from ..checkpoint.huggingface import attempt, raise_on_all
+from ..data.examples.example import SEGMENTS
+from ..data.examples.rows import ExampleBatches
+from ..documents import write_anew
+from ..parallel import parallelize
+from ..parallel.lora import without_adapters
+from ..step.preference import log_probabilities
+from .config import TrainConfig
+from .explanation import Outline
+from .feed import Feed, Share
+from .initial_weights import draw_weights, load_weights
+from .run import Run
+
+TABLE = "reference.npy"  # in the run's folder: the table of a `PrecomputedReference`
+
+
+class Reference(Protocol):
+    """Gives log-probabilities under the reference. Every rank calls the methods in the same order."""
+
+    def read(self, step: int, which: int) -> Any:
+        """What `of_step` needs of the data, read in a thread. which: as for `ExampleBatches.batch`."""
+        ...
+
+    def of_step(self, step: int, which: int, found: Any) -> Tensor:
+        """Log-probabilities of the documents in the rows of a step, [rows, documents], on every rank."""
+        ...
+
+    def of_held_out(self, first: int, count: int, which: int) -> Tensor:
+        """The same of `count` held-out rows from `first` on."""
+        ...
+
+
+class Scorer:
+    """Computes log-probabilities of the documents in rows, under one model without dropout, in any layout.
+
+    Communication of `score`: as `log_probabilities`.
+    """
+
+    def __init__(self, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device) -> None:
+        self._batches, self._outline, self._model, self._device = batches, outline, model, device
+        self._feed = Feed(outline, model, device)
+
+    def read(self, step: int, which: int) -> list[Share]:
+        """This rank's rows of a step, on the host."""
+        rows, size = self._outline.batch_shape[0], self._outline.microbatch_rows
+        return self._feed.read(partial(self._batches.batch, step, which=which), rows, size)
+
+    def of_step(self, step: int, which: int, found: Sequence[Share]) -> Tensor:
+        """As `Reference.of_step`."""
+        return self.score(found, self._outline.batch_shape[0])
+
+    def of_held_out(self, first: int, count: int, which: int) -> Tensor:
+        """As `Reference.of_held_out`."""
+        return self._of_rows(lambda rows: self._batches.held_out(rows, which), first, count)
+
+    def of_every(self, first: int, count: int, which: int) -> Tensor:
+        """The same of `count` rows of all rows of the data, from `first` on; see `ExampleBatches.every`."""
+        return self._of_rows(lambda rows: self._batches.every(rows, which), first, count)
+
+    def _of_rows(self, read: Callable[[slice], Any], first: int, count: int) -> Tensor:
+        shares = self._feed.read(
+            lambda own: read(slice(first + own.start, first + own.stop)), count, self._outline.microbatch_rows
+        )
+        return self.score(shares, count)
+
+    def score(self, shares: Sequence[Share], rows: int) -> Tensor:
+        """Log-probabilities [rows, documents] of a batch, of which each rank has its own shares."""
+        was_training = self._model.training
+        self._model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            found = log_probabilities(
+                self._model,
+                [self._feed.lay_out(share, preferences=True) for share in shares],
+                documents_per_row(self._batches, self._outline.config),
+                rows,
+                partial(self._outline.autocast_context, self._device.type),
+            )
+        drop_gathered(self._model)
+        self._model.train(was_training)
+        return found
+
+
+def documents_per_row(batches: ExampleBatches, config: TrainConfig) -> int:
+    """The most documents with examples in a row: two for each pair of dpo."""
+    return batches.examples_per_row * (2 if config.task == "dpo" else 1)
+
+
+class ModelReference(Scorer):
+    """A frozen model, on a mesh of its own over the processes of the run."""
+
+    def __init__(self, run: Run, batches: ExampleBatches, device: torch.device) -> None:
+        """Communication: as `load_weights`. Raises ValueError for weights that do not fit."""
+        outline = Outline.of_reference(run.config, run.axes, device.type)
+        model = parallelize(outline.make_model().requires_grad_(False), outline.mesh, outline.plan)
+        if run.reference is None:
+            model = draw_weights(model, device, run.config.seed)
+        else:
+            model = load_weights(model, run.reference, device, outline.mesh, outline.plan)
+        super().__init__(batches, outline, model.eval(), device)
+
+
+class AdapterReference(Scorer):
+    """The model in training, without its adapters: a reference without memory of its own."""
+
+    def score(self, shares: Sequence[Share], rows: int) -> Tensor:
+        with without_adapters(self._model):
+            return super().score(shares, rows)
+
+
+class PrecomputedReference:
+    """A table of log-probabilities [examples, segments], computed once under a scorer's model.
+
+    Kept in the run's folder as `TABLE`, with the identity of its data and of the model's folder, so that a resumed
+    run reads it. Every rank holds the table.
+    """
+
+    def __init__(self, run: Run, batches: ExampleBatches, device: torch.device) -> None:
+        self._run, self._batches, self._device = run, batches, device
+        self._table: Tensor | None = None  # [examples, segments] float32, on the CPU
+
+    def prepare(self, step: int, scorer: Scorer) -> None:
+        """Fill the table: before step 0 by `scorer`, of the model in training; later from the run's file.
+
+        With another folder for the reference, its model is loaded, and is gone afterwards.
+        Raises ValueError and OSError on every rank.
+        """
+        if step == 0:
+            self._compute(
+                scorer if self._run.reference is None else ModelReference(self._run, self._batches, self._device)
+            )
+        else:
+            assert self._run.resume is not None, "steps were taken before"
+            self._load(self._run.resume)
+
+    def _compute(self, scorer: Scorer) -> None:
+        """Fill the table, and write the file on rank 0. Communication: as `Scorer.score`."""
+        segments, task = SEGMENTS[self._run.config.task], self._run.config.task
+        table = torch.zeros(self._batches.num_examples, segments)
+        for first in range(0, self._batches.num_every, self._run.config.data.batch_size):
+            count = min(self._run.config.data.batch_size, self._batches.num_every - first)
+            numbers = self._batches.examples_of_every(slice(first, first + count))  # [count, E]
+            valid = numbers >= 0
+            if task == "dpo":
+                found = scorer.of_every(first, count, 0).float().cpu().view(*numbers.shape, 2)
+                table[numbers[valid]] = found[valid]
+            else:
+                for which in range(segments):
+                    table[numbers[valid], which] = scorer.of_every(first, count, which).float().cpu()[valid]
+        self._table = table
+        writes = dist.get_rank() == 0
+        raise_on_all(attempt(self._write, table) if writes else None, dist.is_initialized())
+
+    def _load(self, checkpoint: Path) -> None:
+        """Read the table of an earlier part of the run, beside `checkpoint`; in a new folder rank 0 writes it again.
+
+        Raises ValueError, on every rank, for a missing or changed file, or one of other data or weights.
+        """
+        path = checkpoint.parent / TABLE
+        remedy = "copy the file again, or begin a new run"
+        try:
+            identity, digest, content = path.read_bytes().split(b"\n", 2)
+            if identity != self._identity():
+                raise ValueError("it was computed for other data or another reference")
+            if hashlib.sha256(content).hexdigest().encode() != digest:
+                raise ValueError("it was changed after it was written")
+            self._table = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}, the reference of the run to resume, cannot be used: {error}; {remedy}") from None
+        writes = dist.get_rank() == 0 and not (self._run.folder / TABLE).exists()
+        raise_on_all(attempt(self._write, self._table) if writes else None, dist.is_initialized())
+
+    def _write(self, table: Tensor) -> None:
+        content = io.BytesIO()
+        np.save(content, table.numpy(), allow_pickle=False)
+        digest = hashlib.sha256(content.getvalue()).hexdigest().encode()
+        write_anew(self._run.folder / TABLE, b"\n".join((self._identity(), digest, content.getvalue())))
+
+    def _identity(self) -> bytes:
+        config = self._run.config
+        what = [self._run.corpus.sha256, config.task, config.data.sequence_length, str(config.reference_from)]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest().encode()
+
+    def read(self, step: int, which: int) -> Tensor:
+        """The numbers of a step's examples, [rows, E]; no token is read."""
+        return self._batches.examples(step, slice(None))
+
+    def of_step(self, step: int, which: int, found: Tensor) -> Tensor:
+        """As `Reference.of_step`. Communication: none."""
+        return self._look_up(found, which)
+
+    def of_held_out(self, first: int, count: int, which: int) -> Tensor:
+        """As `Reference.of_held_out`. Communication: none."""
+        return self._look_up(self._batches.held_out_examples(slice(first, first + count)), which)
+
+    def _look_up(self, numbers: Tensor, which: int) -> Tensor:
+        assert self._table is not None, "computed or loaded before the first step"
+        found = self._table[numbers.clamp(min=0)] * (numbers >= 0)[..., None]  # [rows, E, segments]
+        found = found.flatten(1) if self._run.config.task == "dpo" else found[..., which]
+        return found.to(self._device)
