@@ -88,6 +88,7 @@ def test_a_new_users_first_hour(tmp_path: Path) -> None:
     clone = tmp_path / "weft"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     (clone / "book.txt").write_text(BOOK)
+    (clone / "answers.jsonl").write_text('{"prompt": "It was the ", "completion": "best of times"}\n' * 40)
     (clone / "books").mkdir()
     (clone / "books" / "book.txt").write_text(BOOK)
     saved(README, clone)

@@ -16,9 +16,11 @@ from weft.reshard import fixed_parameters, layout_of, to_global
 from weft.reshard.extension import wrap
 
 from .checks import check_drawing
+from .config import longest_context
 from .decoder import CausalModel
 from .documents import read_json
 from .parallel.parallelize import pipeline_of
+from .prompt_cache import PromptCache, depends_on_length
 
 
 class LogitsNotFinite(RuntimeError):
@@ -110,12 +112,16 @@ def stream(
     seed: int = 0,
     use_cache: bool = True,
     ends: Sequence[int] = (),
+    cache: PromptCache | None = None,
 ) -> Iterator[Tensor]:
     """Yields the tokens of `generate` one step at a time: up to max_new_tokens tensors [B].
 
     A step's tokens are yielded before the next step is computed.
+    cache: for a single row, the keys and values of the last call with this cache. The model reads only the tokens
+        after the longest beginning that both calls have in common.
 
-    Arguments, communication and errors: as for `generate`.
+    Further arguments, communication and errors: as for `generate`. Raises ValueError also for a `cache` with several
+    rows or without use_cache.
     """
     rows = _as_rows(prompts)
     check_drawing(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -129,14 +135,18 @@ def stream(
         )
     if use_cache and not hasattr(model, "make_cache"):
         raise ValueError(f"a {type(model).__name__} has no make_cache(capacity); generate with use_cache=False")
-    rotary = getattr(getattr(model, "config", None), "rotary", None)
-    if rotary is not None and rotary.depends_on_length and len({len(row) for row in rows}) > 1:
+    if cache is not None and (len(rows) > 1 or not use_cache):
+        misuse = f"{len(rows)} prompts" if len(rows) > 1 else "use_cache=False"
+        raise ValueError(
+            f"stream has {misuse} and a PromptCache; give one prompt and use_cache=True, or no PromptCache"
+        )
+    if depends_on_length(model) and len({len(row) for row in rows}) > 1:
         # Angles depend on the longest row of a call, so rows of different lengths are read separately.
         streams = [
             _stream(model, [row], max_new_tokens, draw, seed, use_cache, tuple(ends), n) for n, row in enumerate(rows)
         ]
         return _side_by_side(streams)
-    return _stream(model, rows, max_new_tokens, draw, seed, use_cache, tuple(ends))
+    return _stream(model, rows, max_new_tokens, draw, seed, use_cache, tuple(ends), cache=cache)
 
 
 def _side_by_side(streams: list[Iterator[Tensor]]) -> Iterator[Tensor]:
@@ -156,8 +166,9 @@ def _stream(
     use_cache: bool,
     ends: tuple[int, ...],
     first_row: int = 0,
+    cache: PromptCache | None = None,
 ) -> Iterator[Tensor]:
-    contexts = _Contexts(rows, max_new_tokens, model, use_cache)
+    contexts = _Contexts(rows, max_new_tokens, model, use_cache, cache)
     # numbers: [max_new_tokens, B, 1]
     numbers = _uniform_numbers(rows, max_new_tokens, seed, first_row) if draw.temperature else None
     end_tokens = torch.tensor(ends, dtype=torch.int64, device=rows[0].device)
@@ -180,17 +191,22 @@ def _stream(
 class _Contexts:
     """The model's input for each row. Rows end in the same column; shorter rows are padded on the left."""
 
-    def __init__(self, rows: list[Tensor], max_new_tokens: int, model: nn.Module, use_cache: bool) -> None:
-        config: Any = model.config
+    def __init__(
+        self,
+        rows: list[Tensor],
+        max_new_tokens: int,
+        model: nn.Module,
+        use_cache: bool,
+        cache: PromptCache | None,
+    ) -> None:
         self.lengths = [len(row) for row in rows]  # of the rows, new tokens included
         self._model: Any = model
-        rotary = getattr(config, "rotary", None)
-        self._limit: int = config.max_seq_len if rotary is None else rotary.longest
+        self._limit = longest_context(model.config)
         self._stop = max(self.lengths)  # one past the column of the last token
         self._tokens = rows[0].new_zeros(len(rows), self._stop + max_new_tokens)
         for row, tokens in enumerate(rows):
             self._tokens[row, self._stop - len(tokens) : self._stop] = tokens
-        self._use_cache = use_cache
+        self._use_cache, self._prompt_cache = use_cache, cache
         self._starts: list[int] = []  # the first column of each row's context in the cache
         self._options: dict[str, Any] = {}
         # A model on a mesh returns all logits, and `_last_position` cuts them.
@@ -211,9 +227,15 @@ class _Contexts:
             first_columns = torch.tensor(starts, device=device).unsqueeze(1)  # [B, 1]
             places = torch.arange(first, first + room, device=device) - first_columns  # [B, room], negative in padding
             self._options = {"positions": places.clamp(min=0), "documents": (places >= 0).long()}
-        if self._use_cache:
+        known = 0  # columns in the cache already
+        if self._prompt_cache is not None:
+            tokens = self._tokens[0, first : first + room]
+            self._options["cache"], known = self._prompt_cache.prepare(
+                self._model, tokens, self._stop - first, self._limit
+            )
+        elif self._use_cache:
             self._options["cache"] = self._model.make_cache(room)
-        return self._logits(first)
+        return self._logits(first + known)
 
     def _logits(self, column: int) -> Tensor:
         """The logits of the last position, from reading the columns from `column` on."""

@@ -13,7 +13,7 @@ from importlib import import_module
 
 from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, NotPrinted, one_line, printing, wrap_lines
 
-COMMANDS = ("train", "data", "generate", "convert", "explain", "layout")
+COMMANDS = ("train", "data", "generate", "evaluate", "convert", "explain", "layout")
 WORKING = ("train", "data", "convert")  # commands whose result is files, not their output
 UNREAD_STATUS = 128 + signal.SIGPIPE  # as a shell reports a program ended by SIGPIPE
 HELP = f"""\
@@ -23,8 +23,9 @@ Trains models on meshes of processes, and shows how tensors are laid out on a me
 
 Commands
   train: train a model on a mesh
-  data: turn text into tokens, and train tokenizers
-  generate: continue a text with a trained model
+  data: turn text and examples into tokens, show them, and train tokenizers
+  generate: continue a text with a trained model, or chat with it
+  evaluate: compute the loss of a model on examples
   convert: convert a checkpoint to a folder for transformers, or back
   explain: show what a training step would do on any mesh
   layout: draw which rank holds which part of a tensor, and plan a change

@@ -9,15 +9,18 @@ from typing import Annotated
 
 import tyro
 
+from ..checkpoint.adapter_config import is_adapter_folder
 from ..checkpoint.manifest import CONFIG, MANIFEST
 from ..terminal import PROGRAM, printable
 from ..train.folder import find_checkpoint
+from ..train.from_folder import is_model_folder
 from .arguments import parse, report_bad_input
 
 ABOUT = f"""\
   Converts a run, or a checkpoint of a run, to a folder for transformers; or a folder for transformers to a \
-checkpoint. `{PROGRAM} train --from` takes either. The direction follows from IN, and is printed first. Tokenizer \
-files are copied, code is not. Only one tensor is in memory at a time.
+checkpoint. `{PROGRAM} train --from` takes either. LoRA adapters, of a run or of peft, are folded into the weights of \
+their base model, which fit in memory. The direction follows from IN, and is printed first. Tokenizer \
+files are copied, code is not. Without adapters, only one tensor is in memory at a time.
 
 Examples
   {PROGRAM} convert outputs/RUN for-transformers
@@ -38,7 +41,7 @@ class ConvertOptions:
     """Convert a run or a checkpoint to a folder for transformers, or such a folder to a checkpoint."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """A run (its last model is taken), a checkpoint of a run, or a folder for transformers."""
+    """A run (its last model is taken), a checkpoint of a run, LoRA adapters, or a folder for transformers."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """The folder to make."""
     shard_bytes: Annotated[int, tyro.conf.arg(metavar="INT")] = 5_000_000_000
@@ -49,15 +52,14 @@ def run(arguments: list[str]) -> int:
     options = parse(ConvertOptions, arguments, command="convert", about=ABOUT)
     with report_bad_input("convert"):
         source, target = options.source, options.target
-        is_model = (source / MANIFEST).is_file() or (source / CONFIG).is_file()
-        found = source if is_model else find_checkpoint(source)
-        is_checkpoint = (found / MANIFEST).is_file()
-        if not (found / CONFIG).is_file() and not is_checkpoint:
+        found = source if is_model_folder(source) else find_checkpoint(source)
+        is_checkpoint, is_adapters = (found / MANIFEST).is_file(), is_adapter_folder(found)
+        if not is_model_folder(found):
             raise ValueError(f"{source} is neither a checkpoint nor a folder for transformers; give one of them")
         if target.exists():
             raise ValueError(f"{target} exists; give another folder, or remove it")
         is_of_run = found != source
-        kind = "a folder for transformers" if is_checkpoint or is_of_run else "a checkpoint"
+        kind = "a folder for transformers" if is_checkpoint or is_adapters or is_of_run else "a checkpoint"
         print(f"{target} will be {kind}, from {found}", flush=True)
         if kind != "a checkpoint" and _is_for_weft_alone(found):
             print("its model has options of experts that transformers lacks: Weft alone reads the folder", flush=True)
@@ -65,7 +67,9 @@ def run(arguments: list[str]) -> int:
 
         left_out: list[str] = []
         try:
-            if is_of_run and not is_checkpoint:  # the final model of a run is a folder for transformers already
+            if (
+                is_of_run and not is_checkpoint and not is_adapters
+            ):  # the final model of a run is a folder for transformers already
                 copy_folder(found, target)
             else:
                 left_out = convert(found, target, shard_bytes=options.shard_bytes)
