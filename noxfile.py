@@ -24,7 +24,7 @@ TIME_LIMIT = "--timeout=900"  # seconds for a test: ends a hanging test, but no 
 # Each worker takes a file at a time, in the order of tests/conftest.py. pytest-xdist's own order would start with the
 # files of the most tests.
 WORKERS = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup", "--no-loadscope-reorder")
-DATA_TOOLS = ("tokenizers", "pyarrow")  # the packages of the extra weft-models[data]
+DATA_TOOLS = ("tokenizers", "pyarrow", "jinja2")  # the packages of the extra weft-models[data]
 MODEL_TOOLS = ("transformers", "accelerate", "peft", "trl", "tensorboard")
 TEST_TOOLS = (*PYTEST, "hypothesis", "mypy", "beautifulsoup4", *MODEL_TOOLS, *DATA_TOOLS, *PICTURE_TOOLS)
 DASHBOARD_TOOLS = (*PICTURE_TOOLS, "Jinja2")
@@ -163,8 +163,14 @@ def data(session: nox.Session) -> None:
 
 @nox.session
 def generate(session: nox.Session) -> None:
-    """Generates text with a trained model; arguments go to `weft generate`."""
+    """Generates text with a trained model, or chats with it; arguments go to `weft generate`."""
     _give_way(session, "generate")
+
+
+@nox.session
+def evaluate(session: nox.Session) -> None:
+    """Computes the loss of a model on examples; arguments go to `weft evaluate`."""
+    _give_way(session, "evaluate")
 
 
 @nox.session

@@ -40,12 +40,18 @@ ROWS = {
     "PaddleNLP 9412: shared weights are found by identity": ["test_paddlenlp_9412_shared_weights"],
     "PaddleNLP 9412: a model contains models": ["test_paddlenlp_9412_a_model_that_contains_models"],
     "PaddleNLP 9412: LoRA": ["test_paddlenlp_9412_lora"],
-    "PaddleNLP 9412: DPO and KTO": ["test_paddlenlp_9412_a_policy_and_its_frozen_reference"],
+    "PaddleNLP 9412: DPO and KTO": [
+        "test_paddlenlp_9412_a_policy_and_its_frozen_reference",
+        "test_paddlenlp_9412_a_folder_learns_conversations_then_preferences",
+    ],
     "PaddleNLP 9412: a user's autograd function": ["test_paddlenlp_9412_a_users_autograd_function"],
     "PaddleNLP 9412: an odd vocabulary": ["test_paddlenlp_9412_no_split_of_an_odd_vocabulary"],
     "PaddleNLP 9412: one checkpoint format": ["test_paddlenlp_9412_checkpoints", "test_paddlenlp_9412_a_rank_reads"],
     "PaddleNLP 9412: generate": ["test_paddlenlp_9412_a_parallel_model_generates"],
-    "PaddleNLP 9412: one training command": ["test_paddlenlp_9412_training"],
+    "PaddleNLP 9412: one training command": [
+        "test_paddlenlp_9412_training",
+        "test_paddlenlp_9412_a_folder_learns_conversations_then_preferences",
+    ],
     "PaddleNLP 9412: versions": ["test_paddlenlp_9412_versions"],
     "PaddleNLP 9412: the data loader": ["test_anchor_32_paddlenlp_9412_data"],
     "PaddleNLP 9412: recomputation": [

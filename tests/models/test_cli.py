@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -21,8 +22,17 @@ from weft.models.train import explanation
 from weft.models.train.recipes import RECIPES
 from weft.reshard import plan
 
+from tests.models.chat_folder import save_chat_folder
+
 # Commands with options, as a user types them; `weft data` has subcommands.
-WITH_OPTIONS = [*(name for name in COMMANDS if name != "data"), "data prepare", "data train-tokenizer", "data verify"]
+QUESTION, ANSWER = {"role": "user", "content": "A whale?"}, {"role": "assistant", "content": "Yes."}
+WITH_OPTIONS = [
+    *(name for name in COMMANDS if name != "data"),
+    "data prepare",
+    "data show",
+    "data train-tokenizer",
+    "data verify",
+]
 
 
 class Weft:
@@ -100,7 +110,12 @@ class TestHelp:
         Path("books/one.txt").write_text("Call me by my layout. " * 20)
         for name in ("web.jsonl", "a.jsonl"):
             Path(name).write_text('{"content": "There she blows!"}\n' * 20)
-        if command == "data verify":
+        if command in ("train", "data prepare", "data show"):
+            save_chat_folder(Path("llama"))
+            Path("chats.jsonl").write_text(f"{json.dumps({'messages': [QUESTION, ANSWER]})}\n" * 20)
+            pair = {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]}
+            Path("pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
+        if command in ("data verify", "data show"):
             weft("data", "prepare", "books", "--output", "prepared")
             weft("data", "prepare", "books", "--output", "web")
         monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
@@ -115,7 +130,7 @@ class TestHelp:
             status, printed, err = weft(*(each for each in arguments if each != ">"))
             if into is not None:
                 Path(into).write_text(printed)
-            if command == "generate":  # the folder does not exist here; otherwise the command is right
+            if command in ("generate", "evaluate"):  # the folder does not exist here; otherwise the command is right
                 assert "outputs/RUN is not a folder" in err
             elif command == "convert":
                 assert "is neither a checkpoint nor a folder for transformers" in err
@@ -228,7 +243,7 @@ class TestLayout:
         pytest.param(["trian"], "weft: unknown command 'trian'; did you mean 'train'? the commands are ", id="command"),
         pytest.param(
             ["x"],
-            "weft: unknown command 'x'; the commands are train, data, generate, convert, explain, layout",
+            "weft: unknown command 'x'; the commands are train, data, generate, evaluate, convert, explain, layout",
             id="no-such-command",
         ),
         pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),

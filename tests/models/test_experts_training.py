@@ -17,8 +17,8 @@ from weft.models.step.find_gradients import find_gradients
 from weft.models.step.forward_backward import divide_batch
 from weft.models.train.config import DataConfig, PlanConfig, TrainConfig
 from weft.models.train.report import ROUTER_METRICS
-from weft.models.train.router_metrics import UnreadStep, name_failing_router, router_metrics
 from weft.models.train.run import Run
+from weft.models.train.step_metrics import UnreadStep, name_failing_router, router_metrics
 from weft.models.train.trainer import Trainer
 from weft.reshard import GradientSync
 

@@ -293,7 +293,7 @@ def test_a_mesh_of_one_process_leaves_the_model_as_it_is() -> None:
             id="two-styles",
         ),
         pytest.param({"norm": ColwiseParallel()}, r"to 'norm', a RMSNorm; that style is for Linear", id="not-a-linear"),
-        pytest.param({"lm_head": VocabParallel()}, r"to 'lm_head', a Linear; .* for Embedding", id="not-an-embedding"),
+        pytest.param({"lm_head": VocabParallel()}, r"to 'lm_head', a Head; .* for Embedding", id="not-an-embedding"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(tensor: dict[str, Any], message: str) -> None:

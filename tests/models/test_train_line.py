@@ -87,6 +87,13 @@ def test_a_step_that_was_evaluated_has_its_perplexity(held_out_loss: float | Non
         assert asdict(metrics)["perplexity"] == perplexity
 
 
+def test_the_loss_of_preferences_has_no_perplexity() -> None:
+    metrics = some_metrics(held_out_loss=0.5, rewards_margin=0.25, rewards_accuracy=0.75)
+    assert metrics.perplexity is None
+    assert "held out 0.5000  grad norm" in str(metrics)
+    assert "margin 0.2500 (accuracy 75%)" in str(metrics)
+
+
 def multiplied(model: ModelConfig, T: int) -> int:
     """Operations of a forward's products for one sequence, counted as they run, attention's separately."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -115,7 +115,7 @@ def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
         return read(step, rows)
 
     made._batches.batch = slowly  # type: ignore[method-assign]
-    made.prefetch_data(0)
+    made.begin(0)
     tokens = settings.data.batch_size * settings.data.sequence_length
     found: list[Metrics] = []
     for step in (*range(6), 20):

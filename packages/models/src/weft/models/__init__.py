@@ -33,8 +33,11 @@ if TYPE_CHECKING:
         lora,
         merge_lora,
         parallelize,
+        without_adapters,
     )
     from .patching import Patch, patch
+    from .preference_losses import dpo, implicit_rewards, kl_of, kto
+    from .prompt_cache import PromptCache
     from .qwen.config import QwenConfig
     from .qwen.model import Qwen
     from .qwen_moe.config import QwenMoeConfig
@@ -45,8 +48,10 @@ if TYPE_CHECKING:
     from .step.find_gradients import clip_gradients
     from .step.forward_backward import forward_backward
     from .step.memory import Memory, predict_memory
+    from .step.preference import DPOCriterion, KTOCriterion, PreferenceTargets, log_probabilities
     from .step.record import record
     from .step.router import RouterLosses
+    from .sums_by_document import document_sums
 
 _HOMES = {
     "load_lora": ".checkpoint.adapters",
@@ -57,6 +62,7 @@ _HOMES = {
     "read_run": ".checkpoint.states",
     "save_checkpoint": ".checkpoint.states",
     "Communication": ".step.communication",
+    "document_sums": ".sums_by_document",
     "generate": ".generation",
     "stream": ".generation",
     "initialize": ".initialization",
@@ -76,8 +82,18 @@ _HOMES = {
     "lora": ".parallel",
     "merge_lora": ".parallel",
     "parallelize": ".parallel",
+    "without_adapters": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "PromptCache": ".prompt_cache",
+    "dpo": ".preference_losses",
+    "implicit_rewards": ".preference_losses",
+    "kl_of": ".preference_losses",
+    "kto": ".preference_losses",
+    "DPOCriterion": ".step.preference",
+    "KTOCriterion": ".step.preference",
+    "PreferenceTargets": ".step.preference",
+    "log_probabilities": ".step.preference",
     "record": ".step.record",
     "RouterLosses": ".step.router",
     "DynamicRopeScaling": ".rope_scaling",
@@ -93,10 +109,12 @@ __all__ = [
     "Batch",
     "ColwiseParallel",
     "Communication",
+    "DPOCriterion",
     "DynamicRopeScaling",
     "ExpertParallel",
     "ExpertPlan",
     "GPTConfig",
+    "KTOCriterion",
     "LinearRopeScaling",
     "Llama",
     "Llama3RopeScaling",
@@ -108,8 +126,10 @@ __all__ = [
     "Patch",
     "PipelinePlan",
     "PositionParallel",
+    "PreferenceTargets",
     "PrepareInput",
     "PrepareOutput",
+    "PromptCache",
     "Qwen",
     "QwenConfig",
     "QwenMoe",
@@ -119,13 +139,19 @@ __all__ = [
     "VocabParallel",
     "YarnRopeScaling",
     "clip_gradients",
+    "document_sums",
+    "dpo",
     "forward_backward",
     "from_pretrained",
     "generate",
+    "implicit_rewards",
     "initialize",
+    "kl_of",
+    "kto",
     "lay_out_batch",
     "load_checkpoint",
     "load_lora",
+    "log_probabilities",
     "lora",
     "merge_lora",
     "parallelize",
@@ -137,6 +163,7 @@ __all__ = [
     "save_lora",
     "save_pretrained",
     "stream",
+    "without_adapters",
 ]
 
 __version__: str

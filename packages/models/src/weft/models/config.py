@@ -270,3 +270,13 @@ class RotaryConfig(ModelConfig):
         """Name -> size, of the sizes divided by tensor parallelism."""
         names = ("num_heads", "num_kv_heads", "hidden_size", "intermediate_size")
         return {name: getattr(self, name) for name in names}
+
+
+def longest_context(config: Any) -> int:
+    """The most tokens of a context: `Rotary.longest`, or max_seq_len of a model without rotary positions.
+
+    config: of any model with these fields, also of a class of the user.
+    """
+    rotary = getattr(config, "rotary", None)
+    longest: int = config.max_seq_len if rotary is None else rotary.longest
+    return longest
