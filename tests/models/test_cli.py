@@ -122,7 +122,7 @@ class TestHelp:
         monkeypatch.setattr(explanation, "explain", lambda *arguments: None)  # see test_explain.py
         _, out, _ = weft(*command.split(), "--help")
         shown = out[out.index("Examples\n") :].partition("\n\n")[0].replace("\\\n", "")
-        examples = [shlex.split(line) for line in shown.splitlines()[1:]]
+        examples = [shlex.split(line.partition(" < ")[0]) for line in shown.splitlines()[1:]]
         assert len(examples) >= 2
         for program, *arguments in examples:
             assert [program, *arguments][: len(command.split()) + 1] == ["weft", *command.split()]
