@@ -102,8 +102,16 @@ def test_killed_and_resumed_is_not_killed(name: str, mesh: str, folders: Path, p
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mesh", ["tp2", "pp2", "cp2"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    # stages take several microbatches, each with dropout masks of its own
+    [
+        (name, mesh)
+        for name in CASES
+        for mesh in ("tp2", "pp2", "cp2")
+        if (name, mesh) != ("dpo-adapters-dropout", "pp2")
+    ],
+)
 def test_resumed_on_another_mesh(name: str, mesh: str, folders: Path, pool: Pool) -> None:
     """The losses are those of the run that was not killed, but for rounding."""
     if not (folders / f"{name}-one/checkpoint").exists():
