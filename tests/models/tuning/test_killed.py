@@ -101,6 +101,19 @@ def test_killed_and_resumed_is_not_killed(name: str, mesh: str, folders: Path, p
     assert weights(folder) == weights(whole.folder)
 
 
+@pytest.mark.every_value
+def test_a_changed_table_of_the_reference_is_refused_on_all_ranks(folders: Path, pool: Pool) -> None:
+    run, ranks = made(folders, "dpo-precomputed", "table", "dp2")
+    pool.run(train_to_the_end, run, ranks=ranks)
+    file, checkpoint = run.folder / "reference.npy", run.folder / f"checkpoint-{SAVED}"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    resumed, _ = made(folders, "dpo-precomputed", "table-again", "dp2", "--resume", str(checkpoint))
+    with pytest.raises(RanksFailed, match="2 of 2 ranks failed") as failed:
+        pool.run(train_to_the_end, resumed, ranks=ranks)
+    assert str(failed.value).count("cannot be used: it was changed after it was written") >= 2
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),

@@ -177,7 +177,7 @@ def _check_valid(what: str, valid: Tensor | None, shape: torch.Size) -> None:
 
 
 def _only_valid(values: Tensor, valid: Tensor | None) -> Tensor:
-    """The values with 0 in place of values that do not count, so that they add neither NaN nor gradients."""
+    """The values, with 0 where an answer does not count, which then adds neither NaN nor gradients."""
     return values if valid is None else torch.where(valid, values, 0)
 
 

@@ -1,4 +1,4 @@
-"""`document_sums`: sums of per-token values over the documents of packed rows, as for log-probabilities of answers."""
+"""`document_sums`: sums of per-token values over the documents of packed rows, for log-probabilities of answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from weft.reshard import layout_of, reshard
 def document_sums(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     """Sums of the tokens' values by document: values [B, T] -> [B, num_documents].
 
-    documents: [B, T] ints, the number of each token's document in its row, from 0; tokens with further numbers are
-        left out, as those of padding may be. On a mesh laid out like `values`: `Batch.numbers` of `lay_out_batch`.
-    Differentiable in `values`. The order of the sums is fixed, so equal inputs give equal bits.
-    On a mesh the result is sharded like the rows, and replicated over the axes that shard the tokens of a row.
-    Communication: an all-reduce of [B, num_documents] over the axes that shard the tokens of a row; none in backward.
-    Raises ValueError for shapes that differ, documents that are no ints, and a negative number; LayoutError for
-    layouts that differ and for values that are partial sums.
+    documents: [B, T] ints, the number of each token's document in its row, from 0. Tokens with a number of
+        num_documents or more, such as padding, are left out. On a mesh laid out like `values`: `Batch.numbers` of
+        `lay_out_batch`.
+    Differentiable in `values`. The order of the sums is fixed: equal inputs give equal bits.
+    On a mesh the result is sharded like the rows, and replicated over the axes sharding the tokens of a row.
+    Communication: an all-reduce of [B, num_documents] over the axes sharding the tokens of a row; none in backward.
+    Raises ValueError for different shapes, documents other than ints, and a negative number; LayoutError for different
+    layouts, and for values that are partial sums.
     """
     if values.ndim != 2 or documents.shape != values.shape:
         raise ValueError(
@@ -50,7 +51,7 @@ def _forward(values: Tensor, documents: Tensor, *, num_documents: int) -> tuple[
 
 
 def _backward(saved: Any, grad: Tensor, needed: Any, *, num_documents: int) -> tuple[Tensor | None, ...]:
-    """The gradient of a token's value: that of its document's sum; 0 for a token that is left out."""
+    """The gradient of a token's value: the gradient of the document's sum; 0 for a token left out."""
     (documents,) = saved
     if not needed[0]:
         return None, None

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ..data.examples.example import Task
+from ..data.examples.template import find_template
 from ..data.inputs import Columns
 from ..terminal import PROGRAM, printable, wrap_lines
-from .arguments import parse, report_bad_input
-from .data_show import naming_template, show, template_of
+from .arguments import parse, renamed_options, report_bad_input
+from .data_show import RENAMED, show
 
 if TYPE_CHECKING:
     from ..data.manifest import Manifest
@@ -209,11 +210,11 @@ def _prepare(arguments: list[str]) -> int:
             raise ValueError("--bos and --no-bos are both given; give only one")
         tokenizer = find_tokenizer(options.tokenizer, options.end)
         _check_task(options)
-        with naming_template():
-            template = None if options.task == "pretrain" else template_of(tokenizer, options.template)
+        with renamed_options(RENAMED):
+            template = None if options.task == "pretrain" else find_template(tokenizer, options.template)
         if options.template is not None and template is not None:
             tokenizer = with_template(tokenizer, template.source)  # the model is saved with it
-        with _progress() as progress, naming_template():
+        with _progress() as progress, renamed_options(RENAMED):
             manifest = prepare(
                 options.inputs,
                 options.output,

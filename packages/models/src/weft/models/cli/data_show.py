@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from os.path import lexists
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ..data.examples.example import Task
+from ..data.examples.template import ChatTemplate, find_template
 from ..terminal import PROGRAM, can_show, printable
-from .arguments import parse, report_bad_input
+from .arguments import parse, renamed_options, report_bad_input
 
 if TYPE_CHECKING:
-    from ..data.examples.template import ChatTemplate
     from ..data.tokenizer import Tokenizer
 
+RENAMED = {"data.template": "template"}  # options of `weft train`, named in errors, as `weft data` has them
 MOST_TOKENS = 2000  # of a document or segment are shown
 LEARNED, PROMPT, NORMAL = "\033[32m", "\033[2m", "\033[0m"  # green, dim
 SEGMENT_NAMES = {
@@ -76,7 +76,7 @@ class _Shown:
 def show(arguments: list[str]) -> int:
     """`weft data show`."""
     options = parse(ShowOptions, arguments, command="data show", about=SHOW)
-    with report_bad_input("data show"), naming_template():
+    with report_bad_input("data show"), renamed_options(RENAMED):
         from ..data.manifest import MANIFEST, read_manifest
         from ..data.tokenizer import find_tokenizer
 
@@ -92,27 +92,13 @@ def show(arguments: list[str]) -> int:
             tokenizer, shown = _find_prepared_examples(options.path, task, options.rows)
         else:
             tokenizer = find_tokenizer(options.tokenizer)
-            shown = _find_records(options.path, task, tokenizer, template_of(tokenizer, options.template), options.rows)
+            shown = _find_records(
+                options.path, task, tokenizer, find_template(tokenizer, options.template), options.rows
+            )
         for each in shown:
             print(printable(each.title))
             print(_text(each, tokenizer))
     return 0
-
-
-@contextmanager
-def naming_template() -> Iterator[None]:
-    """Errors name the option `--template` of `weft data`, in place of the option of `weft train`."""
-    try:
-        yield
-    except ValueError as error:
-        raise type(error)(str(error).replace("--data.template", "--template")) from None
-
-
-def template_of(tokenizer: Tokenizer, file: Path | None) -> ChatTemplate | None:
-    """The chat template of the file, else the tokenizer's own; None for a tokenizer without one."""
-    from ..data.examples.template import find_template
-
-    return find_template(tokenizer, file)
 
 
 def _find_documents(path: Path, count: int) -> tuple[Tokenizer, Iterator[_Shown]]:

@@ -15,6 +15,7 @@ import tyro
 from ..checks import LARGEST
 from ..config import longest_context
 from ..data.examples.example import Task
+from ..data.examples.forms import FORMS
 from ..data.examples.records import FIELDS
 from ..data.examples.template import find_template
 from ..data.inputs import check_pyarrow, cut_file, read_records
@@ -218,20 +219,18 @@ def find_task(path: Path) -> tuple[Task, str]:
 
 
 def _task_of_fields(file: Path, names: Iterable[str]) -> tuple[Task, str]:
-    fields = set(names)
-    if {"chosen", "rejected"} <= fields:
-        return "dpo", "since the records have chosen and rejected"
-    if {"completion", "label"} <= fields:
-        return "kto", "since the records have completion and label"
-    for of_sft in (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output")):
-        if fields.issuperset(of_sft):
-            return "sft", f"since the records have {' and '.join(of_sft)}"
+    fields: set[str] = set(names)
+    tasks: tuple[Task, ...] = ("dpo", "kto", "sft")  # pairs and judged completions may have the fields of sft, too
+    for task in tasks:
+        for needed, _ in FORMS[task]:
+            if fields.issuperset(needed):
+                return task, f"since the records have {' and '.join(needed)}"
     if "text" in fields:
         return "pretrain", "since the records have text"
     raise ValueError(
         f"{file} has records with the fields {', '.join(sorted(fields)) or 'none'}, and an example has chosen and "
-        f"rejected (dpo), completion and label (kto), messages or prompt and completion or instruction and output "
-        f"(sft), or text (pretrain); rename the fields"
+        f"rejected (dpo), prompt, completion and label (kto), messages or prompt and completion or instruction and "
+        f"output (sft), or text (pretrain); rename the fields"
     )
 
 

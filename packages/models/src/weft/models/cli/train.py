@@ -158,9 +158,7 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
             read_logged(folder / METRICS, saved.get("step", 0))
         notes = [*notes, f"goes on from {resume}", *check_same_run(saved, new_run)]
         check_same_model(resume, config.model)
-        if (
-            "config" not in saved and config.task == "pretrain"
-        ):  # a converted checkpoint, without a document on the data
+        if "config" not in saved and config.task == "pretrain":  # a converted checkpoint names no data
             check_tokens(f"--resume {resume}", resume, config.model, corpus)
     return replace(new_run, notes=tuple(notes)), gpu_count()
 
@@ -217,8 +215,6 @@ def _find_reference(config: TrainConfig) -> Path | None:
 
     Raises ValueError for a model with another vocabulary than the run's.
     """
-    if config.task not in ("dpo", "kto") or reference_of(config) == "adapters":
-        return None
     path = config.reference_from or (config.from_ if reference_of(config) == "model" else None)
     if path is None:
         return None

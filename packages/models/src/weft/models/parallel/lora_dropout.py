@@ -1,8 +1,8 @@
-"""Dropout of the inputs of LoRA adapters: how the model's argument `dropout_key` reaches the adapters of its layers.
+"""Dropout of the inputs of LoRA adapters: how the model's argument `dropout_key` reaches the adapters.
 
-A linear layer is called with its input alone. The nearest module around the layer that takes `dropout_key`, such as a
-block, hands the key to the layer's adapter for the duration of each call. Recomputation calls the module's forward
-with the arguments of the first call, and so draws the same masks, also after calls for other microbatches.
+A linear layer is called with an input alone. The nearest module around the layer with a parameter `dropout_key`, a
+block for example, hands the key to the layer's adapter for the duration of each call. Recomputation calls the module's
+forward with the arguments of the first call, and draws the same masks, even after calls for further microbatches.
 """
 
 from __future__ import annotations

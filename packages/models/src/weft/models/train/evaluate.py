@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batches, Rows
-from ..data.examples.rows import ExampleBatches, TaskRows
+from ..data.examples.rows import ExampleBatches
 from ..losses import IGNORE_INDEX
 from ..preference_losses import dpo, implicit_rewards, kl_of, kto
 from ..sums_by_document import document_sums
@@ -28,7 +28,7 @@ def evaluate_text(model: nn.Module, batches: Batches, *, rows: int, device: torc
     rows: the sequences of one call of the model. Raises LossNotFinite.
     """
     total, learned, examples = 0.0, 0, 0
-    for part in _every(batches, rows, 0):
+    for part in _every(batches, rows):
         losses = _token_losses(model, part, device)
         total += float(losses.double().sum())
         learned += int((part.targets != IGNORE_INDEX).sum())
@@ -111,8 +111,8 @@ def _score(
     """which: as for `ExampleBatches.batch`."""
     answers = 2 if task == "dpo" else 1
     sums, labels, learned = list[Tensor](), list[Tensor](), 0
-    for part in _every(batches, rows, which):
-        assert isinstance(part, TaskRows), "rows of ExampleBatches"
+    for first in range(0, batches.num_every, rows):
+        part = batches.every(slice(first, first + rows), which)
         losses = _token_losses(model, part, device)
         documents = _documents(part).to(device)
         of_rows = document_sums(losses.double(), documents, answers * batches.examples_per_row)
@@ -136,16 +136,15 @@ def _token_losses(model: nn.Module, part: Rows, device: torch.device) -> Tensor:
     return losses
 
 
-def _every(batches: Batches | ExampleBatches, rows: int, which: int) -> Iterator[Rows]:
+def _every(batches: Batches, rows: int) -> Iterator[Rows]:
     """All rows once, `rows` at a time: those that a run holds out, and the first epoch of a run.
 
     batches: of one source, with `rows` as its batch size.
     """
-    options: dict[str, Any] = {"which": which} if isinstance(batches, ExampleBatches) else {}
     for first in range(0, batches.num_held_out, rows):
-        yield batches.held_out(slice(first, first + rows), **options)
+        yield batches.held_out(slice(first, first + rows))
     for first in range(0, batches.num_samples, rows):
-        yield batches.batch(first // rows, slice(0, min(rows, batches.num_samples - first)), **options)
+        yield batches.batch(first // rows, slice(0, min(rows, batches.num_samples - first)))
 
 
 def _mean(total: float, learned: int, examples: int) -> Figures:

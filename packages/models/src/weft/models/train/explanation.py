@@ -73,7 +73,7 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
     states = count_states(outline.make_model(), config.optimizer)
     memory = predict_memory(outline.make_model(), outline.mesh, outline.plan, rank=rank, states=states)
     frozen = 0
-    if config.task in ("dpo", "kto") and reference_of(config) == "model":
+    if reference_of(config) == "model":
         of_reference = Outline.of_reference(config, axes)
         frozen = predict_memory(
             of_reference.make_model().requires_grad_(False), of_reference.mesh, of_reference.plan, rank=rank

@@ -1,4 +1,4 @@
-"""The rows that this rank computes, as microbatches for one model on one mesh."""
+"""A rank's rows of a batch, read from the data and laid out as microbatches for one model on one mesh."""
 
 from __future__ import annotations
 
@@ -46,18 +46,21 @@ class Feed:
         self._outline, self._model, self._device = outline, model, device
         self._layout = Layout(self._mesh, {"dp": Shard(0)})
 
-    def read(self, rows_of: Callable[[slice], Rows], count: int, size: int | None = None) -> list[Share]:
-        """This rank's rows of each microbatch of a batch of `count` rows. Called in a thread, for a step.
+    def read_step(self, rows_of: Callable[[slice], Rows]) -> list[Share]:
+        """This rank's rows of each microbatch of a step. rows_of: reads some rows of the step. Called in a thread."""
+        return self.read(rows_of, 0, self._outline.batch_shape[0], self._outline.microbatch_rows)
+
+    def read(self, rows_of: Callable[[slice], Rows], start: int, count: int, size: int) -> list[Share]:
+        """This rank's rows of each microbatch of a batch: the `count` rows from row `start` on.
 
         Packed rows are prepared for the model's attention, too.
-        rows_of: reads some rows of the batch. size: rows of a microbatch, over all ranks; None: the whole batch.
+        rows_of: reads some rows, counted from row 0. size: the rows of a microbatch, over all ranks.
         """
         shares, config = [], self._outline.config
-        size = size or count
         for first in range(0, count, size):
             length = min(size, count - first)
             own = self._layout.local_slices((length, self._outline.batch_shape[1]), this_rank())[0]
-            rows = rows_of(slice(first + own.start, first + own.stop))
+            rows = rows_of(slice(start + first + own.start, start + first + own.stop))
             options: Any = {"compiled": config.compile, "dtype": getattr(torch, config.dtype)}
             prepare_rows(self._model, self._mesh, self._plan, rows.documents, self._device, **options)
             shares.append(Share(rows=rows, first=first + own.start, count=length))

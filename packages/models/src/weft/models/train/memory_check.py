@@ -128,7 +128,7 @@ def memory_need(run: Run, *, on_gpus: bool) -> MemoryNeed:
 def _frozen(run: Run, parameters: int, processes: int) -> float:
     """The parameters of the run's reference model in the memory of `processes` processes; 0 without such a model."""
     config = run.config
-    if config.task not in ("dpo", "kto") or reference_of(config) != "model":
+    if reference_of(config) != "model":
         return 0.0
     pp, tp = config.reference_mesh.pp or run.pp, config.reference_mesh.tp or run.tp
     zero = config.reference_zero if config.reference_zero is not None else config.plan.zero

@@ -59,8 +59,7 @@ class TokenObjective:
 
     def read(self, step: int) -> list[Share]:
         """This rank's rows of a step, on the host. Called in a thread, a step ahead."""
-        rows, size = self._outline.batch_shape[0], self._outline.microbatch_rows
-        return self._feed.read(partial(self._batches.batch, step), rows, size)
+        return self._feed.read_step(partial(self._batches.batch, step))
 
     def step(self, step: int, shares: Sequence[Share]) -> StepBatch:
         """The criterion and the microbatches of a step. shares: from `read`. Communication: none."""
@@ -75,7 +74,7 @@ class TokenObjective:
         criterion = partial(cross_entropy, denominator=float(learned))
         for first in range(0, count, size):
             rows = min(size, count - first)
-            shares = self._feed.read(lambda own, first=first: self._held_out(own, first), rows)  # type: ignore[misc]
+            shares = self._feed.read(self._batches.held_out, first, rows, rows)
             yield StepBatch(criterion=criterion, microbatches=[self._feed.lay_out(share) for share in shares])
 
     def keep_reference(self, step: int) -> None:
@@ -85,9 +84,6 @@ class TokenObjective:
         """All rows of a step on this process alone. model: not parallelized."""
         rows = self._batches.batch(step, slice(None))
         return StepBatch(criterion=self._criterion(step), microbatches=self._feed.whole_batch(step, rows, model))
-
-    def _held_out(self, own: slice, first: int) -> Any:
-        return self._batches.held_out(slice(first + own.start, first + own.stop))
 
     def _criterion(self, step: int) -> Criterion:
         rows, T = self._outline.batch_shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..preference_losses import kl_of
 from ..step.criterion import Criterion
 from ..step.preference import DPOCriterion, KTOCriterion
 from .explanation import Outline
-from .feed import Feed, Share
+from .feed import Share
 from .objective import StepBatch
 from .reference import (
     AdapterReference,
@@ -32,11 +31,10 @@ from .task_config import reference_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StepRows:
-    """What a step reads in the thread."""
+    """What a step reads in the thread, for each set of rows."""
 
-    own: Sequence[Share]
-    reference: Sequence[Any]  # of `Reference.read`, for each set of rows
-    mismatched: Sequence[Share]  # of kto: the rows with other examples' completions
+    own: Sequence[Sequence[Share]]
+    reference: Sequence[Any]  # of `Reference.read`
 
 
 class PreferenceObjective:
@@ -49,8 +47,8 @@ class PreferenceObjective:
         self, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device, reference: Reference
     ) -> None:
         self._batches, self._outline, self._reference = batches, outline, reference
-        self._feed = Feed(outline, model, device)
         self._scorer = Scorer(batches, outline, model, device)
+        self._feed = self._scorer.feed
         self._is_kto = outline.config.task == "kto"
         self._reference_values: list[Tensor] = []
         self._mismatched_values: Tensor | None = None
@@ -58,29 +56,31 @@ class PreferenceObjective:
     def begin(self, step: int) -> None:
         """Fill the table of a precomputed reference: before step 0 by the scorer, else from the run's file.
 
-        Communication: as `PrecomputedReference.compute`. Raises ValueError or OSError as `PrecomputedReference`.
+        Communication and errors: as `PrecomputedReference.prepare`.
         """
         if isinstance(self._reference, PrecomputedReference):
             self._reference.prepare(step, self._scorer)
 
     def read(self, step: int) -> _StepRows:
         """As `TokenObjective.read`."""
-        rows, size = self._outline.batch_shape[0], self._outline.microbatch_rows
+        own = [self._scorer.read_step(step, which) for which in self._sets]
         return _StepRows(
-            own=self._feed.read(partial(self._batches.batch, step), rows, size),
-            reference=[self._reference.read(step, which) for which in self._sets],
-            mismatched=self._scorer.read(step, 1) if self._is_kto else [],
+            own=own, reference=[self._reference.read(step, which, shares) for which, shares in enumerate(own)]
         )
 
     def step(self, step: int, read: _StepRows) -> StepBatch:
         """As `TokenObjective.step`. Communication: the reference's; for kto also a forward of the mismatched rows."""
-        reference = [self._reference.of_step(step, which, read.reference[which]) for which in self._sets]
-        mismatched = self._scorer.of_step(step, 1, read.mismatched) if self._is_kto else None
+        reference, mismatched = self._find_values(step, read)
         counts = self._batches.counts(step, slice(None))
         return StepBatch(
             criterion=self._outline.with_routers(self._criterion(counts, reference, mismatched)),
-            microbatches=_with_reference(self._feed.training(step, read.own, preferences=True), reference[0]),
+            microbatches=_with_reference(self._feed.training(step, read.own[0], preferences=True), reference[0]),
         )
+
+    def _find_values(self, step: int, read: _StepRows) -> tuple[list[Tensor], Tensor | None]:
+        """The reference's log-probabilities of each set of rows, and for kto the model's of the mismatched rows."""
+        reference = [self._reference.of_step(step, which, found) for which, found in enumerate(read.reference)]
+        return reference, self._scorer.of_step(step, 1, read.own[1]) if self._is_kto else None
 
     def held_out(self) -> Iterator[StepBatch]:
         """As `TokenObjective.held_out`. Communication: the reference's.
@@ -94,7 +94,7 @@ class PreferenceObjective:
             reference = [self._reference.of_held_out(first, rows, which) for which in self._sets]
             mismatched = self._scorer.of_held_out(first, rows, 1) if self._is_kto else None
             counts = self._batches.held_out_counts(slice(first, first + rows))
-            shares = self._feed.read(lambda own, first=first: self._held_out(own, first), rows)  # type: ignore[misc]
+            shares = self._feed.read(self._batches.held_out, first, rows, rows)
             laid_out = [self._feed.lay_out(share, preferences=True) for share in shares]
             yield StepBatch(
                 criterion=self._criterion(counts, reference, mismatched),
@@ -104,10 +104,7 @@ class PreferenceObjective:
 
     def keep_reference(self, step: int) -> None:
         """Keep the reference of a step for `whole`. Every rank calls this. Communication: as `step`."""
-        self._reference_values = [
-            self._reference.of_step(step, each, self._reference.read(step, each)) for each in self._sets
-        ]
-        self._mismatched_values = self._scorer.of_step(step, 1, self._scorer.read(step, 1)) if self._is_kto else None
+        self._reference_values, self._mismatched_values = self._find_values(step, self.read(step))
 
     def whole(self, step: int, model: nn.Module) -> StepBatch:
         """As `TokenObjective.whole`, with the reference's numbers of `keep_reference`."""
@@ -120,9 +117,6 @@ class PreferenceObjective:
                 self._feed.whole_batch(step, rows, model, preferences=True), self._reference_values[0]
             ),
         )
-
-    def _held_out(self, own: slice, first: int) -> Any:
-        return self._batches.held_out(slice(first + own.start, first + own.stop))
 
     @property
     def _sets(self) -> range:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from weft.reshard import drop_gathered
 
 from ..checkpoint.huggingface import attempt, raise_on_all
+from ..data.batches import Rows
 from ..data.examples.example import SEGMENTS
 from ..data.examples.rows import ExampleBatches
 from ..documents import write_anew
@@ -39,8 +40,11 @@ TABLE = "reference.npy"  # in the run's folder: the table of a `PrecomputedRefer
 class Reference(Protocol):
     """Gives log-probabilities under the reference. Every rank calls the methods in the same order."""
 
-    def read(self, step: int, which: int) -> Any:
-        """What `of_step` needs of the data, read in a thread. which: as for `ExampleBatches.batch`."""
+    def read(self, step: int, which: int, own: Sequence[Share]) -> Any:
+        """What `of_step` needs of the data, read in a thread. which: as for `ExampleBatches.batch`.
+
+        own: the same rows as the model in training reads them.
+        """
         ...
 
     def of_step(self, step: int, which: int, found: Any) -> Tensor:
@@ -60,12 +64,11 @@ class Scorer:
 
     def __init__(self, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device) -> None:
         self._batches, self._outline, self._model, self._device = batches, outline, model, device
-        self._feed = Feed(outline, model, device)
+        self.feed = Feed(outline, model, device)
 
-    def read(self, step: int, which: int) -> list[Share]:
-        """This rank's rows of a step, on the host."""
-        rows, size = self._outline.batch_shape[0], self._outline.microbatch_rows
-        return self._feed.read(partial(self._batches.batch, step, which=which), rows, size)
+    def read_step(self, step: int, which: int) -> list[Share]:
+        """This rank's rows of a step, on the host. which: as for `ExampleBatches.batch`."""
+        return self.feed.read_step(partial(self._batches.batch, step, which=which))
 
     def of_step(self, step: int, which: int, found: Sequence[Share]) -> Tensor:
         """As `Reference.of_step`."""
@@ -73,17 +76,14 @@ class Scorer:
 
     def of_held_out(self, first: int, count: int, which: int) -> Tensor:
         """As `Reference.of_held_out`."""
-        return self._of_rows(lambda rows: self._batches.held_out(rows, which), first, count)
+        return self._of_rows(partial(self._batches.held_out, which=which), first, count)
 
     def of_every(self, first: int, count: int, which: int) -> Tensor:
         """The same of `count` rows of all rows of the data, from `first` on; see `ExampleBatches.every`."""
-        return self._of_rows(lambda rows: self._batches.every(rows, which), first, count)
+        return self._of_rows(partial(self._batches.every, which=which), first, count)
 
-    def _of_rows(self, read: Callable[[slice], Any], first: int, count: int) -> Tensor:
-        shares = self._feed.read(
-            lambda own: read(slice(first + own.start, first + own.stop)), count, self._outline.microbatch_rows
-        )
-        return self.score(shares, count)
+    def _of_rows(self, rows_of: Callable[[slice], Rows], first: int, count: int) -> Tensor:
+        return self.score(self.feed.read(rows_of, first, count, self._outline.microbatch_rows), count)
 
     def score(self, shares: Sequence[Share], rows: int) -> Tensor:
         """Log-probabilities [rows, documents] of a batch, of which each rank has its own shares."""
@@ -92,7 +92,7 @@ class Scorer:
         with torch.compiler.set_stance("force_eager"):
             found = log_probabilities(
                 self._model,
-                [self._feed.lay_out(share, preferences=True) for share in shares],
+                [self.feed.lay_out(share, preferences=True) for share in shares],
                 documents_per_row(self._batches, self._outline.config),
                 rows,
                 partial(self._outline.autocast_context, self._device.type),
@@ -120,9 +120,17 @@ class ModelReference(Scorer):
             model = load_weights(model, run.reference, device, outline.mesh, outline.plan)
         super().__init__(batches, outline, model.eval(), device)
 
+    def read(self, step: int, which: int, own: Sequence[Share]) -> list[Share]:
+        """As `Reference.read`: this rank's rows on the mesh of the reference."""
+        return self.read_step(step, which)
+
 
 class AdapterReference(Scorer):
     """The model in training, without its adapters: a reference without memory of its own."""
+
+    def read(self, step: int, which: int, own: Sequence[Share]) -> Sequence[Share]:
+        """As `Reference.read`: the rows that the model in training has read."""
+        return own
 
     def score(self, shares: Sequence[Share], rows: int) -> Tensor:
         with without_adapters(self._model):
@@ -175,21 +183,33 @@ class PrecomputedReference:
     def _load(self, checkpoint: Path) -> None:
         """Read the table of an earlier part of the run, beside `checkpoint`; in a new folder rank 0 writes it again.
 
+        Rank 0 reads the file. Communication: a broadcast of the table.
         Raises ValueError, on every rank, for a missing or changed file, or one of other data or weights.
         """
-        path = checkpoint.parent / TABLE
-        remedy = "copy the file again, or begin a new run"
+        self._table = torch.zeros(self._batches.num_examples, SEGMENTS[self._run.config.task])
+        reads = dist.get_rank() == 0
+        raise_on_all(attempt(self._read, checkpoint.parent / TABLE) if reads else None, dist.is_initialized())
+        table = self._table.to(self._device)
+        dist.broadcast(table, src=0)
+        self._table = table.cpu()
+        writes = reads and not (self._run.folder / TABLE).exists()
+        raise_on_all(attempt(self._write, self._table) if writes else None, dist.is_initialized())
+
+    def _read(self, path: Path) -> None:
+        """Read the file into the table. Raises ValueError for a missing or changed file, or one of other data."""
+        assert self._table is not None, "made by _load"
         try:
             identity, digest, content = path.read_bytes().split(b"\n", 2)
             if identity != self._identity():
                 raise ValueError("it was computed for other data or another reference")
             if hashlib.sha256(content).hexdigest().encode() != digest:
                 raise ValueError("it was changed after it was written")
-            self._table = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
+            self._table.copy_(torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False)))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path}, the reference of the run to resume, cannot be used: {error}; {remedy}") from None
-        writes = dist.get_rank() == 0 and not (self._run.folder / TABLE).exists()
-        raise_on_all(attempt(self._write, self._table) if writes else None, dist.is_initialized())
+            raise ValueError(
+                f"{path}, the reference of the run to resume, cannot be used: {error}; copy the file again, or begin a "
+                f"new run"
+            ) from None
 
     def _write(self, table: Tensor) -> None:
         content = io.BytesIO()
@@ -202,7 +222,7 @@ class PrecomputedReference:
         what = [self._run.corpus.sha256, config.task, config.data.sequence_length, str(config.reference_from)]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest().encode()
 
-    def read(self, step: int, which: int) -> Tensor:
+    def read(self, step: int, which: int, own: Sequence[Share]) -> Tensor:
         """The numbers of a step's examples, [rows, E]; no token is read."""
         return self._batches.examples(step, slice(None))
 

@@ -113,7 +113,7 @@ def check_task_options(config: Any) -> None:
     of_model = [name for name in ("reference_from", "reference_zero") if getattr(config, name) is not None]
     of_model += ["reference_mesh"] if _changed(config.reference_mesh) else []
     for name in (*(["reference"] if config.reference else []), *of_model):
-        if config.task not in ("dpo", "kto"):
+        if reference_of(config) is None:
             raise ValueError(
                 f"{name} is {getattr(config, name)}, but task {config.task} has no reference; give --task dpo or "
                 f"--task kto, or leave it out"
@@ -127,8 +127,10 @@ def check_task_options(config: Any) -> None:
         )
 
 
-def reference_of(config: Any) -> Reference:
-    """Where the reference's log-probabilities come from. config: a `TrainConfig` of the task dpo or kto."""
+def reference_of(config: Any) -> Reference | None:
+    """Where the reference's log-probabilities come from; None for a task without. config: a `TrainConfig`."""
+    if config.task not in ("dpo", "kto"):
+        return None
     if config.reference is not None:
         chosen: Reference = config.reference
         return chosen

@@ -32,7 +32,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class BadExample(ValueError):
-    """A record that makes no example. `weft data prepare --skip-bad` leaves such records out, and counts them."""
+    """A bad record, of which no example is made. `weft data prepare --skip-bad` leaves bad records out and counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

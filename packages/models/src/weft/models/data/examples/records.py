@@ -47,9 +47,9 @@ _LABELS = {"true": True, "1": True, "false": False, "0": False}  # in CSV
 def find_record_parts(
     inputs: Sequence[Path], part_bytes: int, *, skip_bad: bool = False, leave_out: Path | None = None
 ) -> list[Part]:
-    """The records under `inputs`, in order, in parts of about `part_bytes` each; depends on the files alone.
+    """The records under `inputs`, in order, in parts of about `part_bytes` each; the cuts depend on the files alone.
 
-    Called before `read_examples`, which reads one part: `weft data prepare --task` makes a shard of each part. JSON
+    Called before `read_examples` reads a part: `weft data prepare --task` makes a shard of each part. JSON
     lines are cut between lines, Parquet between row groups, other files nowhere.
     skip_bad: leave out damaged files where the caller named only their folder.
     leave_out: a folder within an input that is not read.
@@ -103,8 +103,8 @@ def read_examples(part: Part, left_out: LeftOut, *, skip_bad: bool = False) -> I
 
     left_out: an instance of the caller, which counts blank lines (`empty`), bad records (`bad`), files without records
         (`skipped`) and entries that are no files (`passed`).
-    skip_bad: leave out records that are not JSON or no objects.
-    Raises ValueError for a damaged file and, unless skip_bad, for such a record, with file and line.
+    skip_bad: leave out bad records: lines other than JSON, and JSON other than objects.
+    Raises ValueError for a damaged file and, unless skip_bad, for a bad record, with file and line.
     """
     for piece in part:
         if piece.passed:
@@ -132,6 +132,6 @@ def _objects(piece: Piece, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[
 
 
 def _with_label(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of CSV, whose values are all text, with its label as a bool where it is one."""
+    """A record of CSV, where all values are text, with a label such as "true" or "0" as a bool."""
     label = _LABELS.get(str(record.get("label")).lower())
     return record if label is None else record | {"label": label}

@@ -269,17 +269,14 @@ class ExampleBatches:
 
     def _every(self, rows: slice) -> list[NDArray[np.int64]]:
         """The global numbers of the examples in each of these rows of all rows."""
+        starts = np.cumsum([0, *map(len, self._trained)])  # the number of each source's first row
         found = []
         for row in range(*rows.indices(self.num_every)):
-            number, packings = row, iter(self._trained)
             if row >= self.num_samples:
                 found.append(self._held_out[row - self.num_samples])
-                continue
-            packing = next(packings)
-            while number >= len(packing):
-                number -= len(packing)
-                packing = next(packings)
-            found.append(packing[number])
+            else:
+                source = int(np.searchsorted(starts, row, side="right")) - 1
+                found.append(self._trained[source][row - int(starts[source])])
         return found
 
     def _numbers(self, rows: Sequence[NDArray[np.int64]]) -> Tensor:
