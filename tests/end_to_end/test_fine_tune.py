@@ -34,11 +34,13 @@ RIGHT = "It is white.\n"
 
 def run(command: str, folder: Path) -> str:
     """The output of a command of the page, which must succeed."""
-    program, *arguments = shlex.split(command)
+    command_line, _, file = command.partition(" < ")
+    program, *arguments = shlex.split(command_line)
     start = {"weft": [sys.executable, "-m", "weft.models.cli"], "python": [sys.executable]}[program]
     done = subprocess.run(
         [*start, *arguments], cwd=folder, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        input=(folder / file).read_text() if file else None, capture_output=True, text=True, timeout=PATIENCE,
+        check=False,
     )  # fmt: skip
     sys.stdout.write(f"$ {command}\n{done.stdout}{done.stderr}\n")  # shown where the test fails
     assert done.returncode == 0, done.stderr

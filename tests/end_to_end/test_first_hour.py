@@ -24,6 +24,7 @@ NOT_HERE = {"./run measure_gpu"}  # it needs a GPU
 # By a command's first words, a pattern that its output must match; the longest words that fit count.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
+    "./run train --output my-run": r"saved my-run: .* for transformers",
     "./run train --help": r"--data\.path",
     "./run data prepare": r"prepared",
     "./run explain": r"in all +[\d,]+ bytes",
