@@ -1,8 +1,8 @@
 """Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.kernels`.
 
-Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), counting an op's traffic, delaying weight gradients,
-tokens in another order, tokens sorted by expert, attention to received keys, and the choice of overlapped products. A
-release may rename them; the changelog says how.
+Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), observing the calls of ops, counting an op's
+traffic, delaying weight gradients, tokens in another order, tokens sorted by expert, attention to received keys, and
+the choice of overlapped products. A release may rename them; the changelog says how.
 """
 
 from .attention.exchanged import Places, ReceivedKeys
@@ -16,6 +16,7 @@ from .dispatch.delayed_weight_gradients import (
     allow_delayed_weight_gradients,
     delay_weight_gradients,
 )
+from .dispatch.observation import Part, observing
 from .dispatch.op import Op
 from .dispatch.sharded import Sharding, apply, cast_for, infer_gradient_layouts
 from .dispatch.sharded.call_plan import find_slice_layout, slice_gradient
@@ -32,6 +33,7 @@ __all__ = [
     "DelayedGradients",
     "Form",
     "Op",
+    "Part",
     "Places",
     "ReceivedKeys",
     "Runs",
@@ -53,6 +55,7 @@ __all__ = [
     "is_autocasting",
     "is_compiling",
     "normal_",
+    "observing",
     "pack",
     "refuse_second_derivative",
     "slice_gradient",

@@ -59,12 +59,13 @@ from .world.groups import (
     this_rank,
     world_cache,
 )
-from .world.recording import Recorded, recording
+from .world.recording import Call, Recorded, recording
 from .world.world import world
 
 __all__ = [
     "BUCKET_BYTES",
     "COMMUNICATING",
+    "Call",
     "Collective",
     "GradPlaceholder",
     "LazyText",

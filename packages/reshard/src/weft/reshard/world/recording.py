@@ -8,8 +8,9 @@ step's communication from the record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,19 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
             c10d._unregister_process_group(_as_torch(name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A collective as a rank calls it, with what must agree among the ranks of a group, for `Recorded.listener`."""
+
+    collective: Collective
+    group: str  # the group's name, the same for all calls on the group
+    ranks: tuple[int, ...]  # of the group, in the group's order
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors given
+    dtype: torch.dtype | None  # of the first tensor
+    peer: int | None = None  # rank of the other end, of a send or a receive
+    tag: int = 0  # of a send or a receive
+
+
 class Recorded:
     """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`.
 
@@ -72,11 +86,32 @@ class Recorded:
         self.groups: dict[str, _Group] = {}
         self._same_ranks: dict[str, str] = {}  # by the name of a part's own group, the name of the group of its ranks
         self._parts: dict[str, ProcessMesh] = {}  # by group name, the ranks of each group from `group_of`
+        self._ranks: dict[str, tuple[int, ...]] = {}  # by group name, of the groups from `group_for`
         self._issued: list[Collective] = []
+        # Called with each collective; returns a function, to be called where the program waits for the result.
+        self.listener: Callable[[Call], Callable[[], None]] | None = None
 
-    def add(self, kind: str, group: _Group, nbytes: int) -> None:
-        """Appends a collective to the record."""
-        self._issued.append(counted_collective(kind, self.axes[group.group_name], nbytes))
+    def add(
+        self, kind: str, group: _Group, nbytes: int, tensors: Sequence[Tensor], peer: int | None = None, tag: int = 0
+    ) -> Callable[[], None]:
+        """Appends a collective to the record. Returns a function to call where the program waits for the collective."""
+        name = group.group_name
+        collective = counted_collective(kind, self.axes[name], nbytes)
+        self._issued.append(collective)
+        if self.listener is None:
+            return _ignore
+        ranks = self._ranks[name] if name in self._ranks else tuple(self._parts[name].ranks)
+        return self.listener(
+            Call(
+                collective=collective,
+                group=name,
+                ranks=ranks,
+                shapes=tuple(tuple(each.shape) for each in tensors),
+                dtype=tensors[0].dtype if tensors else None,
+                peer=None if peer is None else ranks[peer],
+                tag=tag,
+            )
+        )
 
     def take_each(self) -> list[Collective]:
         """The collectives recorded since the last call, in order."""
@@ -126,7 +161,7 @@ class Recorded:
         name = f"recorded {purpose} {' '.join(map(str, ranks))}"
         self.groups[name] = _Group(ranks.index(self.rank), len(ranks), name)
         c10d._register_process_group(_as_torch(name), self.groups[name])
-        self.axes[name] = axes
+        self.axes[name], self._ranks[name] = axes, ranks
         return self.groups[name]
 
     def publish(self, name: str, value: bytes) -> None:
@@ -195,10 +230,19 @@ class _Mesh(DeviceMesh):
         return mesh_dim if isinstance(mesh_dim, str) else names[mesh_dim or 0]
 
 
+def _ignore() -> None:
+    """Where the program waits for a collective, without a listener."""
+
+
 class _Done(dist.Work):
-    """The Work of a recorded collective: always complete."""
+    """The Work of a recorded collective: always complete. on_wait: called when the program waits."""
+
+    def __init__(self, on_wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_wait = on_wait
 
     def wait(self, timeout: Any = None) -> bool:
+        self._on_wait()
         return True
 
     def is_completed(self) -> bool:
@@ -237,7 +281,7 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if not received:
             return self._note_tensors("all-to-all", [input], [output])
-        return self._note("all-to-all", uneven_bytes(output.nbytes, received, self.rank()))
+        return self._note("all-to-all", uneven_bytes(output.nbytes, received, self.rank()), [input])
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self._note_tensors("all-gather", inputs, outputs[0])
@@ -248,25 +292,30 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._note_tensors("reduce-scatter", inputs[0], outputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        return self._note("all-to-all", sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank()))
+        received = sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank())
+        return self._note("all-to-all", received, inputs)
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return self._note_tensors("send", tensors, ())
+        return self._note_tensors("send", tensors, (), rank, tag)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return self._note_tensors("recv", tensors, tensors)
+        return self._note_tensors("recv", tensors, tensors, rank, tag)
 
-    def _note_tensors(self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dist.Work:
+    def _note_tensors(
+        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], peer: int | None = None, tag: int = 0
+    ) -> dist.Work:
         size = sum(each.nbytes for each in inputs), sum(each.nbytes for each in outputs)
-        return self._note(kind, received_bytes(kind, self.size(), *size, inputs[0].element_size()))
+        nbytes = received_bytes(kind, self.size(), *size, inputs[0].element_size())
+        return self._note(kind, nbytes, inputs, peer, tag)
 
-    def _note(self, kind: str, nbytes: int) -> dist.Work:
+    def _note(
+        self, kind: str, nbytes: int, tensors: Sequence[Tensor], peer: int | None = None, tag: int = 0
+    ) -> dist.Work:
         current = world()
         assert isinstance(current, Recorded), "only a recording makes these groups"
-        current.add(kind, self, nbytes)
-        return _Done()
+        return _Done(current.add(kind, self, nbytes, tensors, peer, tag))
 
 
 class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -285,5 +334,7 @@ class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = kind_of_op(func.namespace, func.__name__)
         if kind is not None:
             group = self._recorded.groups[str(group_of_call(args))]
-            self._recorded.add(kind, group, bytes_of_call(kind, group.size(), group.rank(), args, output))
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            nbytes = bytes_of_call(kind, group.size(), group.rank(), args, output)
+            self._recorded.add(kind, group, nbytes, tensors)()  # awaited at once: DTensor's ops read the result
         return output
