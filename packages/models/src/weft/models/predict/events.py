@@ -41,6 +41,7 @@ class Start:
     size: int  # ranks in the group
     stride: int  # distance of neighbours in the group, in ranks
     nbytes: int  # received by the rank
+    purpose: Literal["", "gradients", "parameters"] = ""  # the sum of gradients, or a gather of sharded parameters
     module: str = ""
 
 

@@ -185,7 +185,7 @@ def on_shapes(
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
             yield None
             return
-        parallel = parallelize(_meta_copy(model), mesh, plan)
+        parallel = parallelize(meta_copy(model), mesh, plan)
         pipeline = pipeline_of(parallel)
         count = shape.microbatches
         if pipeline is not None and count == 1:
@@ -208,7 +208,7 @@ def on_shapes(
         if len(microbatches) > 1 or pipeline is not None or not isinstance(of_logits, ProbedCriterion):
             compute = weighted
         if pipeline is not None:
-            pipeline.forms = _message_forms(_meta_copy(model), pipeline, plan, microbatches[0], compute)
+            pipeline.forms = _message_forms(meta_copy(model), pipeline, plan, microbatches[0], compute)
         sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=microbatches, sync=sync, recorded=recorded)
@@ -269,7 +269,7 @@ def _on_meta(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     return tokens, targets
 
 
-def _meta_copy(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model on the meta device; never copies data, and keeps tied parameters tied."""
     copies: dict[int, Any] = {}
     for name, parameter in model.named_parameters():

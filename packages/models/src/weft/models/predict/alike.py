@@ -1,0 +1,124 @@
+"""Blocks of a model that are alike: few of them run, and stand for all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..parallel.plan import ParallelPlan
+
+LONGEST_PERIOD = 8  # blocks in a repetition, as one with full attention after five with a window
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A block that runs, and the numbers of the model's blocks for which it stands, its own included."""
+
+    number: int
+    blocks: tuple[int, ...]
+
+
+def standing_blocks(signatures: Sequence[Hashable], ahead: int = 1) -> list[Standing]:
+    """Which blocks run, in order; together they stand for every block once.
+
+    signatures: of the model's blocks; alike blocks have equal ones. A repetition is one block, or several in a period.
+    ahead: blocks within which a block's work depends on the kind of its neighbors, as by a gather ahead of time. So
+        many blocks run before, and so many after, the repetition in the middle, which stands for many.
+    """
+    found: list[Standing] = []
+    start = 0
+    while start < len(signatures):
+        period, count = _longest_repetition(signatures[start:], ahead)
+        side = -(-ahead // period)
+        if count <= 2 * side + 1:
+            found.append(Standing(start, (start,)))
+            start += 1
+            continue
+        for repetition in (*range(side + 1), *range(count - side, count)):
+            many = range(side, count - side) if repetition == side else (repetition,)
+            found += [
+                Standing(start + repetition * period + i, tuple(start + each * period + i for each in many))
+                for i in range(period)
+            ]
+        start += period * count
+    return found
+
+
+def _longest_repetition(signatures: Sequence[Hashable], ahead: int) -> tuple[int, int]:
+    """The period and the count of the repetitions at the beginning which save the most blocks."""
+    best, most_saved = (1, 1), 0
+    for period in range(1, min(LONGEST_PERIOD, len(signatures)) + 1):
+        count = 1
+        while signatures[count * period : (count + 1) * period] == signatures[:period]:
+            count += 1
+        saved = (count - 2 * -(-ahead // period) - 1) * period
+        if saved > most_saved:
+            best, most_saved = (period, count), saved
+    return best
+
+
+def block_names(model: nn.Module, plan: ParallelPlan) -> list[str]:
+    """The names of the model's blocks: the members of the nn.ModuleList whose members match `plan.blocks`.
+
+    [] where no such list has all matching modules: then the whole model runs.
+    """
+    names = [name for name, _ in model.named_modules() if any(fnmatchcase(name, each) for each in plan.blocks)]
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    parents = {name.rpartition(".")[0] for name in outermost}
+    if len(parents) != 1:
+        return []
+    (parent,) = parents
+    members = model.get_submodule(parent)
+    if not isinstance(members, nn.ModuleList) or len(members) != len(outermost):
+        return []
+    return outermost
+
+
+def keep_standing_blocks(model: nn.Module, names: Sequence[str], ahead: int) -> list[Standing]:
+    """Removes the blocks from the model's nn.ModuleList for which another block stands. Returns the blocks that stay.
+
+    names: of `block_names`. ahead: as for `standing_blocks`.
+    """
+    if not names:
+        return []
+    standing = standing_blocks([signature(model.get_submodule(name), name) for name in names], ahead)
+    parent, _, own = names[0].rpartition(".")[0].rpartition(".")
+    holder = model.get_submodule(parent)
+    members = getattr(holder, own)
+    setattr(holder, own, nn.ModuleList([members[each.number] for each in standing]))
+    return standing
+
+
+def signature(block: nn.Module, block_name: str) -> Hashable:
+    """Equal for blocks that compute alike: with the same modules, shapes of parameters, and settings."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, _setting(value, block_name))
+                for key, value in sorted(vars(module).items())
+                if not key.startswith("_")
+            ),
+            tuple(
+                (key, tuple(each.shape), each.dtype, each.requires_grad)
+                for key, each in module.named_parameters(recurse=False)
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _setting(value: Any, block_name: str) -> Hashable:
+    """A module's attribute: a tensor's shape, a number, a text without the block's name, of other values the type."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, str):
+        return value.replace(block_name, "")
+    if isinstance(value, tuple):
+        return tuple(_setting(each, block_name) for each in value)
+    return value if value is None or isinstance(value, bool | int | float) else type(value).__qualname__

@@ -1,0 +1,330 @@
+"""`Observer`: the events of a step that runs on shapes, each with its place in the step."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from weft.kernels.extension import Op, Part
+from weft.reshard.extension import Call
+
+from ..losses import local_value
+from .alike import Standing
+from .events import Compute, Event, Kind, Phase, Start, Wait
+from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
+
+Place = Literal["before", "block", "after"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An event with the part of the step to which the event belongs."""
+
+    event: Event
+    phase: Phase
+    microbatch: int
+    block: Standing | None
+    place: Place
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the events of a step on shapes. A dispatch mode for the ops of torch outside of Weft's ops."""
+
+    def __init__(self, model: nn.Module, prefix: str, standing: Sequence[Standing], microbatches: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.placed: list[Placed] = []
+        self.phase: Phase = "forward"
+        self.microbatch = 0
+        self.message_bytes = 0
+        self._model, self._microbatches = model, microbatches
+        self._blocks = {f"{prefix}.{i}": each for i, each in enumerate(standing)}
+        self._block: Standing | None = None
+        self._place: Place = "before"
+        self._modules: list[str] = [""]  # the modules whose forward runs, outermost first
+        self._callers: dict[
+            str, list[str]
+        ] = {}  # op -> modules that called the op's forward, of calls without backward
+        self._num_collectives = 0
+        self._op: _Inside | None = None  # the call of a Weft op that runs
+
+    # -- where in the step
+
+    def after_phase(self, phase: Phase) -> None:
+        if self.phase == "gradients":
+            return  # a second call with "backward" follows the last microbatch
+        if phase == "forward":
+            self.phase, self._place, self._block = "backward", "after", None
+        elif self.microbatch + 1 < self._microbatches:
+            self.phase, self._place, self._block = "forward", "before", None
+            self.microbatch += 1
+        else:
+            self.phase, self.microbatch, self._place, self._block = "gradients", -1, "after", None
+            self._modules = [""]
+
+    @contextmanager
+    def modules_followed(self) -> Iterator[None]:
+        """A context in which the observer knows the module whose forward runs.
+
+        By hooks of all modules, not of each: a module with a hook of its own runs by ops that are not fused.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+
+        def enter(module: nn.Module, arguments: Any) -> None:
+            if module in names:
+                self._enter(names[module])
+
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            if module in names:
+                self._leave(names[module], output)
+
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> None:
+        self._modules.append(name)
+        self._locate(name)
+
+    def _leave(self, name: str, output: Any) -> None:
+        if name in self._modules[1:]:
+            del self._modules[len(self._modules) - 1 - self._modules[::-1].index(name) :]
+        if name in self._blocks:
+            tensors = [each for each in tree_iter(output) if isinstance(each, Tensor)]
+            self.message_bytes = max(self.message_bytes, sum(bytes_of(local_value(each)) for each in tensors))
+
+    def _locate(self, module: str) -> None:
+        """Notes the block of the module that runs, forward or backward."""
+        if self.phase not in ("forward", "backward") or not module:
+            return
+        name = next((each for each in self._blocks if module == each or module.startswith(f"{each}.")), None)
+        if name is not None:
+            self._block, self._place = self._blocks[name], "block"
+        elif self._block is not None:
+            self._block, self._place = None, "after" if self.phase == "forward" else "before"
+
+    def _add(self, event: Event) -> None:
+        self.placed.append(Placed(event, self.phase, self.microbatch, self._block, self._place))
+
+    # -- collectives
+
+    def on_call(self, call: Call) -> Callable[[], None]:
+        number, ranks = self._num_collectives, call.ranks
+        self._num_collectives += 1
+        self._add(
+            Start(
+                number=number,
+                kind=call.collective.kind,
+                axes=call.collective.axes,
+                group=call.group,
+                size=len(ranks),
+                stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+                nbytes=call.collective.nbytes,
+                purpose=_purpose(),
+                module=self._modules[-1],
+            )
+        )
+        return lambda: self._add(Wait(number=number))
+
+    # -- work of the device
+
+    def on_op(self, op: Op, part: Part, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """The listener of `observing`."""
+        if self._op is not None:  # an op within an op
+            return function(*arguments, **options)
+        module = self._modules[-1]
+        if part in ("backward", "epilogue_backward", "recompute"):
+            callers = self._callers.get(op.name, [])
+            # Backward runs in the opposite order. The last of the op's functions to run is `backward`.
+            module = (callers.pop() if part == "backward" else callers[-1]) if callers else module
+            # A block that runs again in backward stops early, so its modules' calls may not have ended.
+            self._modules = ["", module]
+            self._locate(module)
+        else:
+            self._callers.setdefault(op.name, []).append(module)
+        self._op = inside = _Inside()
+        try:
+            result = function(*arguments, **options)
+        finally:
+            self._op = None
+        if not inside.num_launches:
+            return result
+        tensors = [each for each in tree_iter((arguments, options)) if isinstance(each, Tensor)]
+        kind: Kind = "memory"
+        sizes: tuple[tuple[int, ...], ...] = tuple(inside.products)
+        flops = sum(2 * math.prod(each) for each in inside.products)
+        if is_attention(op.name):
+            kind = "attention"
+            size, pairs = attention_sizes(arguments[0] if part == "backward" else arguments, options)
+            sizes, flops = (size,), (10 if part == "backward" else 4) * pairs * size[1] * size[-1]
+        elif sizes:
+            kind = "product"
+        self._add(
+            Compute(
+                name=op.name,
+                part="recompute" if part == "recompute" or self._repeats(part) else _part(part),
+                kind=kind,
+                dtype=_dtype_name(tensors),
+                nbytes=sum(bytes_of(each) for each in _distinct([*tensors, *_tensors(result)])),
+                flops=flops,
+                sizes=sizes,
+                num_launches=inside.num_launches,
+                module=module,
+            )
+        )
+        return result
+
+    def _repeats(self, part: Part) -> bool:
+        """Whether a block's forward runs again, in backward."""
+        return part in ("forward", "inference") and self.phase == "backward"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        output = func(*args, **(kwargs or {}))
+        if func.namespace not in ("aten", "prims", "weft") or is_view(func, args, output):
+            return output
+        product = product_sizes(func, args)
+        if self._op is not None:
+            self._op.num_launches += 1
+            if product is not None:
+                self._op.products.append(product)
+            return output
+        read = [] if func.__name__.startswith(("zeros", "ones", "fill", "full")) else _tensors((args, kwargs))
+        tensors = _distinct([*read, *_tensors(output)])
+        self._add(
+            Compute(
+                name=f"aten.{func.__name__.partition('.')[0]}",
+                part="forward" if self.phase == "forward" else "backward",
+                kind="memory" if product is None else "product",
+                dtype=_dtype_name(tensors),
+                nbytes=sum(bytes_of(each) for each in tensors),
+                flops=0 if product is None else 2 * math.prod(product),
+                sizes=() if product is None else (product,),
+                module=self._modules[-1],
+            )
+        )
+        return output
+
+    def add_update(self, model: nn.Module, states: Mapping[str, int] | int, *, gathers_whole: bool) -> None:
+        """Adds the optimizer's elementwise update of the parameters: before, in and after the blocks.
+
+        An update reads gradient, parameter and states, and writes parameter and states.
+        Work on all parameters at once is given the bytes of the whole model, of which some blocks have run: the norm
+        of gradients, and with gathers_whole the gather of all parameters before the first block.
+        """
+        self.phase, self.microbatch, self._block, self._place = "optimizer", -1, None, "before"
+        updates: dict[tuple[Standing | None, Place], list[tuple[int, str]]] = {}
+        part: tuple[Standing | None, Place] = (None, "before")
+        run = whole = 0
+        for name, parameter in model.named_parameters():
+            prefix = next((each for each in self._blocks if name.startswith(f"{each}.")), None)
+            if prefix is not None:
+                block = self._blocks[prefix]
+                part = block, "block"
+                name = f"{prefix.rpartition('.')[0]}.{block.number}{name.removeprefix(prefix)}"
+            elif part[0] is not None:
+                part = None, "after"
+            if parameter.requires_grad:
+                local = local_value(parameter)
+                run, whole = run + bytes_of(local), whole + bytes_of(local) * (len(part[0].blocks) if part[0] else 1)
+                count = states if isinstance(states, int) else states[name]
+                updates.setdefault(part, []).append((bytes_of(local) * (3 + 2 * count), _dtype_name([local])))
+        # A small model computes as one unit on local tensors, and all its gradients come after the first block's.
+        sums_whole = not any(
+            isinstance(each.event, Start) and _is_sum(each.event) and each.block for each in self.placed
+        )
+        for i, each in enumerate(self.placed):
+            event = each.event
+            is_sum = sums_whole and isinstance(event, Start) and _is_sum(event)
+            is_norm = each.phase == "gradients" and isinstance(event, Compute) and "_foreach" in event.name
+            is_gather = gathers_whole and (
+                event.purpose == "parameters"
+                if isinstance(event, Start)
+                else each.phase == "forward" and isinstance(event, Compute) and event.name.startswith("aten._foreach")
+            )
+            if (is_norm or is_gather or is_sum) and not isinstance(event, Wait):
+                self.placed[i] = replace(each, event=replace(event, nbytes=event.nbytes * whole // run))
+        for (self._block, self._place), of_part in updates.items():
+            self._add(
+                Compute(
+                    name="optimizer",
+                    part="forward",
+                    kind="optimizer",
+                    dtype=of_part[0][1],
+                    nbytes=sum(nbytes for nbytes, _ in of_part),
+                    num_launches=len(of_part),
+                )
+            )
+
+
+def _is_sum(event: Start) -> bool:
+    return event.purpose == "gradients"
+
+
+def _purpose() -> Literal["", "gradients", "parameters"]:
+    """What the collective being issued is for, from the file of reshard's training which issues it."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = Path(frame.f_code.co_filename).name
+        if name in _PURPOSES:
+            return _PURPOSES[name]
+        if name in ("reshard.py", "find_gradients.py"):
+            return ""
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+_PURPOSES: dict[str, Literal["gradients", "parameters"]] = {
+    "gradient_buckets.py": "gradients",
+    "gathering.py": "parameters",
+    "unit.py": "parameters",
+    "full_parameters.py": "parameters",
+}
+
+
+class _Inside:
+    """What a Weft op's function runs: the ops of torch that do work, and their products."""
+
+    __slots__ = ("num_launches", "products")
+
+    def __init__(self) -> None:
+        self.num_launches = 0
+        self.products: list[tuple[int, int, int, int]] = []
+
+
+def _part(part: Part) -> Literal["forward", "backward"]:
+    return "forward" if part in ("forward", "inference") else "backward"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_iter(tree) if isinstance(each, Tensor)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors without those that are the same view of the same memory."""
+    found = {
+        (each.untyped_storage()._cdata, each.storage_offset(), tuple(each.shape)): each
+        for each in (local_value(tensor) for tensor in tensors)
+    }
+    return list(found.values())
+
+
+def _dtype_name(tensors: Sequence[Tensor]) -> str:
+    floating = (each.dtype for each in tensors if each.is_floating_point())
+    return str(next(floating, torch.int64)).removeprefix("torch.")

@@ -1,0 +1,87 @@
+"""The sizes of an op's work: bytes of tensors, sizes of products, and the pairs of tokens that attention computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
+ATTENTION = ("attention", "plain_attention", "attention_to_received")
+# Ops that give memory, and write no numbers to it.
+UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "promote_types")
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def is_attention(name: str) -> bool:
+    """Whether the Weft op of this name computes attention."""
+    return name in ATTENTION
+
+
+def is_view(func: Any, args: Sequence[Any], output: Any) -> bool:
+    """Whether an op of torch moves no bytes: its results are views of its arguments, or memory not yet written."""
+    if func.__name__.startswith(UNWRITTEN):
+        return True
+    if func._schema.is_mutable:
+        return False
+    read = {each.untyped_storage()._cdata for each in tree_iter(args) if isinstance(each, Tensor)}
+    results = [each for each in tree_iter(output) if isinstance(each, Tensor)]
+    return all(each.untyped_storage()._cdata in read for each in results)
+
+
+def product_sizes(func: Any, args: Sequence[Any]) -> tuple[int, int, int, int] | None:
+    """(batch, M, N, K) of torch's matrix products, [batch, M, K] @ [batch, K, N]; None for any other op."""
+    match func:
+        case aten.mm.default | aten.mm.dtype | aten.mm.out | aten._scaled_mm.default:
+            a, b = args[:2]
+            return 1, a.shape[0], b.shape[1], a.shape[1]
+        case aten.addmm.default | aten.addmm.out | aten.addmm_.default | aten.addmm.dtype:
+            _, a, b = args[:3]
+            return 1, a.shape[0], b.shape[1], a.shape[1]
+        case aten.bmm.default | aten.bmm.dtype | aten.bmm.out:
+            a, b = args[:2]
+            return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
+        case aten.baddbmm.default | aten.baddbmm_.default:
+            _, a, b = args[:3]
+            return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
+    if func.__name__.startswith("_grouped_mm"):
+        a, b = args[:2]
+        return 1, a.shape[-2], b.shape[-1], a.shape[-1]
+    return None
+
+
+def attention_sizes(
+    operands: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[tuple[int, int, int, int, int, int], int]:
+    """(batch, heads, key heads, T, S, head_dim) of a call, and the pairs of a query and a seen key, of all rows.
+
+    operands: query [..., T, heads * D] and key [..., S, kv_heads * D] first. options: of the op.
+    Documents are not known on shapes: every earlier token counts as seen.
+    """
+    query, key = operands[:2]
+    head_dim = options.get("head_dim") or query.shape[-1]
+    T, S = query.shape[-2], key.shape[-2]
+    batch = math.prod(query.shape[:-2])
+    sizes = (batch, query.shape[-1] // head_dim, key.shape[-1] // head_dim, T, S, head_dim)
+    if not options.get("causal", True):
+        return sizes, batch * T * S
+    runs = options.get("queries") or options.get("order")
+    if runs is None:
+        first = options.get("first")
+        first = S - T if first is None else first
+        runs = ((first, first + T),)
+    window = options.get("window") or S
+    return sizes, batch * sum(_count_keys(stop, window) - _count_keys(start, window) for start, stop in runs)
+
+
+def _count_keys(stop: int, window: int) -> int:
+    """Keys seen by the queries of the tokens 0 to stop - 1, where a query sees `window` keys at most."""
+    ramp = min(stop, window)
+    return ramp * (ramp + 1) // 2 + max(0, stop - window) * window

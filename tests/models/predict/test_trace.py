@@ -1,0 +1,192 @@
+"""`trace_step` against the whole step on shapes: the same collectives, operations and bytes, from three blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from weft.mesh import ProcessMesh
+from weft.models import GPT, GPTConfig, Llama, LlamaConfig, ParallelPlan, PipelinePlan, Qwen, QwenConfig
+from weft.models.predict.alike import standing_blocks
+from weft.models.predict.events import Compute, Segment, Start, Trace, Wait
+from weft.models.predict.trace import trace_step
+from weft.models.step.communication import Communication
+from weft.models.step.record import StepShape, run_on_shapes
+from weft.models.train.measure import flops_per_token
+
+SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_layers": 8, "num_heads": 4, "max_seq_len": 32}
+ROTARY = {**SIZES, "num_kv_heads": 2, "intermediate_size": 128}
+MODELS = {
+    "llama": lambda **sizes: Llama(LlamaConfig(**ROTARY | sizes)),
+    "qwen3": lambda **sizes: Qwen(QwenConfig(version=3, head_dim=16, **ROTARY | sizes)),
+    "gpt": lambda **sizes: GPT(GPTConfig(**SIZES | sizes)),
+}
+
+
+def make(family: str, **sizes: Any) -> Any:
+    with torch.device("meta"):
+        return MODELS[family](**sizes)
+
+
+def repetitions(segment: Segment, trace: Trace) -> int:
+    """How many segments of the step this one stands for."""
+    return max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
+
+
+def collectives(trace: Trace) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Kind and axes -> bytes received in the whole step."""
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for segment in trace.segments:
+        for event in segment.events:
+            if isinstance(event, Start):
+                found[event.kind, event.axes] += event.nbytes * repetitions(segment, trace)
+    return found
+
+
+def recorded(communication: Communication) -> Counter[tuple[str, tuple[str, ...]]]:
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for entry in communication.entries:
+        found[entry.kind, entry.axes] += entry.nbytes
+    return found
+
+
+PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one process": ({"dp": 1}, {}),
+    "dp": ({"dp": 4}, {}),
+    "zero 1": ({"dp": 4}, {"zero": 1}),
+    "zero 3": ({"dp": 4}, {"zero": 3}),
+    "tp": ({"dp": 2, "tp": 2}, {}),
+    "sequence": ({"dp": 2, "tp": 2}, {"sequence": True, "zero": 2}),
+    "cp": ({"dp": 2, "cp": 2}, {"context": "all_gather"}),
+    "ulysses": ({"dp": 2, "cp": 2}, {"context": "ulysses", "zero": 3}),
+    "full": ({"dp": 2, "tp": 2}, {"recompute": "full", "zero": 3}),
+    "selective": ({"dp": 2, "tp": 2}, {"recompute": "selective", "sequence": True}),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_blocks_that_run_stand_for_all(family: str, plan: str, microbatches: int) -> None:
+    axes, options = PLANS[plan]
+    model, mesh = make(family), ProcessMesh.grid(**axes)
+    shape = StepShape(batch=(16, 32), microbatches=microbatches)
+    own = replace(model.parallel_plan(), **options)
+    trace = trace_step(model, mesh, own, shape, clip_norm=1.0)
+    whole = recorded(run_on_shapes(model, mesh, own, shape, clip_norm=1.0).communication)
+    found = collectives(trace)
+    assert found.keys() == whole.keys()
+    for each, nbytes in whole.items():
+        # The last bucket, in the phase "gradients", ends where the step ends, and is not a block's.
+        summed = set(each[1]) & {"dp", "cp"} or (each[0] == "all-reduce" and options.get("sequence"))
+        assert found[each] == (pytest.approx(nbytes, rel=0.1) if summed else nbytes), each
+    assert trace.num_blocks == 8
+    assert sum(len(each.blocks) for each in trace.select(phase="forward", microbatch=0)) == 8
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2, "tp": 2}])
+def test_operations_are_those_of_the_model(family: str, axes: dict[str, int]) -> None:
+    model, mesh = make(family, num_layers=7), ProcessMesh.grid(**axes)
+    trace = trace_step(model, mesh, model.parallel_plan(), StepShape(batch=(8, 32), microbatches=2))
+    flops = sum(
+        each.flops * repetitions(segment, trace)
+        for segment in trace.segments
+        for each in segment.events
+        if isinstance(each, Compute) and each.kind == "product"
+    )
+    norms = sum(each.numel() for each in model.parameters() if each.ndim == 1)
+    products = flops_per_token(model.config, 0) - 6 * norms  # without attention
+    assert flops == products * 8 * 32 // mesh.size
+
+
+def test_attention_counts_seen_pairs() -> None:
+    model = make("llama", num_layers=1)
+    trace = trace_step(model, ProcessMesh.grid(dp=1), model.parallel_plan(), StepShape(batch=(2, 32)))
+    found = [
+        each
+        for segment in trace.segments
+        for each in segment.events
+        if isinstance(each, Compute) and each.kind == "attention"
+    ]
+    pairs = 2 * 32 * 33 // 2  # of two rows: token i sees i + 1
+    assert [(each.part, each.flops, each.sizes) for each in found] == [
+        ("forward", 4 * pairs * 4 * 16, ((2, 4, 2, 32, 32, 16),)),
+        ("backward", 10 * pairs * 4 * 16, ((2, 4, 2, 32, 32, 16),)),
+    ]
+
+
+def test_every_wait_has_a_start_before() -> None:
+    model = make("llama")
+    plan = replace(model.parallel_plan(), zero=3, sequence=True)
+    trace = trace_step(model, ProcessMesh.grid(dp=2, tp=2), plan, StepShape(batch=(8, 32)), clip_norm=1.0)
+    started: set[int] = set()
+    for segment in trace.segments:
+        for event in segment.events:
+            if isinstance(event, Start):
+                started.add(event.number)
+            elif isinstance(event, Wait):
+                assert event.number in started
+                started.remove(event.number)
+    assert not started
+
+
+def test_a_stage_sums_gradients_after_its_backwards() -> None:
+    model = make("llama")
+    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=4), zero=2)
+    trace = trace_step(model, ProcessMesh.grid(pp=2, dp=4), plan, StepShape(batch=(16, 32), microbatches=4))
+    assert trace.times == (1, 2, 1)
+    by_phase = {
+        phase: [each for part in trace.select(phase=phase) for each in part.events if isinstance(each, Start)]
+        for phase in ("forward", "backward", "gradients")
+    }
+    assert not [each for each in by_phase["backward"] if each.kind == "reduce-scatter"]
+    assert [each for each in by_phase["gradients"] if each.kind == "reduce-scatter"]
+    assert trace.message_bytes == 16 // 4 // 4 * 32 * 64 * 4
+
+
+def test_user_modules_without_a_list_of_blocks_run_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    trace = trace_step(
+        model,
+        ProcessMesh.grid(dp=2),
+        ParallelPlan(),
+        StepShape(
+            batch=(torch.empty(4, 8), torch.empty(4, 4)), criterion=lambda y, t: torch.nn.functional.mse_loss(y, t)
+        ),
+    )
+    assert trace.num_blocks == 0
+    flops = sum(
+        each.flops
+        for part in trace.segments
+        for each in part.events
+        if isinstance(each, Compute) and each.kind == "product"
+    )
+    assert flops == 2 * 2 * (8 * 16 * 2 + 16 * 4 * 3)  # two rows; the input has no gradient
+
+
+@pytest.mark.parametrize(
+    ("signatures", "ahead", "numbers"),
+    [
+        ("", 1, []),
+        ("a", 1, [0]),
+        ("aaa", 1, [0, 1, 2]),
+        ("aaaa", 1, [0, 1, 3]),
+        ("aaaaa", 2, [0, 1, 2, 3, 4]),
+        ("aaaaaaaa", 2, [0, 1, 2, 6, 7]),
+        ("baaaaa", 1, [0, 1, 2, 5]),
+        ("abababab", 1, [0, 1, 2, 3, 6, 7]),
+        ("abababab", 2, [0, 1, 2, 3, 6, 7]),
+        ("daaaabaaaabaaaabaaaab", 1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16, 17, 18, 19, 20]),
+    ],
+)
+def test_standing_blocks(signatures: str, ahead: int, numbers: list[int]) -> None:
+    standing = standing_blocks(signatures, ahead)
+    assert [each.number for each in standing] == numbers
+    assert sorted(block for each in standing for block in each.blocks) == list(range(len(signatures)))
+    for each in standing:
+        assert each.number in each.blocks
+        assert {signatures[block] for block in each.blocks} == {signatures[each.number]}
