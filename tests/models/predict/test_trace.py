@@ -134,9 +134,9 @@ def test_every_wait_has_a_start_before() -> None:
     assert not started
 
 
-def test_a_stage_sums_gradients_after_its_backwards() -> None:
+def test_a_stage_gathers_its_parameters_and_sums_gradients_after_its_backwards() -> None:
     model = make("llama")
-    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=4), zero=2)
+    plan = replace(model.parallel_plan(), pipeline=PipelinePlan(microbatches=4), zero=1)
     trace = trace_step(model, ProcessMesh.grid(pp=2, dp=4), plan, StepShape(batch=(16, 32), microbatches=4))
     assert trace.times == (1, 2, 1)
     by_phase = {
@@ -145,6 +145,14 @@ def test_a_stage_sums_gradients_after_its_backwards() -> None:
     }
     assert not [each for each in by_phase["backward"] if each.kind == "reduce-scatter"]
     assert [each for each in by_phase["gradients"] if each.kind == "reduce-scatter"]
+    gathers = [
+        (each.blocks, [event.nbytes for event in each.events if isinstance(event, Start)])
+        for each in trace.select(phase="forward", microbatch=0)
+    ]
+    of_blocks = {blocks: nbytes for blocks, nbytes in gathers if blocks and nbytes}
+    assert {len(nbytes) for nbytes in of_blocks.values()} == {1} and len({*map(tuple, of_blocks.values())}) == 1
+    (of_block,) = of_blocks[0,]
+    assert of_block == 3 * sum(each.numel() * 4 for each in model.layers[0].parameters()) // 4
     assert trace.message_bytes == 16 // 4 // 4 * 32 * 64 * 4
 
 

@@ -170,7 +170,7 @@ def plain_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, eps:
     wide, upstream = _wide(x), grad.to(mean.dtype)
     scale, shift = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     operands, wanted = (upstream, wide, mean, rstd), (needed[0], *sums)
-    if not any(sums) or (not is_compiling() and x.numel() <= ROWS_OF_TORCH * x.shape[-1]):
+    if not any(sums) or (not is_compiling() and (x.is_meta or x.numel() <= ROWS_OF_TORCH * x.shape[-1])):
         dx, *totals = _compute_by_aten(*operands, scale, shift, wanted)
     elif is_compiling():
         dx = _compute_by_aten(*operands, scale, shift, (needed[0], False, False))[0]

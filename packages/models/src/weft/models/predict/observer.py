@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from .events import Compute, Event, Kind, Phase, Start, Wait
 from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
 
 Place = Literal["before", "block", "after"]
+ModelPart = tuple[Standing | None, Place]  # a block that runs, or what is before or after all blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +163,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._op = None
         if not inside.num_launches:
             return result
-        tensors = [each for each in tree_iter((arguments, options)) if isinstance(each, Tensor)]
+        tensors = _tensors((arguments, options))
+        moved = [*inside.read.values(), *_tensors(result)]
         kind: Kind = "memory"
         sizes: tuple[tuple[int, ...], ...] = tuple(inside.products)
         flops = sum(2 * math.prod(each) for each in inside.products)
         if is_attention(op.name):
             kind = "attention"
             size, pairs = attention_sizes(arguments[0] if part == "backward" else arguments, options)
+            moved += tensors  # on shapes, attention computes nothing
             sizes, flops = (size,), (10 if part == "backward" else 4) * pairs * size[1] * size[-1]
         elif sizes:
             kind = "product"
@@ -178,7 +181,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 part="recompute" if part == "recompute" or self._repeats(part) else _part(part),
                 kind=kind,
                 dtype=_dtype_name(tensors),
-                nbytes=sum(bytes_of(each) for each in _distinct([*tensors, *_tensors(result)])),
+                nbytes=sum(bytes_of(each) for each in _distinct(moved)),
                 flops=flops,
                 sizes=sizes,
                 num_launches=inside.num_launches,
@@ -199,39 +202,36 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         if func.namespace not in ("aten", "prims", "weft") or is_view(func, args, output):
             return output
-        product = product_sizes(func, args)
-        if self._op is not None:
-            self._op.num_launches += 1
-            if product is not None:
-                self._op.products.append(product)
-            return output
+        products = product_sizes(func, args)
         read = [] if func.__name__.startswith(("zeros", "ones", "fill", "full")) else _tensors((args, kwargs))
+        if self._op is not None:
+            self._op.add(products, read, _tensors(output))
+            return output
         tensors = _distinct([*read, *_tensors(output)])
         self._add(
             Compute(
                 name=f"aten.{func.__name__.partition('.')[0]}",
                 part="forward" if self.phase == "forward" else "backward",
-                kind="memory" if product is None else "product",
+                kind="product" if products else "memory",
                 dtype=_dtype_name(tensors),
                 nbytes=sum(bytes_of(each) for each in tensors),
-                flops=0 if product is None else 2 * math.prod(product),
-                sizes=() if product is None else (product,),
+                flops=sum(2 * math.prod(each) for each in products),
+                sizes=tuple(products),
                 module=self._modules[-1],
             )
         )
         return output
 
-    def add_update(self, model: nn.Module, states: Mapping[str, int] | int, *, gathers_whole: bool) -> None:
+    def add_update(self, model: nn.Module, states: Mapping[str, int] | int) -> dict[ModelPart, int]:
         """Adds the optimizer's elementwise update of the parameters: before, in and after the blocks.
 
         An update reads gradient, parameter and states, and writes parameter and states.
-        Work on all parameters at once is given the bytes of the whole model, of which some blocks have run: the norm
-        of gradients, and with gathers_whole the gather of all parameters before the first block.
+        Returns the bytes of this rank's trained parameters in each part of the model; of a block, the block's own.
         """
         self.phase, self.microbatch, self._block, self._place = "optimizer", -1, None, "before"
-        updates: dict[tuple[Standing | None, Place], list[tuple[int, str]]] = {}
-        part: tuple[Standing | None, Place] = (None, "before")
-        run = whole = 0
+        updates: dict[ModelPart, list[tuple[int, str]]] = {}
+        held: dict[ModelPart, int] = {}
+        part: ModelPart = (None, "before")
         for name, parameter in model.named_parameters():
             prefix = next((each for each in self._blocks if name.startswith(f"{each}.")), None)
             if prefix is not None:
@@ -242,24 +242,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 part = None, "after"
             if parameter.requires_grad:
                 local = local_value(parameter)
-                run, whole = run + bytes_of(local), whole + bytes_of(local) * (len(part[0].blocks) if part[0] else 1)
                 count = states if isinstance(states, int) else states[name]
+                held[part] = held.get(part, 0) + bytes_of(local)
                 updates.setdefault(part, []).append((bytes_of(local) * (3 + 2 * count), _dtype_name([local])))
-        # A small model computes as one unit on local tensors, and all its gradients come after the first block's.
-        sums_whole = not any(
-            isinstance(each.event, Start) and _is_sum(each.event) and each.block for each in self.placed
-        )
-        for i, each in enumerate(self.placed):
-            event = each.event
-            is_sum = sums_whole and isinstance(event, Start) and _is_sum(event)
-            is_norm = each.phase == "gradients" and isinstance(event, Compute) and "_foreach" in event.name
-            is_gather = gathers_whole and (
-                event.purpose == "parameters"
-                if isinstance(event, Start)
-                else each.phase == "forward" and isinstance(event, Compute) and event.name.startswith("aten._foreach")
-            )
-            if (is_norm or is_gather or is_sum) and not isinstance(event, Wait):
-                self.placed[i] = replace(each, event=replace(event, nbytes=event.nbytes * whole // run))
         for (self._block, self._place), of_part in updates.items():
             self._add(
                 Compute(
@@ -271,10 +256,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     num_launches=len(of_part),
                 )
             )
-
-
-def _is_sum(event: Start) -> bool:
-    return event.purpose == "gradients"
+        return held
 
 
 def _purpose() -> Literal["", "gradients", "parameters"]:
@@ -299,13 +281,30 @@ _PURPOSES: dict[str, Literal["gradients", "parameters"]] = {
 
 
 class _Inside:
-    """What a Weft op's function runs: the ops of torch that do work, and their products."""
+    """What a Weft op's function runs: the ops of torch that do work, their products, and what they read from outside.
 
-    __slots__ = ("num_launches", "products")
+    A kernel of the op reads what comes from outside, and writes the results: values in between stay on the chip.
+    """
+
+    __slots__ = ("_written", "num_launches", "products", "read")
 
     def __init__(self) -> None:
         self.num_launches = 0
         self.products: list[tuple[int, int, int, int]] = []
+        self.read: dict[tuple[Any, ...], Tensor] = {}
+        self._written: set[int] = set()  # storages of values in between
+
+    def add(
+        self, products: Sequence[tuple[int, int, int, int]], read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> None:
+        self.num_launches += 1
+        self.products += products
+        for each in read:
+            storage = each.untyped_storage()._cdata
+            if storage not in self._written:
+                self.read[storage, each.storage_offset(), tuple(each.shape)] = each
+        from_outside = {key[0] for key in self.read}
+        self._written |= {each.untyped_storage()._cdata for each in written} - from_outside
 
 
 def _part(part: Part) -> Literal["forward", "backward"]:

@@ -21,8 +21,9 @@ from ..parallel.plan import without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
 from ..step.record import StepShape, meta_copy, on_shapes
 from .alike import Standing, block_names, keep_standing_blocks
-from .events import Compute, Event, Phase, Segment, Start, Trace, Wait
+from .events import Phase, Segment, Trace
 from .observer import Observer, Place, Placed
+from .whole_model import in_buckets, of_whole_model, sum_after_backward
 
 GATHERED_AHEAD = 2  # blocks whose parameters are being gathered while a block computes, under zero=3
 RUN_MICROBATCHES = 3  # the first, which makes gradients, one for all in between, and the last, whose gradients are sent
@@ -77,10 +78,12 @@ def trace_step(
                 observer.phase, observer.microbatch = "optimizer", -1
                 update(ready.model)
         ready.recorded.listener = None
-        observer.add_update(ready.model, states, gathers_whole=plan.zero < 3)
-        placed = _with_sync_after_backward(observer.placed) if is_stage else observer.placed
+        held = observer.add_update(ready.model, states)
+        placed = of_whole_model(observer.placed, held, gathers_whole=plan.zero < 3, by_part=is_stage)
+        if is_stage and plan.zero < 2:  # with more, every backward sums its gradients
+            placed = sum_after_backward(placed)
         return Trace(
-            segments=_with_buckets(list(_segments(placed)), bucket_bytes),
+            segments=in_buckets(list(_segments(placed)), bucket_bytes),
             num_blocks=len(names),
             times=times,
             message_bytes=observer.message_bytes,
@@ -99,60 +102,3 @@ def _segments(placed: Sequence[Placed]) -> Iterator[Segment]:
             place=place,
             events=tuple(each.event for each in group),
         )
-
-
-def _with_sync_after_backward(placed: Sequence[Placed]) -> list[Placed]:
-    """The events of a stage: a pipeline sums gradients over ranks when all microbatches are done.
-
-    A sum is of the phase "gradients" then, and stays with the block whose gradients are summed.
-    """
-    sums = {
-        each.event.number
-        for each in placed
-        if isinstance(each.event, Start) and each.event.purpose == "gradients" and each.phase == "backward"
-    }
-    moved = [each for each in placed if not isinstance(each.event, Compute) and each.event.number in sums]
-    stay = [each for each in placed if isinstance(each.event, Compute) or each.event.number not in sums]
-    end = next(i for i, each in enumerate([*stay, None]) if each is None or each.phase in ("gradients", "optimizer"))
-    return [*stay[:end], *(replace(each, phase="gradients", microbatch=-1) for each in moved), *stay[end:]]
-
-
-def _with_buckets(segments: Sequence[Segment], bucket_bytes: int) -> tuple[Segment, ...]:
-    """The segments with their sums of gradients in buckets: as many sums of a group as fill a bucket are one.
-
-    A bucket's sum starts where the bucket is full, or where its segment ends, and is awaited where its first sum was.
-    """
-    bucket_of: dict[int, int] = {}  # number of a sum -> of its bucket
-    buckets: dict[int, tuple[int, Start]] = {}  # number of a bucket -> that of its last sum, and the whole
-    for segment in segments:
-        open_buckets: dict[tuple[str, str], Start] = {}
-        for event in segment.events:
-            if isinstance(event, Start) and event.purpose == "gradients":
-                key = event.kind, event.group
-                first = open_buckets.get(key)
-                bucket = event if first is None else replace(first, nbytes=first.nbytes + event.nbytes)
-                bucket_of[event.number], buckets[bucket.number] = bucket.number, (event.number, bucket)
-                if bucket.nbytes < bucket_bytes:
-                    open_buckets[key] = bucket
-                else:
-                    open_buckets.pop(key, None)
-    started: set[int] = set()
-    awaited: set[int] = set()
-
-    def merged(event: Event) -> Iterator[Event]:
-        if isinstance(event, Compute) or event.number not in bucket_of:
-            yield event
-            return
-        number = bucket_of[event.number]
-        last, bucket = buckets[number]
-        if isinstance(event, Start):
-            if event.number == last:
-                started.add(number)
-                yield bucket
-        elif number in started and number not in awaited:
-            awaited.add(number)
-            yield Wait(number=number)
-
-    return tuple(
-        replace(segment, events=tuple(one for event in segment.events for one in merged(event))) for segment in segments
-    )

@@ -36,25 +36,36 @@ def is_view(func: Any, args: Sequence[Any], output: Any) -> bool:
     return all(each.untyped_storage()._cdata in read for each in results)
 
 
-def product_sizes(func: Any, args: Sequence[Any]) -> tuple[int, int, int, int] | None:
-    """(batch, M, N, K) of torch's matrix products, [batch, M, K] @ [batch, K, N]; None for any other op."""
+def product_sizes(func: Any, args: Sequence[Any]) -> list[tuple[int, int, int, int]]:
+    """(batch, M, N, K) of each matrix product [batch, M, K] @ [batch, K, N] in an op of torch; [] for any other op.
+
+    Of experts, rows are divided evenly: the rows of each expert depend on data.
+    """
     match func:
         case aten.mm.default | aten.mm.dtype | aten.mm.out | aten._scaled_mm.default:
             a, b = args[:2]
-            return 1, a.shape[0], b.shape[1], a.shape[1]
+            return [(1, a.shape[0], b.shape[1], a.shape[1])]
         case aten.addmm.default | aten.addmm.out | aten.addmm_.default | aten.addmm.dtype:
             _, a, b = args[:3]
-            return 1, a.shape[0], b.shape[1], a.shape[1]
+            return [(1, a.shape[0], b.shape[1], a.shape[1])]
         case aten.bmm.default | aten.bmm.dtype | aten.bmm.out:
             a, b = args[:2]
-            return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
+            return [(a.shape[0], a.shape[1], b.shape[2], a.shape[2])]
         case aten.baddbmm.default | aten.baddbmm_.default:
             _, a, b = args[:3]
-            return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
-    if func.__name__.startswith("_grouped_mm"):
+            return [(a.shape[0], a.shape[1], b.shape[2], a.shape[2])]
+    name = func.__name__.partition(".")[0]
+    if name == "_grouped_mm":
         a, b = args[:2]
-        return 1, a.shape[-2], b.shape[-1], a.shape[-1]
-    return None
+        return [(1, a.shape[-2], b.shape[-1], a.shape[-1])]
+    if func.namespace == "weft" and name in ("experts", "experts_backward"):
+        count = name.count("_backward") + 1
+        source, gate = args[2 + count - 1], args[4 + count - 1]
+        E, inner, width = gate.shape
+        rows = -(-len(source) // E)
+        forward = [(E, rows, inner, width)] * 2 + [(E, rows, width, inner)]
+        return forward if count == 1 else forward + [(E, inner, width, rows)] * 2 + [(E, width, inner, rows)]
+    return []
 
 
 def attention_sizes(
