@@ -160,3 +160,21 @@ def test_no_level_holds_more_than_the_one_before() -> None:
     first, second, third, fourth = (level.nbytes for level in levels)
     assert first > second > third == fourth
     assert levels[3].parameters + levels[3].gathered == levels[0].parameters  # nothing is held twice
+
+
+def test_microbatches_in_flight_save_one_cast_of_each_weight() -> None:
+    """Under autocast, the first stage holds the activations of two microbatches, and its weights in 16 bits once."""
+    plan = plan_of(0, {"schedule": "1f1b"})
+    with torch.device("meta"):
+        model = Llama(replace(CONFIG, num_layers=4, hidden_size=64))
+    block = sum(each.numel() for each in model.layers[0].parameters())
+
+    def saved(rows: int) -> int:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            memory = predict_memory(
+                model, ProcessMesh.grid(pp=2), plan, batch=(rows * MICROBATCHES, 1), microbatches=MICROBATCHES
+            )
+        return memory.activations
+
+    weights = saved(1) - (saved(2) - saved(1))  # what does not grow with the rows
+    assert weights <= 1.1 * 2 * 2 * block  # two blocks, two bytes

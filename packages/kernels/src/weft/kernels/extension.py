@@ -18,7 +18,7 @@ from .dispatch.delayed_weight_gradients import (
 )
 from .dispatch.observation import Part, observing
 from .dispatch.op import Op
-from .dispatch.sharded import Sharding, apply, cast_for, infer_gradient_layouts
+from .dispatch.sharded import Sharding, apply, cast_for, infer_gradient_layouts, sharing_casts
 from .dispatch.sharded.call_plan import find_slice_layout, slice_gradient
 from .dispatch.sharded.functions import apply_function, refuse_second_derivative
 from .dispatch.token_order import Runs, as_laid, as_read
@@ -58,6 +58,7 @@ __all__ = [
     "observing",
     "pack",
     "refuse_second_derivative",
+    "sharing_casts",
     "slice_gradient",
     "sort_by_expert",
     "unpack",

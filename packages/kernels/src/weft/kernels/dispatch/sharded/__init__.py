@@ -1,6 +1,6 @@
 """Runs ops on plain tensors and on DTensors: `apply` runs an `Op`; the op's rule returns a `Sharding`."""
 
-from .autocast import autocasts, cast_for
+from .autocast import autocasts, cast_for, sharing_casts
 from .functions import apply, apply_many
 from .rules import Shapes, Sharding, check_devices, infer_gradient_layouts, require_one_layout
 
@@ -14,4 +14,5 @@ __all__ = [
     "check_devices",
     "infer_gradient_layouts",
     "require_one_layout",
+    "sharing_casts",
 ]

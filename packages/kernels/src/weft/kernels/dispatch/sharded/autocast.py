@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +20,9 @@ from ..backend import is_compiling
 # Arguments never cast: the op writes into the caller's accumulate_into; rope's tables and attention's sinks stay in
 # float32.
 NEVER_CAST = ("accumulate_into", "cos", "sin", "sinks")
+# Casts of parameters inside `sharing_casts`: by the parameter's id and the dtype, the parameter and its local cast.
+_shared_casts: ContextVar[dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None]
+_shared_casts = ContextVar("_shared_casts", default=None)
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Operand = TypeVar("Operand", bound=Tensor)
@@ -66,25 +71,51 @@ def cast_for(name: str, operand: Operand) -> Operand:
     return cast
 
 
+@contextmanager
+def sharing_casts() -> Iterator[None]:
+    """Inside, in this thread, each parameter is cast once for all calls, and all graphs save the same cast.
+
+    For forward passes that are followed by backward passes only later, as of a pipeline's microbatches: each graph
+    would save a cast of its own. Parameters must not change inside.
+    """
+    token = _shared_casts.set({})
+    try:
+        yield
+    finally:
+        _shared_casts.reset(token)
+
+
 def _cast(operand: Any, dtype: torch.dtype) -> Any:
     if not may_be_cast(operand) or operand.dtype == dtype:
         return operand
+    shared = _shared_casts.get()
+    if shared is not None and operand.is_leaf and operand.requires_grad and not is_compiling():
+        key = id(operand), dtype
+        if key not in shared:
+            local = operand.to_local() if isinstance(operand, DTensor) else operand
+            shared[key] = operand, local.detach().to(dtype)
+        return Cast.apply(operand, dtype, shared[key][1])  # type: ignore[no-untyped-call]
     if not isinstance(operand, DTensor):
         return operand.to(dtype)
     return _cast_in_graph(operand, dtype) if is_compiling() else Cast.apply(operand, dtype)  # type: ignore[no-untyped-call]
 
 
 class Cast(torch.autograd.Function):
-    """Cast a DTensor to another dtype, in the same layout. The dual casts the gradient back, in any layout."""
+    """Cast a tensor to another dtype, a DTensor in the same layout. The dual casts the gradient back, in any layout.
+
+    cast: the local result, where it is known.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, cast: Tensor | None = None) -> Tensor:
         ctx.dtype = x.dtype
-        return wrap(x.to_local().to(dtype), layout_of(x), x.shape)
+        local = x.to_local() if isinstance(x, DTensor) else x
+        cast = local.to(dtype) if cast is None else cast.view_as(cast)
+        return wrap(cast, layout_of(x), x.shape) if isinstance(x, DTensor) else cast
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return Cast.apply(grad, ctx.dtype), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Cast.apply(grad, ctx.dtype), None, None  # type: ignore[no-untyped-call]
 
 
 @in_graph  # while Dynamo traces, a call is a single node of the graph

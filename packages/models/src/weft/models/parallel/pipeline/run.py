@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from weft.kernels.extension import DelayedGradients, allow_delayed_weight_gradients, delay_weight_gradients
+from weft.kernels.extension import (
+    DelayedGradients,
+    allow_delayed_weight_gradients,
+    delay_weight_gradients,
+    sharing_casts,
+)
 from weft.mesh import ProcessMesh
 from weft.reshard import to_global
 from weft.reshard.extension import (
@@ -123,7 +128,7 @@ class Pipeline:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._save_earlier_gradients(model)
         run = _Run(self, model, microbatches, loss_of, call_context)
-        with keep_gathered(model), accumulating():
+        with keep_gathered(model), accumulating(), sharing_casts():
             for action in schedule.actions[self._coordinate[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
                 with traced(phase):
