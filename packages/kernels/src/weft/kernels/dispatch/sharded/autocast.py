@@ -88,8 +88,8 @@ def sharing_casts() -> Iterator[None]:
 def _cast(operand: Any, dtype: torch.dtype) -> Any:
     if not may_be_cast(operand) or operand.dtype == dtype:
         return operand
-    shared = _shared_casts.get()
-    if shared is not None and operand.is_leaf and operand.requires_grad and not is_compiling():
+    shared = None if is_compiling() else _shared_casts.get()
+    if shared is not None and operand.is_leaf and operand.requires_grad:
         key = id(operand), dtype
         if key not in shared:
             local = operand.to_local() if isinstance(operand, DTensor) else operand
