@@ -1,8 +1,9 @@
 """Names for the other Weft packages and for extensions: the packages import nothing else from inside `weft.kernels`.
 
 Making an op (`Op`, `Sharding`, `apply`, `infer_gradient_layouts`), observing the calls of ops, counting an op's
-traffic, delaying weight gradients, tokens in another order, tokens sorted by expert, attention to received keys, and
-the choice of overlapped products. A release may rename them; the changelog says how.
+traffic, the device that meta tensors stand for, delaying weight gradients, tokens in another order, tokens sorted by
+expert, attention to received keys, and the choice of overlapped products. A release may rename them; the changelog
+says how.
 """
 
 from .attention.exchanged import Places, ReceivedKeys
@@ -10,7 +11,7 @@ from .attention.sharded.exchanged import attention_to_received
 from .attention.visible import VisibleKeys
 from .cross_entropy.merged import weigh_targets
 from .dispatch.autocast import is_autocasting
-from .dispatch.backend import has_data, is_compiling
+from .dispatch.backend import has_data, is_compiling, meta_as_cpu
 from .dispatch.delayed_weight_gradients import (
     DelayedGradients,
     allow_delayed_weight_gradients,
@@ -54,6 +55,7 @@ __all__ = [
     "infer_gradient_layouts",
     "is_autocasting",
     "is_compiling",
+    "meta_as_cpu",
     "normal_",
     "observing",
     "pack",

@@ -31,6 +31,7 @@ from .moving.executor import record_received, replay_received, run_or_replay, st
 from .moving.order_check import LazyText, announce
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
 from .planning.layouts import cotangent, shard_replicated_axes
+from .training.buckets import observing_buckets
 from .training.full_parameters import contiguous_shard_slices
 from .training.gathered_modules import (
     gather_when_called,
@@ -109,6 +110,7 @@ __all__ = [
     "measure_waits",
     "memory_of",
     "mesh_argument",
+    "observing_buckets",
     "process_mesh",
     "record_received",
     "recording",

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..dispatch.backend import on_cpu, use_triton
+from ..dispatch.backend import is_shape_alone, on_cpu, use_triton
 from ..dispatch.token_order import Runs, as_read
 from . import blocks, stretches
 from .drop import Drop
@@ -34,6 +34,17 @@ def is_fused(query: Tensor, *, plain_scores: bool) -> bool:
     return plain_scores and on_cpu(query) and not use_triton(query)
 
 
+def is_stub(query: Tensor, operands: Operands, options: Options) -> bool:
+    """Whether the call only allocates its results: on meta tensors, but not for a plain call that stands for a CPU's.
+
+    Who sees whom by documents, windows and orders is known from data alone.
+    """
+    if not query.is_meta or is_shape_alone(query):
+        return query.is_meta
+    is_plain = operands[3] is None and options.order is None and not options.dropout
+    return not (is_plain and is_fused(query, plain_scores=options.scores.softcap is None))
+
+
 def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Ranges | None]:
     """The output like query, the logsumexp [B, heads, T], and who sees whom, for `compute_backward`.
 
@@ -41,7 +52,7 @@ def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Range
     attention reads it from the options.
     """
     query, key, value, _, _, sinks = operands
-    if query.numel() == 0 or key.numel() == 0 or query.is_meta:
+    if query.numel() == 0 or key.numel() == 0 or is_stub(query, operands, options):
         shape = (math.prod(query.shape[:-2]), query.shape[-1] // options.head_dim, query.shape[-2])
         wide = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -58,7 +69,7 @@ def compute_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks. ranges: as `compute` returned them; None to make them."""
     query, key, value, _, _, sinks = operands
-    if query.numel() == 0 or key.numel() == 0 or query.is_meta:
+    if query.numel() == 0 or key.numel() == 0 or is_stub(query, operands, options):
         dquery, dkey, dvalue = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
         return dquery, dkey, dvalue, None if sinks is None else torch.zeros_like(sinks)
     g, q = ascending(flat(grad), options.runs), ascending(flat(query), options.runs)

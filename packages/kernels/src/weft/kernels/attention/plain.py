@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..dispatch.backend import chip_of
+from ..dispatch.backend import chip_of, on_cpu
 
 TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_attention.py writes it
 Heads = tuple[str, str, int]  # chip, dtype and head_dim of `CallClass`
@@ -58,7 +58,12 @@ def forward(
         # CUDA's fused attention for float32 knows no grouped queries; with enable_gqa torch would run an unfused one.
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     triangle = causal and q.shape[2] == k.shape[2]
-    attended = scaled_dot_product_attention(q, k, v, is_causal=triangle, scale=scale, enable_gqa=groups > 1)
+    if on_cpu(q) and q.is_meta:  # torch would choose an unfused function for meta tensors
+        attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, triangle, scale=scale
+        )[0]
+    else:
+        attended = scaled_dot_product_attention(q, k, v, is_causal=triangle, scale=scale, enable_gqa=groups > 1)
     return attended.transpose(1, 2).reshape(query.shape)
 
 

@@ -63,12 +63,10 @@ def forward(
     saved_weight, saved_denominator = weight, denominator  # saved for backward
     weight, denominator = unify_denominators(weight, denominator)
     guessed = dlogits = merged = None
-    if first_backward is None or gather is not None or not (use_triton(logits) or on_cpu(logits)):
+    if first_backward is not None and gather is None and logits.is_meta:
+        dlogits = _empty_gradient(logits)  # a meta run allocates the gradient as a real run would, for memory estimates
+    if first_backward is None or gather is not None or logits.is_meta or not (use_triton(logits) or on_cpu(logits)):
         statistics = passes.statistics(logits, target, weight, shard)  # [N, columns]
-        if first_backward is not None and gather is None and logits.is_meta:
-            dlogits = _empty_gradient(
-                logits
-            )  # a meta run allocates the gradient as a real run would, for memory estimates
     else:
         guessed, dlogits = guess(logits.device), _empty_gradient(logits)
         upstream = Upstream(guessed, None, denominator)
@@ -131,7 +129,11 @@ def backward(
     shard = Shard(vocab_start, vocab_size, options)
     upstream = Upstream(grads[0], grads[1] if options.return_lse else None, denominator)
     arguments = (logits, target, weight, gathered, upstream, shard)
-    if from_forward is not None and guessed is not None and first_backward is not None and not first_backward.is_over:
+    is_first = first_backward is not None and not first_backward.is_over
+    if from_forward is not None and from_forward.is_meta and first_backward is not None and is_first:
+        first_backward.is_over = True
+        return from_forward.data, None, None, None
+    if from_forward is not None and guessed is not None and first_backward is not None and is_first:
         first_backward.is_over = True
         # The caller may write to the returned gradient. `.data` has a version counter of its own, so this does not
         # count as a write to the saved tensor, for which autograd would raise in a second backward.

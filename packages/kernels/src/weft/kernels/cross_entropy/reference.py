@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch.backend import can_read
+from ..dispatch.backend import can_read, is_shape_alone
 from . import guess
 from .merged import Merged, Shard, Upstream, find_rival, gradient_factors, losses, merge, replace_infinite
 
@@ -258,7 +258,7 @@ def _chunks(logits: Tensor, classes: Tensor, out: Tensor) -> Iterator[tuple[slic
     if N == 0:
         return
     most = max(1, CHUNK * torch.get_num_threads() // V)
-    step = N if logits.is_meta else -(-N // -(-N // most))  # a meta tensor is a single chunk
+    step = N if is_shape_alone(logits) else -(-N // -(-N // most))
     workspace = torch.empty(step, V, dtype=_wide(logits.dtype), device=logits.device)
     x = logits.reshape(N, V)
     dx = x if out is logits else out.reshape(N, V)

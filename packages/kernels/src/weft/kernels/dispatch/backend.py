@@ -6,7 +6,8 @@ Also checks operands' dtypes. These checks run in each call of an op and allocat
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,21 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PLAIN = frozenset((Tensor, Parameter))
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
 is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in a third of the time
+_meta_is_cpu = False  # inside `meta_as_cpu`
+
+
+@contextmanager
+def meta_as_cpu() -> Iterator[None]:
+    """Inside, ops on meta tensors take the ways of CPU tensors, and so save and allocate what a CPU would.
+
+    Elsewhere they take a GPU's: see `on_cpu`, `runs_natively` and `is_shape_alone`. For this process.
+    """
+    global _meta_is_cpu
+    before, _meta_is_cpu = _meta_is_cpu, True
+    try:
+        yield
+    finally:
+        _meta_is_cpu = before
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -38,12 +54,20 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether the tensor is in CPU memory. False for a meta tensor.
+    """Whether the tensor is in CPU memory. For a meta tensor: whether inside `meta_as_cpu`.
 
     Asked, among others, by matrix products that need a float32 result of 16-bit factors: a CPU has no such GEMM, so
     they cast the factors first.
     """
-    return tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" or (_meta_is_cpu and tensor.is_meta)
+
+
+def is_shape_alone(tensor: Tensor) -> bool:
+    """Whether an op on this meta tensor may compute in fewer and larger pieces than on data. False on data.
+
+    False inside `meta_as_cpu`, where ops must allocate what they would on data.
+    """
+    return tensor.is_meta and not _meta_is_cpu
 
 
 def is_short_of_memory(tensor: Tensor) -> bool:
@@ -59,15 +83,25 @@ def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
     """Whether an op may call torch's own differentiable function instead of an `Op`.
 
     True for plain CPU tensors, all float32 or all float64, neither traced nor interpreted. Asked first in an op,
-    because a small op spends most of its time on the host.
+    because a small op spends most of its time on the host. Inside `meta_as_cpu` also for meta tensors, without
+    autocast, which torch's functions know of CPU tensors only.
     """
     dtype = first.dtype
-    if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN or not first.is_cpu:
+    if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN:
         return False
+    if not first.is_cpu:
+        return _meta_is_cpu and _runs_natively_on_meta(first, *operands)
     for each in operands:
         if each is not None and not (type(each) in _PLAIN and each.is_cpu and each.dtype is dtype):
             return False
     return not INTERPRETED and not is_compiling() and not is_jit_tracing()
+
+
+def _runs_natively_on_meta(*operands: Tensor | None) -> bool:
+    """`runs_natively` for operands without data that stand for a CPU's."""
+    given = [each for each in operands if each is not None]
+    alike = all(type(each) in _PLAIN and each.is_meta and each.dtype is given[0].dtype for each in given)
+    return alike and not (INTERPRETED or is_compiling() or torch.is_autocast_enabled("cpu"))
 
 
 def refuse_jit_trace(name: str) -> None:

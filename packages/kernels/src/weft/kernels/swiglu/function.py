@@ -140,7 +140,7 @@ def _compute_by_one_sigmoid(gate: Tensor, up: Tensor, grad: Tensor, activation: 
     """
     dgate, dup = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (gate, up))
     operands = gate, up, grad, dgate, dup
-    if backend.is_compiling() or gate.is_meta or gate.numel() <= ELEMENTS_AT_ONCE:
+    if backend.is_compiling() or backend.is_shape_alone(gate) or gate.numel() <= ELEMENTS_AT_ONCE:
         _write_gradients(activation, *operands)
     else:
         for piece in zip(*(torch.split(each.flatten(), ELEMENTS_AT_ONCE) for each in operands), strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..parallel.plan import ParallelPlan
 
+NUMBERS = ("layer",)  # attributes with a block's own number, in which blocks that are alike differ
 LONGEST_PERIOD = 8  # blocks in a repetition, as one with full attention after five with a window
 
 
@@ -102,7 +103,7 @@ def signature(block: nn.Module, block_name: str) -> Hashable:
             tuple(
                 (key, _setting(value, block_name))
                 for key, value in sorted(vars(module).items())
-                if not key.startswith("_")
+                if not key.startswith("_") and key not in NUMBERS
             ),
             tuple(
                 (key, tuple(each.shape), each.dtype, each.requires_grad)

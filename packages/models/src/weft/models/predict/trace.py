@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from weft.kernels.extension import observing
@@ -38,11 +39,15 @@ def trace_step(
     clip_norm: float | None = None,
     update: Callable[[nn.Module], None] | None = None,
     states: Mapping[str, int] | int = 2,
+    reduced: Reduced | None = None,
+    runs_before: bool = True,
 ) -> Trace:
     """The trace of `shape.rank` in a training step of `model` on `mesh` under `plan`.
 
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
-    element of a parameter, as for `predict_memory`.
+    element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
+    traces. runs_before: whether a step runs before the one that is traced; without sharded parameters, and with a
+    criterion that has a `denominator`, both are the same.
     On a mesh with "pp" the step is of the mesh without that axis, of one stage that has all blocks: `Segment.blocks`
     says which stage's each segment is. Parameters are then gathered once for all microbatches, also under zero=3.
     Communication: none. Raises ValueError as `record`.
@@ -61,15 +66,14 @@ def trace_step(
         rows, *sizes = shape.batch
         assert not isinstance(rows, Tensor), "tensors are not divided into microbatches"
         shape = replace(shape, batch=(rows // count * len(times), *sizes), microbatches=len(times))
-    model = meta_copy(model)
-    names = block_names(model, plan)
-    standing = keep_standing_blocks(model, names, GATHERED_AHEAD if plan.zero == 3 else 1)
+    model, names, standing = reduce_model(model, plan) if reduced is None else reduced
     prefix = names[0].rpartition(".")[0] if names else ""
     bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)  # no bucket spans two blocks
     with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a mesh without stages has every rank's step"
-        ready.run(lambda phase: None, clip_norm=clip_norm)  # later runs gather ahead, in this order
-        ready.model.zero_grad()
+        if runs_before:  # later runs gather ahead, in this order, and the criterion is not probed
+            ready.run(lambda phase: None, clip_norm=clip_norm)
+            ready.model.zero_grad()
         observer = Observer(ready.model, prefix, standing, len(times))
         ready.recorded.listener = observer.on_call
         with observer, observer.modules_followed(), observing(observer.on_op):
@@ -88,6 +92,21 @@ def trace_step(
             times=times,
             message_bytes=observer.message_bytes,
         )
+
+
+class Reduced(NamedTuple):
+    """A model on the meta device with the blocks alone that stand for all. Made by `reduce_model`."""
+
+    model: nn.Module
+    names: list[str]  # of all blocks
+    standing: list[Standing]
+
+
+def reduce_model(model: nn.Module, plan: ParallelPlan) -> Reduced:
+    """A copy of the model on the meta device without the blocks for which others stand."""
+    model = meta_copy(model)
+    names = block_names(model, plan)
+    return Reduced(model, names, keep_standing_blocks(model, names, GATHERED_AHEAD if plan.zero == 3 else 1))
 
 
 def _segments(placed: Sequence[Placed]) -> Iterator[Segment]:

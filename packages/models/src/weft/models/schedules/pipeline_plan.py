@@ -20,8 +20,24 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
     interleaved: 1F1B over several stages on each rank (Narayanan et al. 2021).
     zero_bubble: gradients of weights, for which nothing waits, fill idle time; as much memory as 1F1B (Qi et al.
         2023, ZB-H1).
-    There may be fewer microbatches than ranks. Raises ValueError for an unknown name, a number below 1, and numbers
-    that the schedule cannot take, naming the condition.
+    There may be fewer microbatches than ranks. Raises ValueError as `check_schedule`.
+    """
+    check_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    order: dict[Name, Callable[[int, int, int, int], Iterator[Action]]] = {
+        "gpipe": _gpipe,
+        "1f1b": _one_forward_one_backward,
+        "interleaved": _interleaved,
+        "zero_bubble": _zero_bubble,
+    }
+    actions = tuple(tuple(order[name](rank, ranks, microbatches, chunks)) for rank in range(ranks))
+    stages = tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks))
+    return Schedule(name=name, microbatches=microbatches, stages=stages, actions=actions)
+
+
+def check_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1) -> None:
+    """Raises ValueError for an unknown name, a number below 1, and numbers that the schedule `name` cannot take.
+
+    The error names the condition. The schedule is not made.
     """
     if name not in NAMES:
         raise ValueError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
@@ -44,15 +60,6 @@ def make_schedule(name: Name, *, ranks: int, microbatches: int, chunks: int = 1)
         raise ValueError(
             f"schedule {name!r} has one stage on a rank, and chunks is {chunks}; use 'interleaved' for several"
         )
-    order: dict[Name, Callable[[int, int, int, int], Iterator[Action]]] = {
-        "gpipe": _gpipe,
-        "1f1b": _one_forward_one_backward,
-        "interleaved": _interleaved,
-        "zero_bubble": _zero_bubble,
-    }
-    actions = tuple(tuple(order[name](rank, ranks, microbatches, chunks)) for rank in range(ranks))
-    stages = tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks))
-    return Schedule(name=name, microbatches=microbatches, stages=stages, actions=actions)
 
 
 def _nearest_numbers(microbatches: int, ranks: int) -> str:
@@ -151,7 +158,17 @@ class PipelinePlan:
             if value is not None and value < 1:
                 raise ValueError(f"PipelinePlan: {name} is {value}; it must be 1 or more")
 
+    @property
+    def chunks_per_rank(self) -> int:
+        """The number of stages on each rank: `chunks`, or the schedule's usual number."""
+        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+
     def make_schedule(self, ranks: int, microbatches: int | None = None) -> Schedule:
         """The schedule for this number of ranks. Raises ValueError as the function `make_schedule`."""
-        chunks = self.chunks or (2 if self.schedule == "interleaved" else 1)
-        return make_schedule(self.schedule, ranks=ranks, microbatches=microbatches or self.microbatches, chunks=chunks)
+        count, chunks = microbatches or self.microbatches, self.chunks_per_rank
+        return make_schedule(self.schedule, ranks=ranks, microbatches=count, chunks=chunks)
+
+    def count_stages(self, ranks: int) -> int:
+        """The number of stages on this number of ranks, without making the schedule. Raises as `make_schedule`."""
+        check_schedule(self.schedule, ranks=ranks, microbatches=self.microbatches, chunks=self.chunks_per_rank)
+        return ranks * self.chunks_per_rank

@@ -87,6 +87,7 @@ def find_gradients(
                 with call_context():
                     output = model(*microbatch.args, **microbatch.kwargs)
                 loss = loss_of(output, microbatch)
+                del output  # the logits are freed once the loss's backward is over
             # not awaited here: otherwise no rank would start backward before all have finished forward
             if is_last:
                 loss_sum = _start_sum(results, parameter)

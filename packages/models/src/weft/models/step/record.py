@@ -118,14 +118,16 @@ def run_on_shapes(
     *,
     clip_norm: float | None = None,
     update: Callable[[nn.Module], None] | None = None,
+    listen: Callable[[Recorded], None] | None = None,
 ) -> Step:
     """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
 
     update: runs on the rank's model after the gradients, as an optimizer that communicates; None: no such optimizer.
+    listen: as for `on_shapes`.
     Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`.
     """
     issued: dict[Phase, list[Collective]] = {}
-    with on_shapes(model, mesh, plan, shape) as ready:
+    with on_shapes(model, mesh, plan, shape, listen) as ready:
         if ready is None:
             return Step()
         recorded, pipeline = ready.recorded, pipeline_of(ready.model)
@@ -168,9 +170,15 @@ class Ready:
 
 @contextmanager
 def on_shapes(
-    model: nn.Module, mesh: ProcessMesh | DeviceMesh, plan: ParallelPlan | None, shape: StepShape
+    model: nn.Module,
+    mesh: ProcessMesh | DeviceMesh,
+    plan: ParallelPlan | None,
+    shape: StepShape,
+    listen: Callable[[Recorded], None] | None = None,
 ) -> Iterator[Ready | None]:
     """Prepares the step of `record`, to be run within the context. Called by `run_on_shapes` and `predict_memory`.
+
+    listen: sets the listeners of the recording, before the model is laid out.
 
     Yields None if the mesh has an axis "pp" and does not contain the rank.
     Arguments and errors: as for `record`.
@@ -181,6 +189,8 @@ def on_shapes(
     tokens, targets = _on_meta(shape.batch)
     compute: Criterion = _mean_cross_entropy(targets) if shape.criterion is None else shape.criterion
     with recording(mesh, rank) as recorded, torch.device("meta"):
+        if listen is not None:
+            listen(recorded)
         plan = own_plan(model) if plan is None else plan
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
             yield None
@@ -208,12 +218,24 @@ def on_shapes(
         if len(microbatches) > 1 or pipeline is not None or not isinstance(of_logits, ProbedCriterion):
             compute = weighted
         if pipeline is not None:
-            pipeline.forms = _message_forms(meta_copy(model), pipeline, plan, microbatches[0], compute)
+            with _unheard(recorded):  # real stages learn the forms from messages
+                pipeline.forms = _message_forms(meta_copy(model), pipeline, plan, microbatches[0], compute)
         sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=microbatches, sync=sync, recorded=recorded)
         finally:
             sync.close()
+
+
+@contextmanager
+def _unheard(recorded: Recorded) -> Iterator[None]:
+    """Inside, the recording's listeners are not called."""
+    listeners = recorded.listener, recorded.group_listener
+    recorded.listener = recorded.group_listener = None
+    try:
+        yield
+    finally:
+        recorded.listener, recorded.group_listener = listeners
 
 
 def _mean_cross_entropy(targets: Tensor) -> Criterion:

@@ -7,7 +7,8 @@ same `key`. Used by gradient_buckets.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,23 @@ from ..world.groups import group_along, process_mesh, this_rank
 from .shared_memory import sum_parts
 
 Owner = TypeVar("Owner")  # whom a gradient in a bucket belongs to: GradientSync's `Leaf`
+
+# Called with the tensors that a bucket begins to hold: a gradient that waits, and the flat tensor of its reduction.
+Listener = Callable[[Sequence[Tensor]], None]
+_listeners: list[Listener] = []  # at most one
+
+
+@contextmanager
+def observing_buckets(listener: Listener) -> Iterator[None]:
+    """Inside, in this process, the listener is called with the tensors of every bucket, as tools do that count memory.
+
+    Contexts must not be nested, nor run in several threads.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +148,11 @@ class Bucket(Generic[Owner]):
         """Adds this rank's part of the owner's gradient; parts of the same owner are summed."""
         if owner in self._grads:
             self._grads[owner] = self._grads[owner] + local
-            return
-        self._grads[owner], self._routes[owner] = local, route
-        self.nbytes += route.nbytes
+        else:
+            self._grads[owner], self._routes[owner] = local, route
+            self.nbytes += route.nbytes
+        for listener in _listeners:
+            listener((self._grads[owner],))
 
     def start(self) -> None:
         """Starts the bucket's first collective."""
@@ -148,6 +168,8 @@ class Bucket(Generic[Owner]):
         results = []
         with torch.no_grad():
             flat = self._pending.wait()
+            for listener in _listeners:
+                listener((flat,))
             sizes = [0 if route.local_shape is None else route.part_elements for route in self._routes.values()]
             for (owner, route), part in zip(self._routes.items(), flat.split_with_sizes(sizes), strict=True):
                 if route.local_shape is not None:
@@ -166,6 +188,8 @@ class Bucket(Generic[Owner]):
         if scattered:
             flat = torch.cat([self._routes[owner].stacked(local) for owner, local in grads.items()], 1)
             grads.clear()
+            for listener in _listeners:
+                listener((flat,))
             flat = yield from reduce_scatter(flat, "sum", [group_along(self._mesh, scattered)])
             return flat if group is None else (yield from all_reduce(flat, "sum", group))
         parts = [*grads.values()]

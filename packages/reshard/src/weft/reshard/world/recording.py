@@ -66,8 +66,12 @@ class Call:
     ranks: tuple[int, ...]  # of the group, in the group's order
     shapes: tuple[tuple[int, ...], ...]  # of the tensors given
     dtype: torch.dtype | None  # of the first tensor
-    peer: int | None = None  # rank of the other end, of a send or a receive
+    op: str  # kind of the collective that runs, where `collective.kind` may be the kind for which it stands
+    peer: int | None = None  # rank of the other end, of a send or a receive; the source, of a broadcast
     tag: int = 0  # of a send or a receive
+    # Rows to and from each member in an all-to-all of uneven parts, in the group's order; () for even parts.
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
 
 class Recorded:
@@ -90,9 +94,18 @@ class Recorded:
         self._issued: list[Collective] = []
         # Called with each collective; returns a function, to be called where the program waits for the result.
         self.listener: Callable[[Call], Callable[[], None]] | None = None
+        # Called with the name and the ranks of each group when it is made. Processes wait there for the other members.
+        self.group_listener: Callable[[str, tuple[int, ...]], None] | None = None
 
     def add(
-        self, kind: str, group: _Group, nbytes: int, tensors: Sequence[Tensor], peer: int | None = None, tag: int = 0
+        self,
+        kind: str,
+        group: _Group,
+        nbytes: int,
+        tensors: Sequence[Tensor],
+        peer: int | None = None,
+        tag: int = 0,
+        rows: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> Callable[[], None]:
         """Appends a collective to the record. Returns a function to call where the program waits for the collective."""
         name = group.group_name
@@ -100,7 +113,7 @@ class Recorded:
         self._issued.append(collective)
         if self.listener is None:
             return _ignore
-        ranks = self._ranks[name] if name in self._ranks else tuple(self._parts[name].ranks)
+        ranks = self.ranks_of(name)
         return self.listener(
             Call(
                 collective=collective,
@@ -108,10 +121,21 @@ class Recorded:
                 ranks=ranks,
                 shapes=tuple(tuple(each.shape) for each in tensors),
                 dtype=tensors[0].dtype if tensors else None,
+                op=kind,
                 peer=None if peer is None else ranks[peer],
                 tag=tag,
+                sent=rows[0],
+                received=rows[1],
             )
         )
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The ranks of the group of this name, in the group's order."""
+        return self._ranks[name] if name in self._ranks else tuple(self._parts[name].ranks)
+
+    def _announce(self, name: str) -> None:
+        if self.group_listener is not None:
+            self.group_listener(name, self.ranks_of(name))
 
     def take_each(self) -> list[Collective]:
         """The collectives recorded since the last call, in order."""
@@ -142,6 +166,7 @@ class Recorded:
             self.groups[name] = _Group(position, part.size, name)
             c10d._register_process_group(_as_torch(name), self.groups[name])  # DTensor's ops look groups up by name
             self.axes[name], self._parts[name] = nontrivial_axes(part), part
+            self._announce(name)
         return self.groups[name]
 
     def _name_of_same_ranks(self, part: ProcessMesh) -> str | None:
@@ -162,6 +187,7 @@ class Recorded:
         self.groups[name] = _Group(ranks.index(self.rank), len(ranks), name)
         c10d._register_process_group(_as_torch(name), self.groups[name])
         self.axes[name], self._ranks[name] = axes, ranks
+        self._announce(name)
         return self.groups[name]
 
     def publish(self, name: str, value: bytes) -> None:
@@ -281,7 +307,8 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if not received:
             return self._note_tensors("all-to-all", [input], [output])
-        return self._note("all-to-all", uneven_bytes(output.nbytes, received, self.rank()), [input])
+        nbytes = uneven_bytes(output.nbytes, received, self.rank())
+        return self._note("all-to-all", nbytes, [input], rows=(tuple(sent), tuple(received)))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self._note_tensors("all-gather", inputs, outputs[0])
@@ -292,8 +319,15 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._note_tensors("reduce-scatter", inputs[0], outputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        received = sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank())
-        return self._note("all-to-all", received, inputs)
+        nbytes = sum(each.nbytes for i, each in enumerate(outputs) if i != self.rank())
+        rows = tuple(each.numel() for each in inputs), tuple(each.numel() for each in outputs)
+        return self._note("all-to-all", nbytes, inputs, rows=rows)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        return self._note_tensors("broadcast", tensors, tensors, opts.rootRank)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._note("barrier", 0, ())
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
@@ -311,11 +345,17 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         return self._note(kind, nbytes, inputs, peer, tag)
 
     def _note(
-        self, kind: str, nbytes: int, tensors: Sequence[Tensor], peer: int | None = None, tag: int = 0
+        self,
+        kind: str,
+        nbytes: int,
+        tensors: Sequence[Tensor],
+        peer: int | None = None,
+        tag: int = 0,
+        rows: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> dist.Work:
         current = world()
         assert isinstance(current, Recorded), "only a recording makes these groups"
-        return _Done(current.add(kind, self, nbytes, tensors, peer, tag))
+        return _Done(current.add(kind, self, nbytes, tensors, peer, tag, rows))
 
 
 class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]

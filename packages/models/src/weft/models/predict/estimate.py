@@ -1,0 +1,122 @@
+"""`estimate`: seconds, tokens per second and MFU of a training step on a chip, from a rank's trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..schedules.schedule import Schedule
+from .chip import Chip
+from .events import Compute, Event, Start, Trace
+from .pipeline_time import Stages, time_pipeline
+from .price import fuse, seconds_of
+from .timeline import Part, Timeline, time_step
+
+PIPELINE_AXIS = "pp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A step's time on a machine. Made by `estimate`."""
+
+    seconds: float
+    tokens_per_second: float  # of the whole run
+    mfu: float  # operations of the model, over those of all devices at their peak
+    # Seconds of the slowest rank, by what its device does or waits for; their sum is `seconds`.
+    parts: dict[Part, float]
+    timeline: Timeline
+
+    def share(self, part: Part) -> float:
+        """The share of a part in the step."""
+        return self.parts[part] / self.seconds if self.seconds else 0.0
+
+
+def estimate(
+    trace: Trace,
+    *,
+    chip: Chip,
+    mesh_sizes: Mapping[str, int],
+    tokens: int,
+    flops: float,
+    schedule: Schedule | None = None,
+    stages: Stages | None = None,
+    compiled: bool = False,
+    dtype: str = "bfloat16",
+    keep_spans: bool = False,
+) -> Estimate:
+    """The time of a training step on a mesh of a chip's devices.
+
+    trace: of a rank; without the axis "pp", as `trace_step` makes it.
+    mesh_sizes: of the mesh's axes, outermost first, "pp" included.
+    tokens, flops: of the whole step on all ranks; flops as by `flops_per_token`, without recomputation.
+    schedule, stages: of a mesh with "pp"; see `time_pipeline`. None where there is no such axis.
+    compiled: whether blocks are compiled; see `time_step`.
+    dtype: of products, for the peak by which the MFU counts.
+    keep_spans: whether `Estimate.timeline` lists spans.
+    Cost: milliseconds, and nothing in it is random.
+    Raises ValueError for stages that do not fit, a group larger than the machine, or a dtype without a peak.
+    """
+    world = math.prod(mesh_sizes.values())
+    num_stages = mesh_sizes.get(PIPELINE_AXIS, 1)
+    if schedule is None or num_stages == 1:
+        if num_stages > 1:
+            raise ValueError(f"the mesh has {num_stages} ranks along 'pp'; give the schedule of its stages")
+        timeline = time_step(trace, chip, compiled=compiled, world=world, keep_spans=keep_spans)
+    else:
+        if schedule.ranks != num_stages:
+            raise ValueError(
+                f"schedule {schedule.name!r} has {schedule.ranks} ranks, and the mesh {num_stages} along 'pp'; "
+                f"make the schedule for the ranks of the mesh"
+            )
+        names = list(mesh_sizes)
+        stride = math.prod(mesh_sizes[name] for name in names[names.index(PIPELINE_AXIS) + 1 :])
+        timeline = time_pipeline(
+            _with_stages(trace, stride, num_stages),
+            chip,
+            schedule,
+            stages=stages,
+            stride=stride,
+            compiled=compiled,
+            world=world,
+            keep_spans=keep_spans,
+        )
+    seconds = timeline.seconds
+    return Estimate(
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else math.inf,
+        mfu=flops / (seconds * world * chip.peak(dtype)) if seconds else 0.0,
+        parts=timeline.parts,
+        timeline=timeline,
+    )
+
+
+def device_seconds(trace: Trace, chip: Chip, *, compiled: bool = False) -> float:
+    """Seconds of a device's own work in a step of all blocks, without host, collectives and bubbles.
+
+    A lower bound for a search: no estimate of the trace is less, and none on p ranks of a pipeline is less than a p-th.
+    """
+    prices: dict[Compute, float] = {}
+    total = []
+    for segment in trace.segments:
+        copies = max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
+        for event in fuse(segment.events) if compiled else segment.events:
+            if isinstance(event, Compute):
+                if event not in prices:
+                    prices[event] = seconds_of(event, chip)
+                total.append(copies * prices[event])
+    return math.fsum(total)
+
+
+def _with_stages(trace: Trace, stride: int, num_stages: int) -> Trace:
+    """The trace with the distances in groups as on the mesh with "pp": ranks of outer axes are further apart."""
+    if stride >= max((e.stride for s in trace.segments for e in s.events if isinstance(e, Start)), default=0) + 1:
+        return trace
+
+    def apart(event: Event) -> Event:
+        if isinstance(event, Start) and event.stride >= stride:
+            return replace(event, stride=event.stride * num_stages)
+        return event
+
+    segments = tuple(replace(each, events=tuple(map(apart, each.events))) for each in trace.segments)
+    return replace(trace, segments=segments)

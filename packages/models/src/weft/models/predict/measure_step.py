@@ -1,0 +1,126 @@
+"""Steps of small Llamas, timed beside their traces: the host's time for an op is what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from weft import kernels
+from weft.mesh import ProcessMesh
+from weft.reshard import GradientSync
+
+from ..config import ModelConfig
+from ..families import FAMILIES, make_model
+from ..initialization import initialize
+from ..parallel import parallelize
+from ..parallel.pipeline.run import Microbatch
+from ..step.find_gradients import find_gradients
+from ..step.record import StepShape
+from .chip import Chip
+from .events import Compute, Trace
+from .trace import trace_step
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """A model and a batch."""
+
+    config: ModelConfig
+    rows: int
+    tokens: int
+
+
+_CONFIG: Any = FAMILIES["llama"].config_class
+SMALL = StepSize(
+    _CONFIG(
+        vocab_size=257,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        intermediate_size=192,
+        max_seq_len=128,
+    ),
+    rows=1,
+    tokens=64,
+)
+LARGE = StepSize(
+    _CONFIG(
+        vocab_size=2048,
+        hidden_size=256,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        intermediate_size=768,
+        max_seq_len=256,
+    ),
+    rows=2,
+    tokens=256,
+)
+CLIP_NORM = 1.0
+
+
+class StandardStep:
+    """A training step on one rank: gradients, their norm, and AdamW."""
+
+    def __init__(self, size: StepSize, device: torch.device, rank: int) -> None:
+        self._size = size
+        with torch.device("meta"):
+            model: Any = make_model(size.config)
+        mesh = ProcessMesh.grid(first_rank=rank, dp=1)
+        self._model = parallelize(model, mesh, model.parallel_plan()).to_empty(device=device)
+        initialize(self._model, seed=0)
+        self._sync = GradientSync(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
+        shape = size.rows, size.tokens
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._batch = Microbatch(args=(tokens,), targets=torch.zeros(shape, dtype=torch.int64, device=device))
+
+    def run(self) -> None:
+        find_gradients(self._model, kernels.cross_entropy, [self._batch], self._sync, clip_norm=CLIP_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def trace(self) -> Trace:
+        return _trace_of(self._size)
+
+    def predicted_seconds(self, chip: Chip) -> float:
+        """Seconds of the step's ops and of the host, one after the other."""
+        trace = self.trace()
+        return _seconds_of_ops(trace, chip) + chip.host_seconds * _launches(trace)
+
+
+def host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
+    """Seconds of the host for an op of torch, of a step that took `seconds`; 0 where its ops took all of it."""
+    return max(0.0, (seconds - _seconds_of_ops(trace, chip)) / _launches(trace))
+
+
+@cache
+def _trace_of(size: StepSize) -> Trace:
+    with torch.device("meta"):
+        model: Any = make_model(size.config)
+    shape = StepShape(batch=(size.rows, size.tokens))
+    return trace_step(model, ProcessMesh.grid(dp=1), model.parallel_plan(), shape, clip_norm=CLIP_NORM)
+
+
+def _work(trace: Trace) -> list[tuple[Compute, int]]:
+    """The work of the step, each with how often it is done."""
+    found = []
+    for segment in trace.segments:
+        times = max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
+        found += [(event, times) for event in segment.events if isinstance(event, Compute)]
+    return found
+
+
+def _launches(trace: Trace) -> int:
+    return sum(event.num_launches * times for event, times in _work(trace))
+
+
+def _seconds_of_ops(trace: Trace, chip: Chip) -> float:
+    total = 0.0
+    for event, times in _work(trace):
+        measured = chip.measured_seconds(event.name, event.part, event.dtype, event.nbytes, event.flops, event.sizes)
+        total += times * (event.nbytes / chip.reachable_bandwidth if measured is None else measured)
+    return total

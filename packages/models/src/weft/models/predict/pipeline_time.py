@@ -1,0 +1,332 @@
+"""A pipeline's step in time: a schedule's actions, priced from the trace of a stage that has all blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from typing import Literal, NamedTuple
+
+from ..schedules.schedule import Action, Kind, Schedule, as_prerequisite, simulate
+from .chip import Chip
+from .events import Compute, Event, Phase, Segment, Start, Trace, Wait
+from .price import collective_seconds, product_bytes
+from .program import Loop, Piece, Pieces
+from .timeline import PARTS, Clocks, Part, Span, Timeline
+
+Parts = tuple[float, ...]  # seconds of each of PARTS, in their order
+Stages = tuple[tuple[int, int], ...]  # the blocks of each stage, [start, stop), in the order of data
+
+
+def even_stages(num_blocks: int, num_stages: int) -> Stages:
+    """The blocks of stages as even as can be, the longer ones first: `PipelinePlan.split` of "layers".
+
+    Raises ValueError for more stages than blocks.
+    """
+    if not 1 <= num_stages <= num_blocks:
+        raise ValueError(
+            f"{num_blocks} blocks cannot be cut into {num_stages} stages; each stage needs a block or more"
+        )
+    counts = [num_blocks // num_stages + (stage < num_blocks % num_stages) for stage in range(num_stages)]
+    return tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def time_pipeline(
+    trace: Trace,
+    chip: Chip,
+    schedule: Schedule,
+    *,
+    stages: Stages | None = None,
+    stride: int = 1,
+    compiled: bool = False,
+    world: int | None = None,
+    keep_spans: bool = False,
+) -> Timeline:
+    """The step of a pipeline; `Timeline.parts` are those of the rank whose gradients are ready last.
+
+    trace: of a stage with all blocks, as `trace_step` makes it. A stage runs the segments of its blocks; the first
+        stage also the segments before all blocks, the last stage the segments after them. The first and the last
+        microbatch of the trace are those of the schedule; the second stands for all between.
+    stages: the blocks of each stage; None: `even_stages`.
+    stride: the distance of ranks that are neighbours along "pp".
+    Before its first action, each rank gathers the parameters of its stages, all ranks at once.
+    An action takes as long as on the stage alone. A message of `trace.message_bytes` delays its receiver. Where the
+    schedule splits backwards, the action W has the products of weight gradients. Gradients are summed over the data
+    axes after a rank's last action, because `Pipeline.find_gradients` pauses their sync. All ranks take part in the
+    norm, so the update begins when the last rank's gradients are ready. The rank with most parameters ends last.
+    Raises ValueError for stages that do not fit the schedule or the trace.
+    """
+    stages = even_stages(trace.num_blocks, schedule.num_stages) if stages is None else stages
+    if len(stages) != schedule.num_stages or stages[0][0] != 0 or stages[-1][1] != trace.num_blocks:
+        raise ValueError(
+            f"stages are {stages}; schedule {schedule.name!r} has {schedule.num_stages}, and the model's "
+            f"{trace.num_blocks} blocks must all be in one"
+        )
+    prices = _Prices(trace, chip, stages, compiled=compiled, world=world)
+    flow = _flow_of(schedule)
+    durations = [
+        prices.of_action(kind, stage, _standing(position, trace.times)) for kind, stage, position in flow.durations
+    ]
+    seconds = [math.fsum(each) for each in durations]
+    sent = Start(number=0, kind="recv", axes=("pp",), group="", size=2, stride=stride, nbytes=trace.message_bytes)
+    message = collective_seconds(sent, chip, world=world)
+    gathers = [prices.of_gathers(own) for own in schedule.stages]
+    begins = [math.fsum(parts) for parts in gathers]
+    ends = flow.ends(seconds, message, begins)
+    gradients = [prices.of_rank(own, "gradients") for own in schedule.stages]
+    updates = [prices.of_rank(own, "optimizer") for own in schedule.stages]
+    done = flow.last_ends(ends)
+    ready = [end + math.fsum(parts) for end, parts in zip(done, gradients, strict=True)]
+    last = max(range(schedule.ranks), key=ready.__getitem__)
+    slowest = max(range(schedule.ranks), key=lambda rank: math.fsum(updates[rank]))
+    busy = _add(gathers[last], *(durations[each.duration] for each in flow.steps if each.rank == last))
+    idle = max(0.0, done[last] - math.fsum(busy))
+    # What the rank would idle if messages took no time is the schedule's bubble.
+    free = flow.last_ends(flow.ends(seconds, 0.0, begins))[last] if message else done[last]
+    bubble = min(idle, max(0.0, free - math.fsum(busy)))
+    parts = _add(
+        busy, gradients[last], updates[slowest], _only("bubble", bubble), _only("communication", idle - bubble)
+    )
+    spans = tuple(_spans(flow, ends, seconds, gathers, gradients, updates, ready)) if keep_spans else ()
+    return Timeline(seconds=math.fsum(parts), parts=dict(zip(PARTS, parts, strict=True)), spans=spans)
+
+
+Position = Literal["first", "between", "last"]  # of a microbatch in the step
+
+
+def _standing(position: Position, times: Sequence[int]) -> int:
+    """The microbatch of a trace that stands for one of the schedule."""
+    return {"first": 0, "between": min(1, len(times) - 1), "last": len(times) - 1}[position]
+
+
+class _Step(NamedTuple):
+    """An action of a schedule, with its place in a `_Flow`."""
+
+    action: Action
+    rank: int
+    duration: int  # index in `_Flow.durations`
+    needed: int  # index of the step on the neighbouring stage whose message the action uses; -1 without one
+    is_sent: bool  # whether that stage is on another rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """A schedule's actions in an order of dependencies; found once for a schedule."""
+
+    ranks: int
+    steps: tuple[_Step, ...]
+    durations: tuple[tuple[Kind, int, Position], ...]  # kind, stage and microbatch of actions that take as long
+
+    def ends(self, seconds: Sequence[float], message: float, begins: Sequence[float]) -> list[float]:
+        """When each step ends: `simulate` with buffered sends, and with messages that delay their receivers.
+
+        begins: when each rank is ready for its first step.
+        """
+        free = list(begins)
+        ends: list[float] = []
+        for _, rank, duration, needed, is_sent in self.steps:
+            begin = free[rank]
+            if needed >= 0:
+                arrival = ends[needed] + message if is_sent else ends[needed]
+                if arrival > begin:
+                    begin = arrival
+            free[rank] = end = begin + seconds[duration]
+            ends.append(end)
+        return ends
+
+    def last_ends(self, ends: Sequence[float]) -> list[float]:
+        """When each rank's last step ends."""
+        last = [0.0] * self.ranks
+        for step, end in zip(self.steps, ends, strict=True):
+            last[step.rank] = end
+        return last
+
+
+@lru_cache(maxsize=64)
+def _flow_of(schedule: Schedule) -> _Flow:
+    rank_of = {stage: rank for rank, own in enumerate(schedule.stages) for stage in own}
+    spans = simulate(schedule).spans  # a slot each or more: what an action needs begins before it
+    ordered = sorted((begin, rank, action) for rank, own in enumerate(spans) for action, begin, _ in own)
+    positions: dict[Action, int] = {}
+    durations: dict[tuple[Kind, int, Position], int] = {}
+    steps: list[_Step] = []
+    for _, rank, action in ordered:
+        kind, stage, microbatch = action
+        position: Position = "between"
+        if microbatch == 0:
+            position = "first"
+        elif microbatch == schedule.microbatches - 1:
+            position = "last"
+        neighbour = {"F": stage - 1, "B": stage + 1, "I": stage + 1, "W": -1}[kind]
+        needed = positions.get(Action("F" if kind == "F" else "B", neighbour, microbatch), -1)
+        duration = durations.setdefault((kind, stage, position), len(durations))
+        positions[as_prerequisite(action)] = len(steps)
+        steps.append(_Step(action, rank, duration, needed, needed >= 0 and rank_of[neighbour] != rank))
+    return _Flow(schedule.ranks, tuple(steps), tuple(durations))
+
+
+def _add(*parts: Parts) -> Parts:
+    return tuple(math.fsum(each) for each in zip(*parts, strict=True))
+
+
+def _only(part: Part, seconds: float) -> Parts:
+    return tuple(seconds if each == part else 0.0 for each in PARTS)
+
+
+class _Prices:
+    """The parts of the seconds of actions and phases, each found once. Stages alike are priced once."""
+
+    def __init__(self, trace: Trace, chip: Chip, stages: Stages, *, compiled: bool, world: int | None) -> None:
+        self._trace, self._chip, self._stages, self._compiled = trace, chip, stages, compiled
+        self._pieces = Pieces(trace.segments, trace.times, chip, compiled=compiled, world=world)
+        self._tokens = {
+            size[1]
+            for segment in trace.select(phase="forward")
+            for event in segment.events
+            if isinstance(event, Compute) and event.kind == "product"
+            for size in event.sizes
+        }
+        self._of_action: dict[tuple[Kind, int, int], Parts] = {}
+        self._of_work: dict[tuple[Kind, bool, tuple[tuple[tuple[int, ...], int], ...]], Parts] = {}
+        self._halves: dict[tuple[int, Kind], Piece] = {}
+
+    def of_action(self, kind: Kind, stage: int, microbatch: int) -> Parts:
+        """The parts of an action's seconds, for a microbatch of the trace."""
+        key = kind, stage, microbatch
+        if key not in self._of_action:
+            phase: Phase = "forward" if kind == "F" else "backward"
+            self._of_action[key] = self._time((stage,), phase, microbatch, kind)
+        return self._of_action[key]
+
+    def of_rank(self, stages: Sequence[int], phase: Phase) -> Parts:
+        """The parts of the seconds of a phase after all microbatches, on a rank with these stages."""
+        return self._time(stages, phase, -1, "F")
+
+    def of_gathers(self, stages: Sequence[int]) -> Parts:
+        """The parts of the seconds in which a rank gathers the parameters of its stages, before its first action."""
+        return self._time(stages, "forward", 0, "F", gathers=True)
+
+    def _time(
+        self, stages: Sequence[int], phase: Phase, microbatch: int, kind: Kind, *, gathers: bool = False
+    ) -> Parts:
+        is_last = microbatch < 0 or gathers
+        key = kind, is_last, tuple(self._runs(stages, phase, microbatch, gathers=gathers))
+        if key not in self._of_work:
+            clocks = Clocks(self._chip, compiled=self._compiled)
+            for indices, copies in key[2]:
+                clocks.run(Loop(tuple(self._piece(index, kind) for index in indices), copies))
+            if is_last:
+                clocks.finish()
+            self._of_work[key] = tuple(clocks.timeline().parts.values())
+        return self._of_work[key]
+
+    def _runs(
+        self, stages: Sequence[int], phase: Phase, microbatch: int, *, gathers: bool
+    ) -> Iterator[tuple[tuple[int, ...], int]]:
+        """What the stages run in a phase, in order: indices of the trace's segments, and how often in a row.
+
+        gathers: only the segments that do nothing but gather parameters, instead of all but these.
+        """
+        own = [block for stage in stages for block in range(*self._stages[stage])]
+        places: dict[str, list[int]] = {"before": [], "after": []}
+        of_block: dict[int, list[int]] = {block: [] for block in own}
+        for index, segment in enumerate(self._trace.segments):
+            if segment.phase == phase and segment.microbatch == microbatch and _is_gather(segment) == gathers:
+                if segment.place == "block":
+                    for block in segment.blocks:
+                        if block in of_block:
+                            of_block[block].append(index)
+                else:
+                    places[segment.place].append(index)
+        before = tuple(places["before"]) if 0 in stages else ()
+        after = tuple(places["after"]) if len(self._stages) - 1 in stages else ()
+        if phase in ("backward", "gradients"):
+            before, after, own = after, before, own[::-1]
+        if before:
+            yield before, 1
+        for indices, group in groupby(tuple(of_block[block]) for block in own):
+            if indices:
+                yield indices, len(list(group))
+        if after:
+            yield after, 1
+
+    def _piece(self, index: int, kind: Kind) -> Piece:
+        """The operations of a segment, or those of one half of a backward."""
+        key = index, kind
+        if key not in self._halves:
+            segment = self._trace.segments[index]
+            if kind in ("I", "W"):
+                events = (split_weight_gradients(each, self._tokens)[kind == "W"] for each in segment.events)
+                segment = replace(segment, events=tuple(each for each in events if each is not None))
+            self._halves[key] = self._pieces.of(segment)
+        return self._halves[key]
+
+
+def _is_gather(segment: Segment) -> bool:
+    """Whether a segment does nothing but gather the parameters of its part of the model, for all microbatches."""
+    if segment.phase != "forward" or segment.microbatch != 0:
+        return False
+    return all(
+        isinstance(event, Wait)
+        or (isinstance(event, Start) and event.purpose == "parameters")
+        or (isinstance(event, Compute) and event.name.startswith("aten._foreach_copy"))
+        for event in segment.events
+    )
+
+
+def split_weight_gradients(event: Event, tokens: Collection[int]) -> tuple[Event | None, Event | None]:
+    """Split a backward's event into the work of the actions I and W. W has the products of weight gradients.
+
+    tokens: sizes M of the forward's products, [M, K] @ [K, N]. The gradient of a weight sums over tokens: its K is in
+        `tokens`, its M is not. With as many tokens as features both are; then the second half of an op's products
+        counts, because ops compute weight gradients last.
+    """
+    if not isinstance(event, Compute) or event.kind != "product" or event.part != "backward":
+        return event, None
+    count = len(event.sizes)
+    is_weight = [K in tokens and (M not in tokens or 2 * i >= count > 1) for i, (_, M, _, K) in enumerate(event.sizes)]
+    weights = tuple(size for size, of_weight in zip(event.sizes, is_weight, strict=True) if of_weight)
+    if not weights:
+        return event, None
+    if len(weights) == count:
+        return None, event
+    inputs = tuple(size for size, of_weight in zip(event.sizes, is_weight, strict=True) if not of_weight)
+    nbytes = min(event.nbytes, sum(product_bytes(size, event.dtype) for size in weights))
+    flops = sum(2 * math.prod(size) for size in weights)
+    return (
+        replace(
+            event,
+            sizes=inputs,
+            nbytes=event.nbytes - nbytes,
+            flops=event.flops - flops,
+            num_launches=max(1, event.num_launches - len(weights)),
+        ),
+        replace(event, sizes=weights, nbytes=nbytes, flops=flops, num_launches=len(weights)),
+    )
+
+
+def _spans(
+    flow: _Flow,
+    ends: Sequence[float],
+    seconds: Sequence[float],
+    gathers: Sequence[Parts],
+    gradients: Sequence[Parts],
+    updates: Sequence[Parts],
+    ready: Sequence[float],
+) -> Iterator[Span]:
+    """The gather of parameters, the actions, the sum of gradients and the update of each rank."""
+    for rank, parts in enumerate(gathers):
+        if spent := math.fsum(parts):
+            yield Span(f"pp={rank}", "parameters", "", "", "communication", 0.0, spent)
+    for step, end in zip(flow.steps, ends, strict=True):
+        kind, stage, microbatch = step.action
+        begin = end - seconds[step.duration]
+        yield Span(f"pp={step.rank}", f"{kind}{microbatch}", f"stage {stage}", "", "products", begin, end)
+    for rank, parts in enumerate(gradients):
+        if spent := math.fsum(parts):
+            yield Span(f"pp={rank}", "gradients", "", "", "communication", ready[rank] - spent, ready[rank])
+    for rank, parts in enumerate(updates):
+        if spent := math.fsum(parts):
+            yield Span(f"pp={rank}", "optimizer", "", "", "optimizer", max(ready), max(ready) + spent)

@@ -1,0 +1,281 @@
+"""A rank's step in time: the device, a stream for each group of ranks, and the host that issues work to them.
+
+`time_step` gives a trace a `Timeline`. Blocks and microbatches that are alike are followed a few times, until each
+takes as long as the one before; the rest are added as a multiple.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from .chip import Chip
+from .events import Compute, Start, Trace
+from .network import Job, Network
+from .program import Form, Loop, Operation, Piece, make_program
+
+Part = Literal["products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host"]
+PARTS: tuple[Part, ...] = ("products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host")
+DEVICE = "device"  # the stream of work of the device
+
+_COMMUNICATION, _HOST = PARTS.index("communication"), PARTS.index("host")
+_FOLLOWED = 32  # copies of a loop at most, before it counts as steady
+_STEADY = 1e-6  # relative difference of the times of two copies that are alike
+
+
+class Span(NamedTuple):
+    """Work of a stream from `begin` to `end`, in seconds from the step's beginning."""
+
+    stream: str  # DEVICE, the name of a group of ranks, or a rank of a pipeline as "pp=0"
+    name: str  # of an op and its part, of a collective, or of an action of a pipeline's schedule
+    module: str
+    where: str  # the phase and the microbatch, as "forward of microbatch 0"; "" of collectives and actions
+    part: Part
+    begin: float
+    end: float
+
+
+class Repeated(NamedTuple):
+    """A time from `begin` to `end` without spans, in which `copies` of the work before run, each alike."""
+
+    copies: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A rank's step, or the step of a pipeline's ranks. Made by `time_step` and `time_pipeline`."""
+
+    seconds: float  # the sum of `parts`
+    # Seconds of the device by what it does or waits for: exposed shares, whose sum is the step's time.
+    parts: dict[Part, float]
+    spans: tuple[Span, ...] = ()
+    repeated: tuple[Repeated, ...] = ()
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The streams that have spans, in the order of their first."""
+        return tuple(dict.fromkeys(span.stream for span in self.spans))
+
+
+def time_step(
+    trace: Trace,
+    chip: Chip,
+    *,
+    compiled: bool = False,
+    world: int | None = None,
+    keep_spans: bool = False,
+    expand: bool = False,
+) -> Timeline:
+    """The timeline of a trace whose rank runs all blocks.
+
+    On a GPU the host issues ops ahead of the device: each takes `chip.host_seconds`, and the device idles where it
+    catches up with the host. On a CPU (`chip.threads`) the host computes: each op takes the host's time and then its
+    own, and waits for collectives.
+    A collective starts after the work issued earlier, and after earlier collectives of its group. Collectives of
+    several groups share the links of a level. While a level's links carry bytes, the device loses its `slowdown`.
+
+    compiled: whether torch's own ops are fused and the host takes no time: see `price.fuse`.
+    world: ranks in the run, for `Chip.levels_of`.
+    keep_spans: whether to list spans, of the copies that are followed.
+    expand: whether to follow every copy of a loop.
+    """
+    clocks = Clocks(chip, compiled=compiled, keep_spans=keep_spans, expand=expand)
+    clocks.run(make_program(trace.segments, trace.times, chip, compiled=compiled, world=world))
+    clocks.finish()
+    return clocks.timeline()
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The clocks between two copies of a loop."""
+
+    device: float
+    host: float
+    links: float
+    backlogs: dict[str, float]  # seconds of collectives not yet done, by group
+    added: dict[str, float]  # seconds of all collectives so far, by group
+    parts: list[float]
+
+
+class Clocks:
+    """The device's and the host's time while a program's operations are followed in order."""
+
+    def __init__(self, chip: Chip, *, compiled: bool = False, keep_spans: bool = False, expand: bool = False) -> None:
+        self.device = 0.0  # when the device has done what is issued
+        self._host = 0.0  # when the host has issued what is issued
+        self._is_cpu, self._compiled, self._keep, self._expand = chip.threads is not None, compiled, keep_spans, expand
+        self._parts = [0.0] * len(PARTS)
+        self._network = Network()
+        self._jobs: dict[int, Job] = {}  # by number of the collective, the last started
+        self._ahead: dict[Form, deque[Job]] = {}  # not yet awaited, of forms that are started ahead
+        self._where = ""
+        self._spans: list[Span] = []
+        self._repeated: list[Repeated] = []
+
+    def run(self, program: Loop | Piece) -> None:
+        if isinstance(program, Piece):
+            self._where = program.where
+            for operation in program.operations:
+                self._perform(operation)
+        elif program.copies == 1:
+            for item in program.items:
+                self.run(item)
+        else:
+            self._repeat(program)
+
+    def finish(self) -> None:
+        """Wait for the host and for all collectives, as a step ends."""
+        if self._host > self.device and not self._is_cpu:
+            self._idle(self._host, _HOST)
+        self._network.advance(self.device)
+        end = self._network.finish_all()
+        if end > self.device:
+            self._idle(end, _COMMUNICATION)
+
+    def timeline(self) -> Timeline:
+        parts = dict(zip(PARTS, self._parts, strict=True))
+        jobs = [(job, job.end or job.begin) for job in self._network.done] if self._keep else []
+        of_groups = [Span(job.group, job.name, job.module, "", "communication", job.begin, end) for job, end in jobs]
+        return Timeline(
+            seconds=math.fsum(parts.values()),
+            parts=parts,
+            spans=(*self._spans, *of_groups),
+            repeated=tuple(self._repeated),
+        )
+
+    # -- operations
+
+    def _perform(self, operation: Operation) -> None:
+        event = operation.event
+        if isinstance(event, Compute):
+            self._compute(operation, event)
+        elif isinstance(event, Start):
+            self._start(operation, event)
+        else:
+            waiting = self._ahead.get(operation.ahead) if operation.ahead else None
+            job = waiting.popleft() if waiting else self._jobs.get(event.number)
+            if job is not None:
+                end = self._network.finish(job)
+                if end > self.device:
+                    self._idle(end, _COMMUNICATION)
+
+    def _compute(self, operation: Operation, event: Compute) -> None:
+        self._issue(operation.host_seconds)
+        begin = self.device
+        self.device = end = self._network.work(begin, operation.seconds)
+        self._parts[operation.part] += end - begin
+        if self._keep:
+            name = event.name if event.part == "forward" else f"{event.name} {event.part}"
+            self._spans.append(Span(DEVICE, name, event.module, self._where, PARTS[operation.part], begin, end))
+
+    def _start(self, operation: Operation, event: Start) -> None:
+        if self._is_cpu:
+            self._issue(operation.host_seconds)
+            ready = self.device
+        else:
+            self._host += operation.host_seconds
+            ready = max(self.device, self._host)
+        name = f"{event.kind} over {', '.join(event.axes) or event.size}"
+        job = Job(event.group, name, event.module, operation.level, operation.seconds)
+        self._network.add(job, ready)
+        self._jobs[event.number] = job
+        if operation.ahead:
+            self._ahead.setdefault(operation.ahead, deque()).append(job)
+
+    def _issue(self, seconds: float) -> None:
+        """The host issues an op: the device idles until then where it has nothing else to do."""
+        if self._is_cpu:
+            self._idle(self.device + seconds, _HOST)
+            return
+        self._host += seconds
+        if self._host > self.device:
+            self._idle(self._host, _HOST)
+
+    def _idle(self, until: float, part: int) -> None:
+        self._parts[part] += until - self.device
+        self.device = until
+
+    # -- loops
+
+    def _repeat(self, loop: Loop) -> None:
+        """Follow the copies of a loop. Once two take as long, all but the last of the rest are added at once."""
+        copies = loop.copies
+        done, followed = 0, 0
+        states = [self._state()]
+        since = self._network.num_added
+        while done < copies:
+            for item in loop.items:
+                self.run(item)
+            done, followed = done + 1, followed + 1
+            if self._expand:
+                continue
+            states = [*states[-2:], self._state()]
+            if copies - done > 1 and len(states) == 3 and (_is_steady(states) or followed >= _FOLLOWED):
+                skipped = self._jump(states, copies - done - 1, since)
+                if skipped:
+                    done, followed = done + skipped, 0
+                    states = [self._state()]
+
+    def _state(self) -> _State:
+        self._network.advance(self.device)
+        return _State(
+            self.device,
+            self._host,
+            self._network.now,
+            self._network.backlogs(),
+            dict(self._network.added),
+            list(self._parts),
+        )
+
+    def _jump(self, states: Sequence[_State], most: int, since: int) -> int:
+        """Add copies of the loop like the last one, as many as stay alike but no more than `most`. Returns the number.
+
+        The host may lose its lead over the device, and a group's collectives may catch up: where one of these changes
+        from copy to copy, the copies until its end are added.
+        """
+        before, after = states[-2:]
+        copies = most
+        if not self._compiled and not self._is_cpu:
+            copies = min(copies, _copies_until_none(before.device - before.host, after.device - after.host))
+        for group in {*before.backlogs, *after.backlogs}:
+            earlier, later = before.backlogs.get(group, 0.0), after.backlogs.get(group, 0.0)
+            copies = min(copies, _copies_until_none(earlier, later))
+        if copies < 1:
+            return 0
+        begin = self.device
+        self.device += copies * (after.device - before.device)
+        self._host += copies * (after.host - before.host)
+        self._parts = [b + copies * (b - a) for a, b in zip(before.parts, after.parts, strict=True)]
+        added = {group: copies * (each - before.added.get(group, 0.0)) for group, each in after.added.items()}
+        done = {
+            group: each - copies * (after.backlogs.get(group, 0.0) - before.backlogs.get(group, 0.0))
+            for group, each in added.items()
+        }
+        self._network.skip(after.links + copies * (after.links - before.links), since, added, done)
+        self._repeated.append(Repeated(copies, begin, self.device))
+        return copies
+
+
+def _is_steady(states: Sequence[_State]) -> bool:
+    """Whether the last two copies took as long, and left as much more to do for each group."""
+    lasted, lasts = (after.device - before.device for before, after in pairwise(states))
+    allowed = _STEADY * max(lasted, lasts)
+    if abs(lasts - lasted) > allowed:
+        return False
+    groups = {*states[0].backlogs, *states[1].backlogs, *states[2].backlogs}
+    of_groups = ([state.backlogs.get(group, 0.0) for state in states] for group in groups)
+    return all(abs(first - 2 * second + third) <= allowed for first, second, third in of_groups)
+
+
+def _copies_until_none(before: float, after: float) -> int:
+    """How many more copies can lower a quantity as the last one did, before it is used up."""
+    lost = before - after
+    if lost <= _STEADY * max(before, 1e-12):
+        return 2**62
+    return max(0, math.floor(after / lost) - 1)

@@ -1,0 +1,292 @@
+"""A rank's training step with its storages followed: what it holds at each moment, and its peak.
+
+`follow_step` runs a step on shapes. `predict_memory` and composed memory read the `FollowedStep`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.reshard.extension import gathering_units, memory_of, tensors_of
+
+from ..parallel.parallelize import pipeline_of
+from .communication import Phase
+from .live_storages import BEFORE, LiveStorages, Storage
+from .record import Ready
+
+Device = Literal["cpu", "cuda"]
+# What memory at the peak is for, as the fields of `Peak`.
+KINDS = (
+    "parameters",
+    "gathered",
+    "gradients",
+    "buckets",
+    "states",
+    "activations",
+    "recomputed",
+    "logits",
+    "messages",
+    "workspace",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The moment of a step in which a rank holds the most bytes, and what they are. Steps after the first count."""
+
+    phase: str  # "forward", "backward", "gradients" (their sync and norm) or "optimizer"
+    op: str  # the op that allocated last
+    place: int  # number of the block at work, from 0; -1 before the first, the number of blocks after the last
+    parameters: int
+    gathered: int  # full copies of sharded parameters, beyond their shards
+    gradients: int  # in their last place, as shards under zero
+    buckets: int  # gradients that wait for their reduction, and the flat tensors that are reduced
+    states: int  # the optimizer's
+    activations: int  # saved for backward, over all microbatches in flight
+    recomputed: int  # activations that backward computes again
+    logits: int  # all that is made after the last block: logits, their gradient, the loss
+    messages: int  # received from other stages, or to be sent
+    workspace: int  # everything else, shorter-lived
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on a rank, as predicted by `predict_memory`."""
+
+    parameters: int  # between steps
+    gathered: int  # full copies of sharded parameters, beyond their shards, at most
+    gradients: int  # between steps, when gradients accumulate over several backward passes
+    states: int  # the optimizer's, between steps
+    activations: int = 0  # tensors saved for backward, at most, over all microbatches in flight; 0 without a batch
+    peak: Peak | None = None  # of the step with a batch; None without
+
+    @property
+    def between_steps(self) -> int:
+        """What a rank holds whatever the batch is: all but activations, and what only a step holds."""
+        return self.parameters + self.gathered + self.gradients + self.states
+
+    @property
+    def nbytes(self) -> int:
+        """The peak of a step; without a batch, what the rank holds besides activations and workspace."""
+        return self.between_steps if self.peak is None else self.peak.nbytes
+
+
+def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
+    """The sum of what a rank holds of each parameter between steps."""
+    names = ("parameters", "gathered", "gradients", "states")
+    return Memory(**{name: sum(getattr(each, name) for each in by_parameter.values()) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """What a microbatch saves for backward, in bytes."""
+
+    before: int  # before the first block
+    inside: int  # in all blocks
+    after: int  # after the last block
+    message: int  # a tensor [B, T, H] between blocks: the largest saved before the first
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedStep:
+    """The storages of a rank's step on shapes. Made by `follow_step`."""
+
+    live: LiveStorages
+    num_blocks: int
+    splits_backward: bool  # whether the schedule computes weights' gradients later
+    kinds: Mapping[Storage, str]  # of every storage, as the fields of `Peak`
+    by_parameter: Mapping[str, Memory]  # bytes between steps
+    places: Mapping[str, int]  # of every parameter: its block, BEFORE the first, or the number of blocks
+
+    def between_steps(self) -> Memory:
+        return total_of(self.by_parameter)
+
+    def most_saved(self) -> int:
+        """The most bytes that are saved for backward when the forward or backward of a microbatch is over."""
+        at = self.live.bytes_at_moments(self._is_saved)
+        return max((at[moment] for moment, phase in self.live.marks if phase in ("forward", "backward")), default=0)
+
+    def _is_saved(self, each: Storage) -> bool:
+        phases = ("forward", "backward") if self.splits_backward else ("forward",)
+        is_new = self.kinds[each] not in ("parameters", "gathered", "gradients", "buckets") and each.born > 0
+        return is_new and self.live.phase_at(each.born) in phases
+
+    def saved_of_microbatch(self) -> SavedBytes:
+        """What the step's first microbatch saves from its forward to its backward."""
+        end = next(moment for moment, phase in self.live.marks if phase == "forward")
+        saved = [each for each in self._alive(end) if self._is_saved(each)]
+        before = [each.nbytes for each in saved if each.place == BEFORE]
+        return SavedBytes(
+            before=sum(before),
+            inside=sum(each.nbytes for each in saved if BEFORE < each.place < self.num_blocks),
+            after=sum(each.nbytes for each in saved if each.place >= self.num_blocks),
+            message=max(before, default=0),
+        )
+
+    def peak(self) -> Peak:
+        """The peak of the step."""
+        at = self.live.bytes_at_moments()
+        return self.peak_at(max(range(len(at)), key=at.__getitem__))
+
+    def peak_at(self, moment: int) -> Peak:
+        """What the rank holds at a moment."""
+        counts = dict.fromkeys(KINDS, 0)
+        last: Storage | None = None
+        for each in self._alive(moment):
+            counts[self.kinds[each]] += each.nbytes
+            last = each
+        total = self.between_steps()
+        # A shard may be a part of its full copy's memory.
+        counts["gathered"] += counts["parameters"] - total.parameters
+        counts |= {"parameters": total.parameters, "states": total.states}
+        place = next(place for start, place in reversed(self.live.places) if start <= moment)
+        return Peak(phase=self.live.phase_at(moment), op=last.op if last else "", place=place, **counts)
+
+    def outside_at(self, moment: int) -> tuple[dict[str, float], dict[str, float]]:
+        """The bytes at a moment, by kind, that belong before the first block, and after the last."""
+        before, after = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        for each in self._alive(moment):
+            counts = before if each.place == BEFORE else after if each.place >= self.num_blocks else None
+            if counts is not None:
+                counts[self.kinds[each]] += each.nbytes
+        for name, held in self.by_parameter.items():
+            place = self.places.get(name, BEFORE)
+            counts = before if place == BEFORE else after if place >= self.num_blocks else None
+            if counts is not None:
+                counts["states"] += held.states
+                counts["gathered"] -= held.parameters  # of the memory of parameters, that beyond the shards
+        for counts in (before, after):
+            counts["gathered"] += counts["parameters"]
+            counts["parameters"] = 0.0
+        for name, held in self.by_parameter.items():
+            place = self.places.get(name, BEFORE)
+            if place == BEFORE or place >= self.num_blocks:
+                (before if place == BEFORE else after)["parameters"] += held.parameters
+        return before, after
+
+    def stretches(self) -> list[tuple[int, int, str, int]]:
+        """The step cut where phase or place change: (first moment, moment after the last, phase, place)."""
+        ends = [(moment + 1, "") for moment, _ in self.live.marks] + [(start, "") for start, _ in self.live.places]
+        cuts = sorted({0, *(moment for moment, _ in ends), self.live.now + 1})
+        found = []
+        for start, stop in pairwise(cuts):
+            place = next(place for at, place in reversed(self.live.places) if at <= start)
+            found.append((start, stop, self.live.phase_at(start), place))
+        return found
+
+    def _alive(self, moment: int) -> Iterator[Storage]:
+        return (each for each in self.live.storages if each.is_alive(moment) and self.live.counts(each))
+
+
+def follow_step(
+    ready: Ready,
+    by_parameter: Mapping[str, Memory],
+    *,
+    clip_norm: float | None = None,
+    device: Device = "cuda",
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> FollowedStep:
+    """Runs the step twice, and follows the storages of the second: the first makes what stays from step to step.
+
+    by_parameter: what the rank holds between steps. Further arguments: as for `predict_memory`.
+    """
+    model, pipeline = ready.model, pipeline_of(ready.model)
+    optimizer = None if make_optimizer is None else make_optimizer(model)
+    if device == "cpu":
+        ready.recorded.prefers_all_to_all = True  # as gloo does
+
+    def end_step() -> None:
+        if optimizer is not None:
+            optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def after_phase(phase: Phase) -> None:
+        if pipeline is not None:
+            pipeline.finish_sends()
+        live.mark(phase)
+
+    ready.run(lambda phase: None, clip_norm=clip_norm)
+    end_step()
+    if optimizer is not None:
+        states = {name: _nbytes(optimizer.state[each].values()) for name, each in model.named_parameters()}
+        by_parameter = {name: replace(each, states=states.get(name, 0)) for name, each in by_parameter.items()}
+    blocks = blocks_of_list(model)
+    live = LiveStorages(blocks, by_op=device == "cuda")
+    full_copies = {
+        shard: full.leaf for unit in gathering_units(model) for shard, full in unit.full_parameters().items()
+    }
+    own_parameters = dict(model.named_parameters())
+    places = _places(model, blocks)
+    for name, parameter in own_parameters.items():
+        live.adopt([parameter], "parameters", places[name])
+        if isinstance(parameter, DTensor) and parameter in full_copies:
+            live.adopt([full_copies[parameter]], "gathered", places[name])
+    live.adopt(model.buffers(), "workspace")
+    live.adopt(tensors_of([(each.args, each.kwargs, each.targets) for each in ready.microbatches]), "workspace")
+    with live:
+        ready.run(after_phase, clip_norm=clip_norm)
+        for name, parameter in own_parameters.items():
+            if parameter.grad is not None:
+                live.relabel([parameter.grad], "gradients", places[name])
+        end_step()
+        live.mark("optimizer")
+    splits = pipeline is not None and pipeline.schedule.splits_backward
+    return FollowedStep(
+        live, len(blocks), splits, _kinds(live, len(blocks), pipeline is not None), by_parameter, places
+    )
+
+
+def blocks_of_list(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: the modules of its longest outermost nn.ModuleList; none without."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return list(max(outermost, key=len, default=()))
+
+
+def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    """The place of each parameter: its block, BEFORE the first for tables of embeddings, else after the last."""
+    of_blocks = {each: number for number, block in enumerate(blocks) for each in block.parameters()}
+    tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    return {
+        name: of_blocks.get(each, BEFORE if each in tables else len(blocks)) for name, each in model.named_parameters()
+    }
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    tensors = (each for each in values if isinstance(each, Tensor))
+    return sum((memory_of(each) if isinstance(each, DTensor) else each).nbytes for each in tensors)
+
+
+def _kinds(live: LiveStorages, num_blocks: int, has_stages: bool) -> dict[Storage, str]:
+    """The kind of each storage: as labelled, else by where it was made and how long it lived."""
+    ends = [moment for moment, _ in live.marks]
+    kinds = {}
+    for each in live.storages:
+        number = bisect_left(ends, each.born)
+        phase = live.marks[number][1] if number < len(ends) else "optimizer"
+        if each.kind is not None:
+            kind = each.kind
+        elif has_stages and not each.in_module and phase in ("forward", "backward") and not each.in_backward:
+            kind = "messages"
+        elif each.place == num_blocks and phase in ("forward", "backward"):
+            kind = "logits"
+        elif phase == "forward" and each.is_alive(ends[number]):
+            kind = "activations"
+        elif each.in_backward and each.in_module:
+            kind = "recomputed"
+        else:
+            kind = "workspace"
+        kinds[each] = kind
+    return kinds

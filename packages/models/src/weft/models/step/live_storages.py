@@ -1,0 +1,253 @@
+"""Follows the memory of a program: each storage of a tensor, from its birth to its death, and who made it.
+
+`LiveStorages` sees tensors with and without data. `predict_memory` follows a step on shapes with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from weft.kernels.extension import observing
+from weft.reshard.extension import differentiable, memory_of, observing_buckets
+
+BEFORE = -1  # the place before the first block: the embedding
+
+# Weft's ops that on a GPU are programs of several kernels with tensors in between. Any other op is one kernel, which
+# allocates its results alone.
+COMPOSED = frozenset(("linear_cross_entropy", "experts", "grouped_matmul", "route", "dispatch", "combine"))
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory of tensors, from the moment it is allocated to the moment it is freed."""
+
+    nbytes: int
+    born: int  # moment: births and deaths are counted
+    place: int  # the number of the block at work, BEFORE the first block, or the number of blocks after the last
+    in_module: bool  # whether a module's forward was running
+    in_backward: bool  # whether autograd's backward was running
+    op: str  # Weft's op at work, or torch's
+    call: int  # number of the call of Weft's op at work; 0 outside
+    died: int | None = None  # moment; None: alive at the end
+    call_of_death: int = 0
+    kind: str | None = None  # of `Memory`'s parts, where known at birth or seen later
+
+    def is_alive(self, moment: int) -> bool:
+        return self.born <= moment and (self.died is None or self.died > moment)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A live storage in the table of `LiveStorages`."""
+
+    reference: weakref.ref[Any]
+    storage: Storage
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, each storage that an op of torch makes is followed until it is freed.
+
+    Follows the memory of gathered parameters too, which is freed and refilled by `resize_`. Memory that an op of torch
+    allocates and frees inside is not seen.
+    blocks: of the model, alike and in order; each birth notes the block at work.
+    by_op: counts as on a GPU, where a call of Weft's op allocates its results alone; see `COMPOSED`.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module] = (), *, by_op: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: list[Storage] = []
+        self.marks: list[tuple[int, str]] = []  # (moment, phase that was over)
+        self.places: list[tuple[int, int]] = [(0, BEFORE)]  # (moment, place from then on)
+        self.now = 0
+        self._blocks, self._by_op = blocks, by_op
+        self._live: dict[int, _Followed] = {}  # by address of torch's StorageImpl
+        self._depth = 0  # modules whose forward is running
+        self._calls, self._call, self._op = 0, 0, ""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LiveStorages:
+        enter, resize = self._stack.enter_context, torch.UntypedStorage.resize_
+
+        def followed_resize(storage: Any, nbytes: int) -> Any:
+            result = resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = followed_resize  # type: ignore[method-assign,assignment]
+        self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        for number, block in enumerate(self._blocks):
+            hooks.append(block.register_forward_pre_hook(self._entering(number)))
+            hooks.append(block.register_forward_hook(self._leaving(number)))
+        for hook in hooks:
+            self._stack.callback(hook.remove)
+        if self._by_op:
+            enter(observing(self._observe))
+        enter(observing_buckets(lambda tensors: self.label(tensors, "buckets")))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a DTensor unwraps first, and its local tensors then come here
+        output = func(*args, **(kwargs or {}))
+        known: set[int] | None = None
+        for storage in _storages(output):
+            if storage._cdata in self._live:
+                continue
+            known = {each._cdata for each in _storages((args, kwargs))} if known is None else known
+            if storage._cdata not in known:
+                self._follow(storage, self._op or str(func), None)
+        return output
+
+    def adopt(self, tensors: Iterable[Tensor], kind: str, place: int = BEFORE) -> None:
+        """Follows the storages of tensors made before; a storage that is followed already keeps its kind."""
+        for storage in _storages(list(tensors)):
+            if storage._cdata not in self._live:
+                self._follow(storage, "", kind).place = place
+
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Says what storages are that had no kind before."""
+        for storage in _storages(list(tensors)):
+            found = self._live.get(storage._cdata)
+            if found is not None and found.storage.kind is None:
+                found.storage.kind = kind
+
+    def relabel(self, tensors: Iterable[Tensor], kind: str, place: int) -> None:
+        """Says what storages are and whose, whatever they were before: a bucket's sum becomes gradients."""
+        for storage in _storages(list(tensors)):
+            if storage._cdata in self._live:
+                record = self._live[storage._cdata].storage
+                record.kind, record.place = kind, place
+
+    def mark(self, phase: str) -> None:
+        """Notes that a phase is over. Called after each forward and backward of a microbatch, and so on."""
+        self.marks.append((self.now, phase))
+        if phase == "backward":
+            self._go_to(BEFORE)
+
+    def counts(self, storage: Storage) -> bool:
+        """Whether a storage has memory; on a GPU not one that lives within a call of a Weft op."""
+        inside = self._by_op and storage.call and storage.call == storage.call_of_death
+        return not inside or storage.op in COMPOSED
+
+    def bytes_at_moments(self, chosen: Callable[[Storage], bool] | None = None) -> list[int]:
+        """The live bytes at each moment, from 0 to `now`. chosen: which storages; None: all."""
+        changes = [0] * (self.now + 2)
+        for each in self.storages:
+            if self.counts(each) and (chosen is None or chosen(each)):
+                changes[each.born] += each.nbytes
+                changes[self.now + 1 if each.died is None else each.died] -= each.nbytes
+        return list(accumulate(changes))[:-1]
+
+    def phase_at(self, moment: int) -> str:
+        """The phase in which a moment is."""
+        return next((phase for end, phase in self.marks if moment <= end), "")
+
+    def _follow(self, storage: Any, op: str, kind: str | None) -> Storage:
+        nbytes = storage.nbytes()
+        key = storage._cdata
+        in_backward = torch._C._current_graph_task_id() != -1
+        if kind is None:
+            self.now += 1
+        record = Storage(
+            nbytes=nbytes,
+            born=self.now,
+            place=self.places[-1][1],
+            in_module=self._depth > 0 or (in_backward and torch.is_grad_enabled()),
+            in_backward=in_backward,
+            op=op,
+            call=self._call,
+            kind=kind,
+        )
+        self.storages.append(record)
+        self._live[key] = _Followed(weakref.ref(storage, lambda _: self._freed(key)), record)
+        return record
+
+    def _freed(self, key: int) -> None:
+        found = self._live.pop(key, None)
+        if found is not None:
+            self._end(found.storage)
+
+    def _end(self, record: Storage) -> None:
+        self.now += 1
+        record.died, record.call_of_death = self.now, self._call
+
+    def _resized(self, storage: Any) -> None:
+        found = self._live.get(storage._cdata)
+        before = None if found is None else found.storage
+        if before is not None and before.nbytes == storage.nbytes():
+            return
+        if before is not None:
+            self._end(before)
+        record = self._follow(storage, self._op or "resize_", None)
+        record.kind = "gathered" if before is None else before.kind  # the buffer of a gather, made in an earlier step
+        if before is not None:
+            record.place = before.place
+
+    def _go_to(self, place: int) -> None:
+        if self.places[-1][1] != place:
+            self.places.append((self.now, place))
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+    def _entering(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                self._go_to(number)
+                if number == 0:
+                    self._on_gradient(args, BEFORE)
+
+        return hook
+
+    def _leaving(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                self._on_gradient(output, number)
+                self._go_to(number + 1)
+
+        return hook
+
+    def _on_gradient(self, tensors: Any, place: int) -> None:
+        for each in differentiable(tensors)[:1]:
+            each.register_hook(lambda grad: self._go_to(place))  # type: ignore[no-untyped-call]
+
+    def _observe(self, op: Any, part: str, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        if self._call:  # an op's function calls another op
+            return function(*arguments, **options)
+        self._calls += 1
+        self._call, self._op = self._calls, op.name
+        try:
+            return function(*arguments, **options)
+        finally:
+            self._call, self._op = 0, ""
+
+
+def _storages(tree: Any) -> list[Any]:
+    """The storages of all tensors in a tree of values: of a DTensor, its local tensor's."""
+    tensors = (each for each in tree_iter(tree) if isinstance(each, Tensor))
+    return [(memory_of(each) if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
