@@ -1,0 +1,91 @@
+"""The golden file of a run's step: its collectives and their sites, its memory and its layouts, for `weft check`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ..predict.golden import Allow, Command, Golden, Parameter, RankRecord
+from ..predict.rank_record import join_parameters, record_sites
+from ..step.memory import predict_memory
+from .config import TrainConfig
+from .explanation import Outline
+from .optimizer import communicate_update, count_states
+from .task_config import reference_of
+
+
+def make_golden(
+    config: TrainConfig,
+    axes: Mapping[str, int],
+    command: Command,
+    *,
+    device_type: str,
+    ranks: Sequence[int],
+    allow: Allow | None = None,
+) -> Golden:
+    """Runs a step on shapes, and returns what a golden file has.
+
+    config, axes: as for `Outline.of`. device_type: of the run, "cpu" or "cuda". ranks: to be recorded, as
+        `ranks_of_stages` has them.
+    Cost: three steps on shapes for each rank. Communication: none.
+    Raises ValueError for a model that the plan cannot lay out.
+    """
+    outline = Outline.of(config, axes, device_type)
+    records: list[RankRecord] = []
+    parameters: dict[str, Parameter] = {}
+    update = partial(communicate_update, config=config.optimizer)
+    for rank in ranks:
+        with outline.autocast_context("cpu"):
+            step = record_sites(
+                *(outline.make_model(), outline.mesh, outline.plan, outline.step_shape(rank)),
+                clip_norm=config.optimizer.clip_norm,
+                update=update,
+            )
+        parameters |= step.parameters
+        records.append(RankRecord(rank=rank, collectives=step.collectives, memory=_memory(outline, axes, rank)))
+    return Golden(
+        command=command,
+        device=device_type,
+        mesh=dict(axes),
+        batch=outline.batch_shape,
+        allow=allow or Allow(),
+        ranks=tuple(records),
+        parameters=join_parameters(parameters),
+    )
+
+
+def ranks_of_stages(axes: Mapping[str, int]) -> tuple[int, ...]:
+    """The first rank of each pipeline stage. axes: of the mesh, "pp" first."""
+    stages = axes.get("pp", 1)
+    size = 1
+    for axis, each in axes.items():
+        size *= 1 if axis == "pp" else each
+    return tuple(stage * size for stage in range(stages))
+
+
+def _memory(outline: Outline, axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Bytes of the rank by kind; kinds without bytes are left out."""
+    config, shape = outline.config, outline.step_shape(rank)
+    with outline.autocast_context("cpu"):
+        memory = predict_memory(
+            outline.make_model(),
+            outline.mesh,
+            outline.plan,
+            rank=rank,
+            states=count_states(outline.make_model(), config.optimizer),
+            batch=shape.batch,
+            criterion=shape.criterion,
+            inputs=shape.inputs,
+            microbatches=shape.microbatches,
+        )
+    found = {each.name: int(getattr(memory, each.name)) for each in dataclasses.fields(memory) if each.name != "peak"}
+    if reference_of(config) == "model":
+        reference = Outline.of_reference(config, axes)
+        with torch.no_grad():
+            found["reference model"] = predict_memory(
+                reference.make_model().requires_grad_(False), reference.mesh, reference.plan, rank=rank
+            ).nbytes
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
