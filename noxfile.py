@@ -186,6 +186,24 @@ def explain(session: nox.Session) -> None:
 
 
 @nox.session
+def plan(session: nox.Session) -> None:
+    """Finds the fastest plan of a run on any chip, with a proof; arguments go to `weft plan`."""
+    _give_way(session, "plan")
+
+
+@nox.session
+def check(session: nox.Session) -> None:
+    """Compares training steps with files saved by explain; arguments go to `weft check`."""
+    _give_way(session, "check")
+
+
+@nox.session
+def measure(session: nox.Session) -> None:
+    """Measures this machine, for predictions of steps; arguments go to `weft measure`."""
+    _give_way(session, "measure")
+
+
+@nox.session
 def layout(session: nox.Session) -> None:
     """Draws a layout, or plans a layout change; arguments go to `weft layout`."""
     _give_way(session, "layout")

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from weft.mesh import Layout, ProcessMesh
-from weft.models.cli import main
+from weft.models.cli import main, plan_report
+from weft.models.cli import measure as measure_command
 from weft.models.cli import train as train_command
 from weft.models.cli.command import COMMANDS
+from weft.models.predict.chip import load_chip
 from weft.models.terminal import printable
 from weft.models.train import explanation
 from weft.models.train.recipes import RECIPES
@@ -119,7 +121,9 @@ class TestHelp:
             weft("data", "prepare", "books", "--output", "prepared")
             weft("data", "prepare", "books", "--output", "web")
         monkeypatch.setattr(train_command, "launch", lambda run, gpus: 0)
+        monkeypatch.setattr(plan_report, "plan_and_print", lambda *_, **options: None)  # see test_plan_command.py
         monkeypatch.setattr(explanation, "explain", lambda *arguments: None)  # see test_explain.py
+        monkeypatch.setattr(measure_command, "measure", lambda measuring: load_chip("h100"))  # see test_measure.py
         _, out, _ = weft(*command.split(), "--help")
         shown = out[out.index("Examples\n") :].partition("\n\n")[0].replace("\\\n", "")
         examples = [shlex.split(line.partition(" < ")[0]) for line in shown.splitlines()[1:]]
@@ -132,6 +136,8 @@ class TestHelp:
                 Path(into).write_text(printed)
             if command in ("generate", "evaluate"):  # the folder does not exist here; otherwise the command is right
                 assert "outputs/RUN is not a folder" in err
+            elif command == "check" and "--hangs" not in arguments:  # nor do the files
+                assert "golden.json cannot be read" in err
             elif command == "convert":
                 assert "is neither a checkpoint nor a folder for transformers" in err
             else:
@@ -243,7 +249,8 @@ class TestLayout:
         pytest.param(["trian"], "weft: unknown command 'trian'; did you mean 'train'? the commands are ", id="command"),
         pytest.param(
             ["x"],
-            "weft: unknown command 'x'; the commands are train, data, generate, evaluate, convert, explain, layout",
+            "weft: unknown command 'x'; the commands are train, data, generate, evaluate, convert, explain, plan, "
+            "measure, check, layout",
             id="no-such-command",
         ),
         pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),

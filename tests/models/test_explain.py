@@ -27,8 +27,17 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def held(out: str) -> dict[str, int]:
-    """Bytes of the rank, by kind."""
-    rows = re.findall(r"^  (\S[a-z ]*?) +([\d,]+) bytes +[\d.]+ [MG]iB$", out, re.MULTILINE)
+    """Bytes that the rank holds from step to step, by kind."""
+    return bytes_in(out[: out.index("at the peak of a step")])
+
+
+def at_peak(out: str) -> dict[str, int]:
+    """Bytes of the rank at the peak of a step, by kind."""
+    return bytes_in(out[out.index("at the peak of a step") :])
+
+
+def bytes_in(table: str) -> dict[str, int]:
+    rows = re.findall(r"^  (\S[a-z ]*?) +([\d,]+) bytes +[\d.]+ [MG]iB$", table, re.MULTILINE)
     return {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
 
 
@@ -50,6 +59,15 @@ def test_memory_of_one_process_is_16_bytes_a_parameter_with_adam(capsys: pytest.
     count = 2 * TABLE + 128 + BLOCK
     expected = {"parameters": 4 * count, "gradients": 4 * count, "optimizer state": 8 * count, "in all": 16 * count}
     assert whole == expected
+
+
+def test_the_peak_has_the_activations_of_the_microbatches_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--mesh.pp", "2", "--mesh.dp", "1", "--mesh.tp", "1", "--model.num-layers", "8", "--batch", "8,64")
+    first, last = (at_peak(explained(capsys, *options, "--rank", rank)) for rank in ("0", "1"))
+    for peak in (first, last):
+        assert sum(nbytes for name, nbytes in peak.items() if name != "in all") == peak["in all"]
+    assert first["parameters"] == 4 * (4 * BLOCK + TABLE)
+    assert first["activations"] > 1.5 * last["activations"]  # two microbatches in flight, and one
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,11 @@ def test_one_example_in_20_is_held_out(task: Task, count: int, held_out: int, fo
 
 
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, int]:
-    """The rank's bytes by kind, as `weft explain` prints them."""
+    """The bytes that the rank holds from step to step, by kind, as `weft explain` prints them."""
     with pytest.raises(SystemExit, match="0"):
         main(["explain", "--mesh.dp", "2", "--mesh.tp", "1", *arguments])
-    rows = re.findall(r"^  (\S[a-z ]*?) +([\d,]+) bytes +[\d.]+ [MG]iB$", capsys.readouterr().out, re.MULTILINE)
+    table, _, _ = capsys.readouterr().out.partition("at the peak of a step")
+    rows = re.findall(r"^  (\S[a-z ]*?) +([\d,]+) bytes +[\d.]+ [MG]iB$", table, re.MULTILINE)
     return {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
 
 

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
         without_adapters,
     )
     from .patching import Patch, patch
+    from .predict.find_plans import FoundPlan, FoundPlans, find_plans
+    from .predict.hang_report import Hang
+    from .predict.hangs import NoHang, check_hangs
     from .preference_losses import dpo, implicit_rewards, kl_of, kto
     from .prompt_cache import PromptCache
     from .qwen.config import QwenConfig
@@ -46,14 +49,18 @@ if TYPE_CHECKING:
     from .schedules.pipeline_plan import PipelinePlan
     from .step.communication import Communication
     from .step.find_gradients import clip_gradients
+    from .step.followed_step import Memory
     from .step.forward_backward import forward_backward
-    from .step.memory import Memory, predict_memory
+    from .step.memory import predict_memory
     from .step.preference import DPOCriterion, KTOCriterion, PreferenceTargets, log_probabilities
     from .step.record import record
     from .step.router import RouterLosses
     from .sums_by_document import document_sums
 
 _HOMES = {
+    "Hang": ".predict.hang_report",
+    "NoHang": ".predict.hangs",
+    "check_hangs": ".predict.hangs",
     "load_lora": ".checkpoint.adapters",
     "save_lora": ".checkpoint.adapters",
     "from_pretrained": ".checkpoint.huggingface",
@@ -85,6 +92,9 @@ _HOMES = {
     "without_adapters": ".parallel",
     "Patch": ".patching",
     "patch": ".patching",
+    "FoundPlan": ".predict.find_plans",
+    "FoundPlans": ".predict.find_plans",
+    "find_plans": ".predict.find_plans",
     "PromptCache": ".prompt_cache",
     "dpo": ".preference_losses",
     "implicit_rewards": ".preference_losses",
@@ -100,7 +110,7 @@ _HOMES = {
     "LinearRopeScaling": ".rope_scaling",
     "Llama3RopeScaling": ".rope_scaling",
     "YarnRopeScaling": ".rope_scaling",
-    "Memory": ".step.memory",
+    "Memory": ".step.followed_step",
     "predict_memory": ".step.memory",
     "clip_gradients": ".step.find_gradients",
 }  # public name -> module; `families.FAMILIES` adds the names of the model families
@@ -113,7 +123,10 @@ __all__ = [
     "DynamicRopeScaling",
     "ExpertParallel",
     "ExpertPlan",
+    "FoundPlan",
+    "FoundPlans",
     "GPTConfig",
+    "Hang",
     "KTOCriterion",
     "LinearRopeScaling",
     "Llama",
@@ -122,6 +135,7 @@ __all__ = [
     "Memory",
     "Mixtral",
     "MixtralConfig",
+    "NoHang",
     "ParallelPlan",
     "Patch",
     "PipelinePlan",
@@ -138,9 +152,11 @@ __all__ = [
     "RowwiseParallel",
     "VocabParallel",
     "YarnRopeScaling",
+    "check_hangs",
     "clip_gradients",
     "document_sums",
     "dpo",
+    "find_plans",
     "forward_backward",
     "from_pretrained",
     "generate",

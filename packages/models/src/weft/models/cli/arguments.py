@@ -67,17 +67,27 @@ def parse(
 def _parse_file(kind: type[T], arguments: Sequence[str], default: T | None, file: Path) -> T:
     """Parse the arguments read from `file`. Raises ValueError with tyro's message for a mistake."""
     tyro._experimental_options["utf8_boxes"] = tyro._experimental_options["ansi_codes"] = False
+    with raising_mistakes(f"config {file}"):
+        return tyro.cli(
+            kind,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            args=arguments,
+            config=(tyro.conf.AvoidSubcommands,),
+        )
+
+
+@contextmanager
+def raising_mistakes(where: str) -> Iterator[None]:
+    """Context in which a mistake found by tyro raises a ValueError with tyro's message in one line. where: first in it.
+
+    Nothing is printed inside.
+    """
     output = io.StringIO()
     try:
         with redirect_stdout(output), redirect_stderr(output), _unwrapped():
-            return tyro.cli(
-                kind,
-                default=tyro.MISSING_NONPROP if default is None else default,
-                args=arguments,
-                config=(tyro.conf.AvoidSubcommands,),
-            )
+            yield
     except SystemExit:
-        raise ValueError(f"config {file}: {_one_line(output.getvalue())}") from None
+        raise ValueError(f"{where}: {_one_line(output.getvalue())}") from None
 
 
 @contextmanager
@@ -99,6 +109,14 @@ def _one_line(text: str) -> str:
     """tyro's message in one line, without the heading above and the help below, which lines of dashes separate."""
     parts = re.split(r"^\W*-{10,}\W*$", text, flags=re.MULTILINE)
     return " ".join(parts[min(1, len(parts) - 1)].split())
+
+
+def batch_sizes(text: str) -> tuple[int, int]:
+    """The rows and tokens of --batch, written as "2048,8192". Raises ValueError for another form."""
+    sizes = text.split(",")
+    if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--batch {text!r} is not rows and tokens; write it like --batch 2048,8192")
+    return int(sizes[0]), int(sizes[1])
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from importlib import import_module
 
 from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, NotPrinted, one_line, printing, wrap_lines
 
-COMMANDS = ("train", "data", "generate", "evaluate", "convert", "explain", "layout")
-WORKING = ("train", "data", "convert")  # commands whose result is files, not their output
+COMMANDS = ("train", "data", "generate", "evaluate", "convert", "explain", "plan", "measure", "check", "layout")
+WORKING = ("train", "data", "convert", "measure")  # commands whose result is files, not their output
 UNREAD_STATUS = 128 + signal.SIGPIPE  # as a shell reports a program ended by SIGPIPE
 HELP = f"""\
 usage: {PROGRAM} COMMAND [ARGUMENTS]
@@ -28,12 +28,16 @@ Commands
   evaluate: compute the loss of a model on examples
   convert: convert a checkpoint to a folder for transformers, or back
   explain: show what a training step would do on any mesh
+  plan: find the fastest plan of a run on any chip and number of processes, with a proof
+  measure: measure this machine, for predictions
+  check: compare training steps with files saved by explain
   layout: draw which rank holds which part of a tensor, and plan a change
 
 Examples
   {PROGRAM} train --data.path book.txt
   {PROGRAM} train --mesh.dp 4 --steps 500
   {PROGRAM} explain --mesh.dp 64 --plan.zero 2
+  {PROGRAM} plan llama3-8b --processes 8 --chip h100 --batch 64,8192
   {PROGRAM} layout "tp: S(0)" --mesh tp=4
 
 {PROGRAM} COMMAND --help shows examples, options and exit statuses. {PROGRAM} --version shows versions.

@@ -7,12 +7,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from ..predict.chip import Chip, load_chip
+from ..predict.golden import read_golden, write_golden
 from ..terminal import PROGRAM
 from ..train.config import TrainConfig
 from ..train.launch import processes_for
 from ..train.memory_check import gpu_count
 from ..train.run import axes_of, mesh_sizes, title_of
-from .arguments import report_bad_input
+from .arguments import batch_sizes, report_bad_input
+from .golden_command import command_of, describe_ranks
 from .settings import base_configuration, origin_of, read_configuration, with_complete_plan
 
 ABOUT = f"""\
@@ -24,7 +27,10 @@ Examples
   {PROGRAM} explain --mesh.dp 4 --plan.zero 2
   {PROGRAM} explain llama3-8b --mesh.dp 256 \\
     --mesh.tp 8 --mesh.pp 8 --plan.zero 1
+  {PROGRAM} explain llama3-8b --mesh.dp 8 --plan.zero 3 \
+    --compile --chip h100
   {PROGRAM} explain --mesh.pp 2 --rank 3
+  {PROGRAM} explain --mesh.dp 2 --save golden.json
 
 Recipes
 {{recipes}}
@@ -35,10 +41,15 @@ Options of explain alone
   --batch ROWS,TOKENS: sequences in a step and tokens in each, as 2048,8192. (default: the recipe's, or a sequence for \
 each data-parallel rank and pipeline stage if that is more)
   --config FILE: options from a TOML file, as `{PROGRAM} train --print-config` prints it.
+  --chip NAME|FILE: predict the time and the memory of a step on a chip, as h100, or on the machine of a file \
+by `{PROGRAM} measure`.
+  --timeline FILE: with --chip, write the step's timeline: .svg as a picture, .json for Perfetto.
+  --json: print the prediction of --chip as JSON, and nothing else.
+  --save FILE: also save the collectives, memory and layouts of a rank of each pipeline stage, for `{PROGRAM} check`.
 
 Prints
   the operations of a step; the layout of each parameter; the schedule of a pipeline; the collectives, with the bytes \
-that the rank receives; the rank's memory, without activations.
+that the rank receives; the rank's memory, from step to step and at the peak of a step.
 
 Exit status
   0: done; 2: input that cannot be used.
@@ -48,23 +59,81 @@ Exit status
 def run(arguments: list[str]) -> int:
     with report_bad_input("explain"):
         own_options, run_arguments = _own_options().parse_known_args(arguments)
+        if own_options.save is not None:
+            _check_save(own_options.save)
+        chip = _read_chip(own_options)
         name, config = read_configuration(run_arguments, own_options.config, command="explain", about=ABOUT)
-        config, axes = _complete_configuration(
-            config,
-            base_configuration(
-                name, origin_of(config), config.model if config.model_class is not None else None, config.task
-            ),
-            own_options.batch,
-        )
+        config, axes = complete_configuration(name, config, own_options.batch)
         count = math.prod(axes.values())
         if not 0 <= own_options.rank < count:
             raise ValueError(
                 f"--rank {own_options.rank} is not in the mesh; its {count:,} ranks are 0 to {count - 1:,}"
             )
-        from ..train.explanation import explain  # imported here because torch takes seconds
+        if not own_options.json:
+            from ..train.explanation import explain  # imported here because torch takes seconds
 
-        explain(title_of(name, config), config, axes, own_options.rank)
+            explain(title_of(name, config), config, axes, own_options.rank)
+        if chip is not None:
+            _predict(own_options, name, config, axes, chip)
+        if own_options.save is not None:
+            _save(own_options, run_arguments, config, axes)
     return 0
+
+
+def _read_chip(options: argparse.Namespace) -> Chip | None:
+    """The chip of --chip; None without. Raises ValueError for one that cannot be read, and for options without it."""
+    if options.chip is None:
+        for name in ("json", "timeline"):
+            if getattr(options, name):
+                raise ValueError(f"--{name} is of a prediction on a chip; add --chip, as --chip h100")
+        return None
+    if options.timeline is not None:
+        if options.timeline.suffix not in (".svg", ".json"):
+            raise ValueError(f"--timeline {options.timeline} is neither .svg nor .json; give a name that ends so")
+        if not options.timeline.parent.is_dir():
+            raise ValueError(f"--timeline {options.timeline}: there is no folder {options.timeline.parent}")
+    return load_chip(options.chip)
+
+
+def _predict(
+    options: argparse.Namespace, name: str | None, config: TrainConfig, axes: dict[str, int], chip: Chip
+) -> None:
+    """Print the prediction of --chip, and write the timeline of --timeline."""
+    from .prediction import as_values, lines_of, predict, print_json, write_timeline
+
+    found = predict(config, axes, chip)
+    if options.json:
+        print_json(as_values(found))
+    else:
+        for line in lines_of(found):
+            print(line, flush=True)
+    if options.timeline is not None:
+        write_timeline(found, options.timeline, title_of(name, config))
+
+
+def _check_save(path: Path) -> None:
+    """Raise ValueError for a --save that cannot be written, before a step runs."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--save {path} cannot be written: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ValueError(f"--save {path} is a folder; give a file, as --save {path / 'golden.json'}")
+    if path.exists():
+        read_golden(path)  # a file of another kind is not replaced
+
+
+def _save(options: argparse.Namespace, run_arguments: list[str], config: TrainConfig, axes: dict[str, int]) -> None:
+    """Write the golden file of --save, and print a line about it."""
+    from ..train.guard import make_golden, ranks_of_stages
+
+    path: Path = options.save
+    command = command_of(run_arguments, folder=path.parent, config=options.config, batch=options.batch)
+    allow = read_golden(path).allow if path.exists() else None
+    ranks = dict.fromkeys((*ranks_of_stages(axes), options.rank))
+    golden = make_golden(
+        config, axes, command, device_type="cuda" if gpu_count() else "cpu", ranks=tuple(ranks), allow=allow
+    )
+    write_golden(path, golden)
+    print(f"saved {describe_ranks(golden)} in {path}; compare with `{PROGRAM} check {path}`")
 
 
 def _own_options() -> argparse.ArgumentParser:
@@ -73,34 +142,31 @@ def _own_options() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--batch")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--chip")
+    parser.add_argument("--timeline", type=Path)
+    parser.add_argument("--json", action="store_true")
     return parser
 
 
-def _complete_configuration(
-    config: TrainConfig, base: TrainConfig, batch: str | None
+def complete_configuration(
+    name: str | None, config: TrainConfig, batch: str | None
 ) -> tuple[TrainConfig, dict[str, int]]:
     """The configuration with all sizes and plan options filled in, and the axes of the mesh.
 
-    base: the configuration before the command's options, to see whether the batch size was changed. batch: of
-    --batch.
+    name: of the recipe. batch: of --batch.
     Raises ValueError if the run is impossible.
     """
+    model = config.model if config.model_class is not None else None
+    base = base_configuration(name, origin_of(config), model, config.task)  # to see whether the batch size was changed
     mesh = config.mesh
     dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), exact=False)
     config = replace(config, mesh=replace(mesh, dp=dp, cp=cp, tp=tp))
     if batch is not None:
-        rows, tokens = _sizes(batch)
+        rows, tokens = batch_sizes(batch)
         config = replace(config, data=replace(config.data, batch_size=rows, sequence_length=tokens))
     elif config.data.batch_size == base.data.batch_size:
         fewest_rows = dp * (config.plan.microbatches or mesh.pp)
         config = replace(config, data=replace(config.data, batch_size=max(config.data.batch_size, fewest_rows)))
     config = with_complete_plan(config, dp=dp, cp=cp, tp=tp)
     return config, axes_of(pp=mesh.pp, dp=dp, cp=cp, tp=tp)
-
-
-def _sizes(text: str) -> tuple[int, int]:
-    """The rows and tokens of --batch, written as "2048,8192". Raises ValueError for another form."""
-    sizes = text.split(",")
-    if len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"--batch {text!r} is not rows and tokens; write it like --batch 2048,8192")
-    return int(sizes[0]), int(sizes[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +18,22 @@ import torch
 from torch import Tensor, nn
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh, derive_key
+from weft.reshard.extension import Recorded
 
 from ..mixture_config import MixtureConfig
 from ..parallel import ParallelPlan
 from ..parallel.batch import cuts_by_documents
 from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
+from ..parallel.pipeline.cut import ranges_of
+from ..parallel.styles import PIPELINE_AXIS
+from ..predict.alike import block_names
+from ..predict.memory import compose, memory_parts, stage_peaks
+from ..schedules.schedule import Schedule
 from ..step.criterion import Criterion
+from ..step.followed_step import Memory, Peak
 from ..step.forward_backward import microbatch_key
-from ..step.memory import Memory, predict_memory
+from ..step.memory import predict_memory
 from ..step.preference import ShapedPreferences
 from ..step.record import Step, StepShape, run_on_shapes
 from ..step.router import RouterLosses
@@ -40,6 +47,12 @@ from .report import ParameterLayout, Report, mesh_in_words
 from .run import axes_of, complete_plan
 from .task_config import LoRAConfig, reference_axes, reference_of
 
+_PHASE_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "gradients": "the sum of gradients",
+    "optimizer": "the optimizer's update",
+}
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -79,6 +92,7 @@ def explain(title: str, config: TrainConfig, axes: Mapping[str, int], rank: int)
             of_reference.make_model().requires_grad_(False), of_reference.mesh, of_reference.plan, rank=rank
         ).nbytes
     report.print_line(_memory_table(memory, rank, frozen))
+    report.print_line(_peak_table(outline.predict_peak(rank, step.schedule), frozen))
 
 
 def _batch_line(outline: Outline) -> str:
@@ -96,7 +110,7 @@ def _batch_line(outline: Outline) -> str:
 
 
 def _memory_table(memory: Memory, rank: int, frozen: int) -> str:
-    """The table of the rank's memory. frozen: bytes of a reference model; 0 without."""
+    """The table of the memory that the rank holds from step to step. frozen: bytes of a reference model; 0 without."""
     rows = {
         "parameters": memory.parameters,
         "gathered from shards": memory.gathered,
@@ -106,9 +120,32 @@ def _memory_table(memory: Memory, rank: int, frozen: int) -> str:
         "in all": memory.nbytes + frozen,
     }
     optional = ("gathered from shards", "reference model")
-    rows = {name: nbytes for name, nbytes in rows.items() if nbytes or name not in optional}
-    lines = [f"  {name:20}  {nbytes:>17,} bytes  {_in_mib_or_gib(nbytes):>10}" for name, nbytes in rows.items()]
-    return "\n".join([f"memory of rank {rank}, without activations", *lines])
+    shown = {name: nbytes for name, nbytes in rows.items() if nbytes or name not in optional}
+    return "\n".join([f"memory of rank {rank}, without activations", *_rows(shown)])
+
+
+def _peak_table(peak: Peak, frozen: int) -> str:
+    """The table of the rank's memory at the peak of a step, gradients not added up. frozen: as in `_memory_table`."""
+    rows = {
+        "parameters": peak.parameters,
+        "gathered from shards": peak.gathered,
+        "gradients": peak.gradients,
+        "gradients in buckets": peak.buckets,
+        "optimizer state": peak.states,
+        "activations": peak.activations,
+        "recomputed": peak.recomputed,
+        "logits and loss": peak.logits,
+        "messages": peak.messages,
+        "workspace": peak.workspace,
+        "reference model": frozen,
+        "in all": peak.nbytes + frozen,
+    }
+    phase = _PHASE_WORDS[peak.phase]
+    return "\n".join([f"at the peak of a step on a GPU, in {phase}", *_rows({k: n for k, n in rows.items() if n})])
+
+
+def _rows(table: Mapping[str, int]) -> list[str]:
+    return [f"  {name:20}  {nbytes:>17,} bytes  {_in_mib_or_gib(nbytes):>10}" for name, nbytes in table.items()]
 
 
 def _with_decimal_prefix(number: float) -> str:
@@ -228,10 +265,15 @@ class Outline:
         """How much the correction biases of experts change after a step; 0 for a model without."""
         return self.config.model.bias_rate if isinstance(self.config.model, MixtureConfig) else 0.0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that layers compute in."""
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
+
     def autocast_context(self, device_type: str) -> AbstractContextManager[None]:
         """The context to call the model in: autocast to the run's dtype, disabled for float32."""
-        dtype = getattr(torch, self.config.dtype)
-        return torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32)
+        return torch.autocast(device_type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -251,15 +293,8 @@ class Outline:
         names = (*inputs_of(self.config.model_class), *self.training_inputs)
         return {name: value for name, value in inputs.items() if name in names}
 
-    def record_step(
-        self, rank: int, device_type: str, documents: Tensor | None = None, examples_per_row: int = 1
-    ) -> Step:
-        """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
-
-        documents: of the step's rows, on the CPU; None for rows without. examples_per_row: of dpo and kto, the most.
-        The forward passes of a reference, and of kto's mismatched rows, are not part of the prediction.
-        Nothing is trained. Communication: none, and no process group is needed.
-        """
+    def step_shape(self, rank: int, documents: Tensor | None = None, examples_per_row: int = 1) -> StepShape:
+        """The batch, criterion and inputs of a step on shapes. Arguments: as for `record_step`."""
         extra: dict[str, Any] = {} if documents is None else {"documents": documents}
         criterion = self.token_criterion(float(math.prod(self.batch_shape)))
         if self.config.task in ("dpo", "kto"):
@@ -268,7 +303,7 @@ class Outline:
             criterion = self.with_routers(
                 ShapedPreferences(self.config.task, examples_per_row, length_normalized=is_normalized)
             )
-        shape = StepShape(
+        return StepShape(
             batch=self.batch_shape,
             criterion=criterion,
             rank=rank,
@@ -276,10 +311,66 @@ class Outline:
             microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
         )
+
+    def record_step(
+        self,
+        rank: int,
+        device_type: str,
+        documents: Tensor | None = None,
+        examples_per_row: int = 1,
+        listen: Callable[[Recorded], None] | None = None,
+    ) -> Step:
+        """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
+
+        documents, examples_per_row: as for `step_shape`.
+        listen: sets the listeners of the recording, as for `on_shapes`.
+        The forward passes of a reference, and of kto's mismatched rows, are not part of the prediction.
+        Nothing is trained. Communication: none, and no process group is needed.
+        """
+        shape = self.step_shape(rank, documents, examples_per_row)
         clip_norm = self.config.optimizer.clip_norm
         update = partial(communicate_update, config=self.config.optimizer)
         with self.autocast_context(device_type):
-            return run_on_shapes(self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm, update=update)
+            return run_on_shapes(
+                self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm, update=update, listen=listen
+            )
+
+    def predict_peak(self, rank: int, schedule: Schedule | None) -> Peak:
+        """Predict the memory of `rank` at the peak of a step on a GPU. Communication: none.
+
+        schedule: of the pipeline; None without stages. Composed from models of few blocks where blocks are alike, else
+        from the whole step on shapes. The update's memory is not included: torch's fused optimizers need none.
+        """
+        shape, model = self.step_shape(rank), self.make_model()
+        options: dict[str, Any] = {
+            "states": count_states(model, self.config.optimizer),
+            "clip_norm": self.config.optimizer.clip_norm,
+            "device": "cuda",
+        }
+        with self.autocast_context("cpu"):
+            try:
+                parts = memory_parts(model, self.mesh, self.plan, shape, **options)
+                names = block_names(model, self.plan)
+                if schedule is None:
+                    return compose(parts, blocks=len(names))
+                assert self.plan.pipeline is not None, "a schedule is of a pipeline"
+                _, ranges = ranges_of(model, self.plan.pipeline, schedule)
+                coordinate = self.mesh.coordinate(rank)
+                assert coordinate is not None, "the rank is one of the mesh"
+                return stage_peaks(parts, schedule, ranges)[coordinate[PIPELINE_AXIS]]
+            except ValueError:  # blocks are few or not alike, or gradients of weights come later
+                memory = predict_memory(
+                    *(model, self.mesh, self.plan),
+                    rank=rank,
+                    batch=shape.batch,
+                    criterion=shape.criterion,
+                    inputs=shape.inputs,
+                    microbatches=shape.microbatches,
+                    reduce_dtype=shape.reduce_dtype,
+                    **options,
+                )
+        assert memory.peak is not None, "the memory of a step"
+        return memory.peak
 
 
 def _make_on_meta(config: TrainConfig) -> nn.Module:

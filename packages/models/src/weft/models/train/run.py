@@ -147,7 +147,7 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
         )
     pipeline = completed.pipeline(pp)
     if pipeline is not None:
-        stages = pipeline.make_schedule(pp).num_stages
+        stages = pipeline.count_stages(pp)
         if stages > config.model.num_layers:
             raise ValueError(
                 f"the model has {config.model.num_layers} layers, which cannot be cut into {stages} stages; lower "

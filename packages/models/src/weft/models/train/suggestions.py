@@ -47,12 +47,12 @@ def suggestions(run: Run, *, on_cpu: bool) -> list[str]:
             commands.append(f"{train} {_arguments(run, alternative)}    the same loss on another mesh")
         if run.config.data.path is None and not run.config.data.mixture:
             commands.append(f"{train} {_arguments(run, run.config)} --data.path FILE_OR_FOLDER    your own text")
-    except _NoOption:
+    except NoOption:
         return lines
     return [*lines, *commands]
 
 
-class _NoOption(ValueError):
+class NoOption(ValueError):
     """A config value that no option of the command can set."""
 
 
@@ -90,18 +90,18 @@ def _alternative_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
 def _arguments(run: Run, config: TrainConfig) -> str:
     """The arguments of `weft train` for `config`, without the output folder."""
     base = run.base or recipe(run.recipe or "")
-    options = _options(dataclasses.replace(config, output=None, resume=None), base, "")
+    options = options_between(dataclasses.replace(config, output=None, resume=None), base, "")
     # for a model class of the user, no recipe has the sizes: all but the class's defaults are given
     if config.model_class is not None:
         defaults = {field.name: field.default for field in dataclasses.fields(config.model)}
-        options += _options(config.model, SimpleNamespace(**defaults), "model.")
+        options += options_between(config.model, SimpleNamespace(**defaults), "model.")
     return shlex.join([*([] if run.recipe is None else [run.recipe]), *options])
 
 
-def _options(config: object, default: object, prefix: str) -> list[str]:
+def options_between(config: object, default: object, prefix: str) -> list[str]:
     """The options to turn `default` into `config`, two values of the same dataclass.
 
-    Raises _NoOption for a difference without an option.
+    Raises NoOption for a difference without an option.
     """
     options = []
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def _options(config: object, default: object, prefix: str) -> list[str]:
         if value == unchanged:
             continue
         if dataclasses.is_dataclass(value) and type(value) is type(unchanged):
-            options += _options(value, unchanged, f"{name}.")
+            options += options_between(value, unchanged, f"{name}.")
         elif isinstance(value, bool):
             options.append(f"--{name}" if value else f"--{prefix}no-{option}")
         elif isinstance(value, tuple):
@@ -119,7 +119,7 @@ def _options(config: object, default: object, prefix: str) -> list[str]:
         elif isinstance(value, int | float | str | Path):
             options += _option(name, str(value))
         else:
-            raise _NoOption(f"{name} is {value!r}, but {unchanged!r} in the recipe")
+            raise NoOption(f"{name} is {value!r}, but {unchanged!r} in the recipe")
     return options
 
 

@@ -1,0 +1,1 @@
+"""Predicted memory beside the memory of real processes on this machine."""

@@ -1,0 +1,182 @@
+"""What `weft explain --chip` adds: the time and the memory of a step on a chip, and what to change first."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..predict.advice import Change, advise
+from ..predict.chip import Chip
+from ..predict.estimate import Estimate, estimate
+from ..predict.find_plans import check_stages, parameters_of
+from ..predict.plan_memory import PlanMemory
+from ..predict.plan_prices import PlanPrices
+from ..predict.plans import Candidate
+from ..predict.timeline_picture import timeline_json, timeline_svg
+from ..schedules.pipeline_plan import make_schedule
+from ..terminal import PROGRAM
+from ..train.candidates import candidate_of, config_of, step_flops, workload_of
+from ..train.config import MeshConfig, PlanConfig, TrainConfig
+from ..train.suggestions import NoOption, options_between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A run's step on a chip. Made by `predict`."""
+
+    config: TrainConfig  # without mesh and plan
+    candidate: Candidate  # the run's mesh and plan
+    chip: Chip
+    limit: int  # bytes of a device
+    estimate: Estimate
+    memory_bytes: int  # of the fullest rank, at the peak of a step
+    # The changes of the plan that would shorten the step most, or make it fit. Takes seconds.
+    find_changes: Callable[[], list[Change]]
+
+
+def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> Prediction:
+    """The prediction of a run.
+
+    config: complete. axes: of the run's mesh.
+    Communication: none. Raises ValueError as `record`, and for a dtype of which the chip has no peak.
+    """
+    candidate = candidate_of(config, axes)
+    chip.peak(config.dtype)
+    config = replace(config, mesh=MeshConfig(), plan=PlanConfig(experts_tokens=config.plan.experts_tokens))
+    workload = workload_of(config)
+    schedule = None
+    if candidate.schedule is not None:
+        sizes = {"ranks": candidate.pp, "microbatches": candidate.microbatches, "chunks": candidate.chunks}
+        schedule = make_schedule(candidate.schedule, **sizes)
+    flops = step_flops(config)
+    found = estimate(
+        workload.trace(candidate),
+        chip=chip,
+        mesh_sizes=candidate.axes,
+        tokens=workload.rows * workload.tokens,
+        flops=flops,
+        schedule=schedule,
+        compiled=workload.is_compiled,
+        dtype=config.dtype,
+        keep_spans=True,
+    )
+    parameters = parameters_of(workload)
+    memory = PlanMemory(workload=workload, parameters=parameters)
+    prices = PlanPrices(
+        workload=workload,
+        chip=chip,
+        processes=candidate.processes,
+        limit=chip.memory_bytes,
+        flops=flops,
+        memory=memory,
+        least_sizes={},
+    )
+    nbytes = memory.peak(candidate)
+
+    def check(change: Candidate) -> None:
+        check_stages(change, len(parameters.in_blocks))
+        config_of(config, change)
+
+    def find_changes() -> list[Change]:
+        parts = {str(part): seconds for part, seconds in found.parts.items()}
+        return advise(prices, candidate, check, seconds=found.seconds, parts=parts, memory_bytes=nbytes)
+
+    return Prediction(
+        config=config,
+        candidate=candidate,
+        chip=chip,
+        limit=chip.memory_bytes,
+        estimate=found,
+        memory_bytes=nbytes,
+        find_changes=find_changes,
+    )
+
+
+def lines_of(found: Prediction) -> Iterator[str]:
+    """The prediction in words."""
+    estimate, count = found.estimate, found.candidate.processes
+    yield (
+        f"on {count:,} x {found.chip.name}, predicted: {estimate.seconds:.4g} s a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s ({estimate.tokens_per_second / count:,.0f} a device), "
+        f"MFU {estimate.mfu:.1%}"
+    )
+    shares = [(part, seconds) for part, seconds in estimate.parts.items() if seconds / estimate.seconds >= 0.0005]
+    for part, seconds in sorted(shares, key=lambda pair: -pair[1]):
+        yield f"  {part.replace('_', ' '):15} {seconds:>10.4g} s  {seconds / estimate.seconds:>6.1%}"
+    room = found.limit - found.memory_bytes
+    verdict = f"{_gib(room)} are free" if room >= 0 else f"does not fit: {_gib(-room)} too much"
+    yield f"memory of the fullest rank: {_gib(found.memory_bytes)} of {_gib(found.limit)}; {verdict}"
+    yield from _lines_of_changes(found)
+
+
+def _lines_of_changes(found: Prediction) -> Iterator[str]:
+    changes, fits = found.find_changes(), found.memory_bytes <= found.limit
+    count = found.candidate.processes
+    if changes:
+        yield "change first" if fits else "changes that fit"
+    for number, each in enumerate(changes, 1):
+        faster = each.seconds / found.estimate.seconds - 1
+        yield f"  {number}  {_options(found, each)}: {each.seconds:.4g} s ({faster:+.1%}), {_gib(each.memory_bytes)}"
+    if not changes:
+        yield (
+            f"{'no single change of the plan tried is faster' if fits else 'no single change tried fits'}; search all: "
+            f"{PROGRAM} plan --processes {count} --chip {found.chip.name}"
+        )
+
+
+def as_values(found: Prediction) -> dict[str, Any]:
+    """The prediction for JSON."""
+    return {
+        "chip": found.chip.name,
+        "processes": found.candidate.processes,
+        "seconds": found.estimate.seconds,
+        "tokens_per_second": found.estimate.tokens_per_second,
+        "mfu": found.estimate.mfu,
+        "memory_bytes": found.memory_bytes,
+        "memory_limit_bytes": found.limit,
+        "fits": found.memory_bytes <= found.limit,
+        "parts": dict(found.estimate.parts),
+        "plan": asdict(found.candidate),
+        "changes": [
+            {
+                "options": _options(found, each),
+                "seconds": each.seconds,
+                "memory_bytes": each.memory_bytes,
+                "plan": asdict(each.candidate),
+                "compile": each.is_compiled,
+            }
+            for each in found.find_changes()
+        ],
+    }
+
+
+def write_timeline(found: Prediction, path: Path, title: str) -> None:
+    """Write the step's timeline: a picture for a name that ends with .svg, else JSON for Perfetto."""
+    timeline = found.estimate.timeline
+    text = timeline_svg(timeline, title) if path.suffix == ".svg" else timeline_json(timeline)
+    path.write_text(text, encoding="utf-8")
+
+
+def print_json(values: Mapping[str, Any]) -> None:
+    """Print values as JSON, with null for an infinite number."""
+    print(json.dumps({key: None if value == math.inf else value for key, value in values.items()}, indent=2))
+
+
+def _options(found: Prediction, change: Change) -> str:
+    """The options by which a change differs from the run."""
+    changed = config_of(found.config, change.candidate)
+    base = config_of(found.config, found.candidate)
+    try:
+        options = options_between(replace(changed, compile=change.is_compiled), base, "")
+    except NoOption:
+        return str(change.candidate)
+    return shlex.join(options)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB"

@@ -1,0 +1,222 @@
+"""`find_plans`: the fastest plans of a training step on a chip, by prediction, with a certificate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from weft.mesh import ProcessMesh
+
+from ..checks import check_tensor_parallel
+from ..experts import Experts
+from ..parallel.plan import ParallelPlan
+from .alike import block_names
+from .bounds import Parameters
+from .chip import Chip, load_chip
+from .estimate import Estimate
+from .events import Compute
+from .plan_memory import PlanMemory, least_tp
+from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices, least_sizes
+from .plans import Candidate, Space, enumerate_candidates
+from .search import Bound, Certificate, search
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A plan and its prediction. Made by `find_plans`."""
+
+    candidate: Candidate
+    mesh: ProcessMesh
+    plan: ParallelPlan
+    seconds: float  # of a step
+    tokens_per_second: float  # of the whole run
+    mfu: float
+    memory_bytes: int  # of the fullest rank, at most
+    parts: Mapping[str, float]  # seconds of a step by what the device does or waits for
+
+    def slower_by(self, best: FoundPlan) -> tuple[str, float]:
+        """The part that takes most longer than under `best`, and by how many seconds."""
+        name = max(self.parts, key=lambda part: self.parts[part] - best.parts[part])
+        return name, self.parts[name] - best.parts[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlans:
+    """The fastest plans in order, and the proof that there are no faster ones. Made by `find_plans`."""
+
+    plans: tuple[FoundPlan, ...]
+    certificate: Certificate
+
+
+def find_plans(
+    model: nn.Module,
+    *,
+    processes: int,
+    chip: str | Path | Chip,
+    batch: tuple[int, int],
+    memory: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    compiled: bool = False,
+    keep: int = 10,
+    within: float = math.inf,
+    **options: Any,
+) -> FoundPlans:
+    """The fastest plans to train `model` on `processes` chips, by prediction: no process is started.
+
+    Searches meshes of pp, dp, cp, tp and, for mixtures, ep; zero, sequence, context, schedule, microbatches and
+    recompute. Branch and bound: each plan that was not priced has a lower bound above the last result's seconds.
+    model: not parallel, on any device; its `parallel_plan` lays it out. Unchanged.
+    chip: a name, a file of `weft measure`, or a `Chip`. batch: (rows, tokens in a row) of a step over all ranks.
+    memory: bytes that a rank may use; None for the chip's.
+    dtype: that layers compute in, by autocast. compiled: whether blocks are compiled.
+    keep: the number of results. within: seconds after which no further plan is priced; see `Certificate.left`.
+    options: further fields of `Workload`: criterion, inputs, clip_norm, reduce_dtype, states, update.
+    Communication: none.
+    Raises ValueError for an unknown chip, for processes or a batch below 1, and where no plan fits the memory, with
+    the least memory that a plan takes.
+    """
+    rows, tokens = batch
+    space = Space(processes=processes, rows=rows, num_experts=count_experts(model))
+    workload = Workload(
+        model=model, rows=rows, tokens=tokens, dtype=dtype, is_compiled=compiled, **{"clip_norm": 1.0, **options}
+    )
+    found_chip = chip if isinstance(chip, Chip) else load_chip(chip)
+    num_blocks = len(block_names(model, workload.plan_of(Candidate())))
+
+    def check(candidate: Candidate) -> None:
+        check_stages(candidate, num_blocks)
+        if hasattr(getattr(model, "config", None), "parallel_sizes"):
+            check_tensor_parallel(model.config, candidate.tp)  # type: ignore[arg-type]
+
+    return search_plans(workload, space, found_chip, check=check, memory=memory, keep=keep, within=within, flops=None)
+
+
+def search_plans(
+    workload: Workload,
+    space: Space,
+    chip: Chip,
+    *,
+    check: Callable[[Candidate], None],
+    memory: int | None = None,
+    flops: float | None = None,
+    keep: int = 10,
+    within: float = math.inf,
+) -> FoundPlans:
+    """As `find_plans`, of a space.
+
+    check: raises ValueError for a candidate that cannot run. flops: of the model in a step, without recomputation;
+    None: as traced. Called by `find_plans` and by the command `weft plan`.
+    """
+    limit = chip.memory_bytes if memory is None else memory
+    parameters = parameters_of(workload)
+    states = parameters.total + parameters.trained * (1 + parameters.states)
+    if states / space.processes > limit:
+        raise ValueError(
+            f"weights, gradients and optimizer states take {_gib(states)}, {_gib(states / space.processes)} for each "
+            f"of {space.processes:,} processes at least, and {_gib(limit)} are given; give more memory, or "
+            f"{math.ceil(states / limit):,} processes or more"
+        )
+    enumeration = enumerate_candidates(space, check)
+    if not enumeration.accepted:
+        reasons = ", ".join(f"{count:,} as {reason}" for reason, count in enumeration.refused.most_common(3))
+        reasons = reasons or f"the fixed options fit no mesh of {space.processes:,} processes"
+        raise ValueError(f"none of {enumeration.count:,} plans can run: {reasons}")
+    plan_memory = PlanMemory(workload=workload, parameters=parameters, least_tp=least_tp(enumeration.accepted))
+    prices = PlanPrices(
+        workload=workload,
+        chip=chip,
+        processes=space.processes,
+        limit=limit,
+        flops=traced_flops(workload) if flops is None else flops,
+        memory=plan_memory,
+        least_sizes=least_sizes(enumeration.accepted),
+    )
+    outcome = search(
+        *(enumeration.accepted, prices.bounds(), prices.price),
+        fits=prices.fits, keep=keep, within=within, refused=enumeration.refused,
+    )  # fmt: skip
+    if not outcome.found and outcome.certificate.is_complete:
+        raise ValueError(_nothing_fits(plan_memory, enumeration.accepted, limit, states, within))
+    plans = tuple(
+        _found_plan(workload, each.candidate, each.price, plan_memory.peak(each.candidate)) for each in outcome.found
+    )
+    return FoundPlans(plans=plans, certificate=outcome.certificate)
+
+
+def traced_flops(workload: Workload) -> float:
+    """Operations of the model's products and attention in a step, as a trace on one rank counts them."""
+    trace = workload.trace(Candidate())
+    return float(
+        sum(
+            event.flops * max(1, len(segment.blocks))
+            for segment in trace.segments
+            for event in segment.events
+            if isinstance(event, Compute)
+        )
+    )
+
+
+def check_stages(candidate: Candidate, num_blocks: int) -> None:
+    """Raises ValueError for a schedule that cannot take the numbers, and for more stages than blocks."""
+    if candidate.pipeline is not None and candidate.pipeline.count_stages(candidate.pp) > num_blocks:
+        raise ValueError(f"the model has {num_blocks} blocks, which cannot be cut into more stages")
+
+
+def count_experts(model: nn.Module) -> int:
+    """The experts of a model's first mixture; 0 for a model without."""
+    mixtures = (module for module in model.modules() if isinstance(module, Experts))
+    return next((next(module.parameters()).shape[0] for module in mixtures), 0)
+
+
+def parameters_of(workload: Workload) -> Parameters:
+    """The bytes of a workload's parameters, in all and in parts."""
+    model, states = workload.model, workload.states
+    sizes = {name: each.numel() * each.element_size() for name, each in model.named_parameters()}
+    trained = {name: sizes[name] for name, each in model.named_parameters() if each.requires_grad}
+    experts = {each for module in model.modules() if isinstance(module, Experts) for each in module.parameters()}
+    state_bytes = sum(
+        (states if isinstance(states, int) else states[name]) * nbytes for name, nbytes in trained.items()
+    )
+    blocks = block_names(model, workload.plan_of(Candidate()))
+    in_blocks = (sum(nbytes for name, nbytes in sizes.items() if name.startswith(f"{block}.")) for block in blocks)
+    return Parameters(
+        total=sum(sizes.values()),
+        in_blocks=tuple(in_blocks),
+        trained=sum(trained.values()),
+        experts=sum(each.numel() * each.element_size() for each in experts),
+        states=state_bytes / max(1, sum(trained.values())),
+    )
+
+
+def _found_plan(workload: Workload, candidate: Candidate, found: Estimate, nbytes: int) -> FoundPlan:
+    return FoundPlan(
+        candidate=candidate,
+        mesh=ProcessMesh.grid(**candidate.axes),
+        plan=workload.plan_of(candidate),
+        seconds=found.seconds,
+        tokens_per_second=found.tokens_per_second,
+        mfu=found.mfu,
+        memory_bytes=nbytes,
+        parts={str(part): seconds for part, seconds in found.parts.items()},
+    )
+
+
+def _nothing_fits(memory: PlanMemory, candidates: list[Candidate], limit: int, states: float, within: float) -> str:
+    """The message for a search without results: the plan that takes the least memory, by branch and bound."""
+    bounds = [Bound(WEIGHTS, memory.weights_floor, is_eager=True), Bound(ACTIVATIONS, memory.floor)]
+    least = search(candidates, bounds, lambda each: (float(memory.peak(each)), None), keep=1, within=within).found
+    takes = f"the least that one takes is {_gib(least[0].seconds)}, with {least[0].candidate}; " if least else ""
+    return (
+        f"none of {len(candidates):,} plans fits {_gib(limit)} of memory; {takes}give that much memory, fewer tokens, "
+        f"or more processes (weights, gradients and states alone take {_gib(states)} over all)"
+    )
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB"

@@ -1,0 +1,233 @@
+"""The space of plans of a search: meshes of a number of processes, and the options of a parallel plan.
+
+`Candidate` is one plan with its mesh; `enumerate_candidates` yields all of a `Space`, with those refused counted by
+reason. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..checks import divisors
+from ..schedules.pipeline_plan import PipelinePlan
+from ..schedules.schedule import NAMES, Name
+
+if TYPE_CHECKING:
+    from ..parallel.plan import ParallelPlan
+
+Context = Literal["all_gather", "ulysses"]
+Recompute = Literal["none", "selective", "full"]
+Zero = Literal[0, 1, 2, 3]
+CONTEXTS: tuple[Context, ...] = get_args(Context)
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+ZEROS: tuple[Zero, ...] = get_args(Zero)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan and the sizes of its mesh: the unit of a search. The defaults are the simplest plan of one process."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1  # ranks that share the experts of a mixture; adds no ranks
+    over_tp: bool = False  # "ep" divides dp x cp x tp, not dp x cp
+    context: Context | None = None  # where cp is above 1
+    schedule: Name | None = None  # where pp is above 1
+    chunks: int = 1  # stages on a rank
+    microbatches: int = 1
+    sequence: bool = False
+    zero: Zero = 0
+    recompute: Recompute = "none"
+
+    @property
+    def processes(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes with their sizes, as `weft train` makes the mesh: pp and cp only above size 1."""
+        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("dp", "tp")}
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks over which ZeRO shards a parameter outside of experts: dp x cp."""
+        return self.dp * self.cp
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """How the model is cut into stages; None without an axis "pp"."""
+        if self.schedule is None:
+            return None
+        chunks = self.chunks if self.chunks > 1 else None
+        return PipelinePlan(schedule=self.schedule, microbatches=self.microbatches, chunks=chunks)
+
+    def rows_on_rank(self, rows: int) -> int:
+        """The rows of a microbatch on the rank with the most, rank 0, of a step with `rows` rows."""
+        return -(-rows // (self.microbatches * self.dp))
+
+    def parallel_plan(self, model_plan: ParallelPlan) -> ParallelPlan:
+        """The `ParallelPlan` of a model whose own plan is `model_plan`."""
+        from ..parallel.plan import ExpertPlan  # imported here because torch takes seconds
+
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("sequence", "context", "zero", "recompute")}
+        experts = ExpertPlan(size=self.ep, over_tp=self.over_tp) if self.ep > 1 else None
+        return replace(model_plan, pipeline=self.pipeline, experts=experts, **options)
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Orders plans of equal seconds, simpler first.
+
+        The number of options and axes in use, then the sizes of pp, cp, ep and tp, then the options in the order of
+        this class's fields, each smaller value first.
+        """
+        options = (
+            CONTEXTS.index(self.context) + 1 if self.context else 0,
+            NAMES.index(self.schedule) + 1 if self.schedule else 0,
+            self.chunks - 1,
+            self.microbatches - 1,
+            int(self.sequence),
+            self.zero,
+            RECOMPUTES.index(self.recompute),
+        )
+        sizes = (self.pp, self.cp, self.ep, int(self.over_tp), self.tp)
+        in_use = sum(size > 1 for size in (*sizes, self.dp)) + sum(option > 0 for option in options)
+        return (in_use, *sizes, *options)
+
+    def __str__(self) -> str:
+        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
+        mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
+        options = ["ep over tp"] * self.over_tp
+        options += [] if self.schedule is None else [self.schedule + (f" x {self.chunks}" if self.chunks > 1 else "")]
+        options += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+        options += [f"zero={self.zero}"] * (self.zero > 0) + ["sequence"] * self.sequence
+        options += [] if self.context is None else [self.context]
+        options += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        return ", ".join([mesh, *options])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Which plans a search considers: all that use every process, with the options below.
+
+    An option that changes nothing is enumerated at one value only: `sequence` with tp=1, `zero` without a second rank
+    that holds the same parameters, `context` with cp=1, `schedule` with pp=1. Numbers of microbatches that do not
+    divide the rows are left out: no plan takes them.
+    """
+
+    processes: int
+    rows: int  # of a step, over all ranks
+    num_experts: int = 0  # of a layer; 0 for a model without mixtures
+    contexts: tuple[Context, ...] = CONTEXTS
+    schedules: tuple[Name, ...] = NAMES
+    chunks: tuple[int, ...] = (2,)  # of the schedule "interleaved"
+    zeros: tuple[Zero, ...] = ZEROS
+    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    sequences: tuple[bool, ...] = (False, True)
+    fixed: Mapping[str, object] = field(default_factory=dict)  # values of a candidate's fields, by name
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "rows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be 1 or more")
+
+    def meshes(self) -> Iterator[Candidate]:
+        """Every way to write the processes as pp x dp x cp x tp, as candidates without further options."""
+        for pp in divisors(self.processes):
+            for cp in divisors(self.processes // pp):
+                for tp in divisors(self.processes // pp // cp):
+                    mesh = Candidate(pp=pp, cp=cp, tp=tp, dp=self.processes // pp // cp // tp)
+                    if self._allows(mesh, "pp", "dp", "cp", "tp"):
+                        yield mesh
+
+    def _allows(self, candidate: Candidate, *names: str) -> bool:
+        """Whether the fields have the values of `fixed`."""
+        return all(getattr(candidate, name) == self.fixed.get(name, getattr(candidate, name)) for name in names)
+
+    def families(self) -> Iterator[Candidate]:
+        """Every candidate with sequence, zero and recompute at their simplest values."""
+        counts = divisors(self.rows)
+        for mesh in self.meshes():
+            contexts: tuple[Context | None, ...] = self.contexts if mesh.cp > 1 else (None,)
+            schedules = list(self._schedules()) if mesh.pp > 1 else [(None, 1)]
+            for experts in self._expert_sizes(mesh):
+                for context, (schedule, chunks), count in product(contexts, schedules, counts):
+                    family = replace(experts, context=context, schedule=schedule, chunks=chunks, microbatches=count)
+                    if self._allows(family, "ep", "over_tp", "context", "schedule", "chunks", "microbatches"):
+                        yield family
+
+    def _schedules(self) -> Iterator[tuple[Name | None, int]]:
+        for schedule in self.schedules:
+            yield from ((schedule, chunks) for chunks in (self.chunks if schedule == "interleaved" else (1,)))
+
+    def _expert_sizes(self, mesh: Candidate) -> Iterator[Candidate]:
+        yield mesh
+        if self.num_experts:
+            yield from (replace(mesh, ep=ep) for ep in divisors(mesh.data_ranks) if ep > 1)
+        if self.num_experts and mesh.tp > 1:
+            yield from (replace(mesh, ep=ep, over_tp=True) for ep in divisors(mesh.data_ranks * mesh.tp) if ep > 1)
+
+    def members(self, family: Candidate) -> Iterator[Candidate]:
+        """The candidates of a family: with all values of sequence, zero and recompute."""
+        sequences = self.sequences if family.tp > 1 else (False,)
+        # Experts over tp are replicated on dp x cp x tp / ep ranks.
+        replicated = family.data_ranks > 1 or (family.over_tp and family.ep < family.tp)
+        zeros = self.zeros if replicated else self.zeros[:1]
+        for sequence, zero, recompute in product(sequences, zeros, self.recomputes):
+            member = replace(family, sequence=sequence, zero=zero, recompute=recompute)
+            if self._allows(member, "sequence", "zero", "recompute"):
+                yield member
+
+
+@dataclass(slots=True)
+class Enumeration:
+    """The candidates of a space: those accepted, and the number of those refused by reason."""
+
+    accepted: list[Candidate] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        """All candidates, accepted or not."""
+        return len(self.accepted) + sum(self.refused.values())
+
+
+def enumerate_candidates(space: Space, check: Callable[[Candidate], None]) -> Enumeration:
+    """All candidates of the space.
+
+    check: raises ValueError for a candidate that cannot run. Called for a family's simplest candidate: whether a
+        candidate can run must not depend on sequence, zero and recompute.
+    """
+    found = Enumeration()
+    for family in space.families():
+        members = list(space.members(family))
+        try:
+            check(family)
+        except ValueError as error:
+            found.refused[reason_of(error)] += len(members)
+        else:
+            found.accepted += members
+    return found
+
+
+def reason_of(error: ValueError) -> str:
+    """An error's first clause with n for its numbers, so that errors of one kind are counted together."""
+    clause = re.split(r"[;:,](?:\s|$)", str(error), maxsplit=1)[0]
+    return re.sub(r"\d[\d,]*", "n", clause)
+
+
+def options_of(candidate: Candidate) -> dict[str, Any]:
+    """The fields of a candidate in which it differs from the simplest plan, by name."""
+    return {
+        each.name: getattr(candidate, each.name)
+        for each in fields(candidate)
+        if getattr(candidate, each.name) != each.default
+    }

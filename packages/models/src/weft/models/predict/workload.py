@@ -1,0 +1,120 @@
+"""`Workload`: a training step to plan, and its traces under candidates, each trace made once for all that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from weft.mesh import ProcessMesh
+
+from ..parallel.parallelize import own_plan
+from ..parallel.plan import ParallelPlan
+from ..schedules.pipeline_plan import PipelinePlan
+from ..step.criterion import Criterion
+from ..step.record import StepShape
+from .events import Trace
+from .plans import Candidate, Zero
+from .trace import RUN_MICROBATCHES, Reduced, reduce_model, trace_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """A training step of a model on a batch, without a mesh or a plan. The arguments are those of `record`."""
+
+    model: nn.Module  # on any device, not parallel; never changed
+    rows: int  # of a step, over all ranks
+    tokens: int  # of a row
+    dtype: torch.dtype = torch.float32  # that layers compute in, by autocast
+    reduce_dtype: torch.dtype | None = None
+    criterion: Criterion | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+    update: Callable[[nn.Module], None] | None = None
+    states: int | Mapping[str, int] = 2  # the optimizer's tensors for each element of a parameter
+    is_compiled: bool = False
+    # The plan of a candidate; None: the model's own plan with the candidate's options.
+    plan: Callable[[Candidate], ParallelPlan] | None = None
+    _own_plan: list[ParallelPlan] = field(default_factory=list)
+    _reduced: dict[bool, Reduced] = field(default_factory=dict)  # by whether zero is 3
+    _traces: dict[tuple[Candidate, int], Trace | ValueError] = field(default_factory=dict)
+
+    def plan_of(self, candidate: Candidate) -> ParallelPlan:
+        """The `ParallelPlan` of a candidate."""
+        if self.plan is not None:
+            return self.plan(candidate)
+        if not self._own_plan:
+            self._own_plan.append(own_plan(self.model))
+        return candidate.parallel_plan(self._own_plan[0])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the model is called."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=self.dtype)
+
+    def shape(self, rows: int, microbatches: int) -> StepShape:
+        """The arguments of a run on shapes of a step with `rows` rows in all."""
+        return StepShape(
+            batch=(rows, self.tokens),
+            criterion=self.criterion,
+            inputs=self.inputs,
+            microbatches=microbatches,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+    def trace(self, candidate: Candidate, rows: int | None = None) -> Trace:
+        """The trace of rank 0 in the candidate's step; rank 0 has the most rows.
+
+        rows: of a microbatch, over all ranks; None: of the workload's rows.
+
+        A stage's trace is the same for every number of stages and every schedule, and for every number of microbatches
+        above one. Raises ValueError where the model cannot be laid out by the candidate, each time.
+        """
+        traced, rows = self._traced(candidate), rows or self.rows // candidate.microbatches
+        key = traced, rows
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._run(traced, rows * traced.microbatches)
+            except ValueError as error:
+                self._traces[key] = error
+        found = self._traces[key]
+        if isinstance(found, ValueError):
+            raise found
+        return replace(found, times=times_of(candidate.microbatches))
+
+    def _traced(self, candidate: Candidate) -> Candidate:
+        """The simplest candidate with the same segments."""
+        count = min(candidate.microbatches, RUN_MICROBATCHES)
+        if candidate.pp == 1:
+            return replace(candidate, microbatches=count)
+        zero: Zero = 2 if candidate.zero == 3 else candidate.zero  # a stage gathers once a step under each
+        return replace(candidate, pp=2, schedule="1f1b", chunks=1, microbatches=count, zero=zero)
+
+    def _run(self, candidate: Candidate, rows: int) -> Trace:
+        mesh = ProcessMesh.grid(**candidate.axes)
+        plan = replace(self.plan_of(candidate), pipeline=PipelinePlan(microbatches=candidate.microbatches))
+        shape = self.shape(rows, candidate.microbatches)
+        if (plan.zero == 3) not in self._reduced:
+            self._reduced[plan.zero == 3] = reduce_model(self.model, plan)
+        reduced = self._reduced[plan.zero == 3]
+        criterion = getattr(self.criterion, "criterion", self.criterion)  # without the routers' losses
+        has_denominator = criterion is None or isinstance(criterion, partial)
+        with self.autocast():
+            return trace_step(
+                *(self.model, mesh, plan, shape),
+                clip_norm=self.clip_norm,
+                update=self.update,
+                states=self.states,
+                reduced=reduced,
+                runs_before=plan.zero > 0 or bool(plan.parts) or not has_denominator,
+            )
+
+
+def times_of(count: int) -> tuple[int, ...]:
+    """How many of a step's microbatches each one of its trace stands for."""
+    return (1,) * count if count <= RUN_MICROBATCHES else (1, count - 2, 1)

@@ -1,0 +1,106 @@
+"""Candidates of a search over plans as configurations of a run, and back; the run's step as a `Workload`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..checks import check_tensor_parallel
+from ..predict.plans import Candidate
+from ..predict.workload import Workload
+from .config import MeshConfig, TrainConfig
+from .explanation import Outline
+from .measure import flops_per_token
+from .model_class import check_class, parameters_of
+from .optimizer import communicate_update, count_states
+from .run import axes_of, complete_plan
+from .task_config import reference_axes
+
+
+def config_of(config: TrainConfig, candidate: Candidate) -> TrainConfig:
+    """The configuration of a run by the candidate's mesh and plan, complete. Raises ValueError where train refuses it.
+
+    config: of the run, without mesh and plan.
+    """
+    sizes = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}
+    is_divided = candidate.pp > 1 or candidate.microbatches > 1
+    plan = replace(
+        config.plan,
+        sequence=candidate.sequence,
+        context=candidate.context,
+        schedule=candidate.schedule,
+        microbatches=candidate.microbatches if is_divided else None,
+        recompute=candidate.recompute,
+        zero=candidate.zero,
+        experts_over_tp=candidate.over_tp,
+    )
+    config = replace(config, mesh=MeshConfig(pp=candidate.pp, ep=candidate.ep, **sizes), plan=plan)
+    check_tensor_parallel(config.model, candidate.tp)
+    config = replace(config, plan=complete_plan(plan, config, **sizes))
+    if config.model_class is not None:
+        ordered = config.plan.context == "all_gather"
+        check_class(config.model_class, ordered=ordered, documents=False, compiled=config.compile)
+    reference_axes(config, axes_of(pp=candidate.pp, **sizes))
+    return config
+
+
+def checker(config: TrainConfig) -> Callable[[Candidate], None]:
+    """The check of candidates of a search: raises ValueError where `weft train` refuses a candidate."""
+
+    def check(candidate: Candidate) -> None:
+        config_of(config, candidate)
+
+    return check
+
+
+def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
+    """The mesh and the plan of a run as a search's candidate."""
+    plan, pp = config.plan, axes.get("pp", 1)
+    return Candidate(
+        **{axis: axes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")},
+        ep=config.mesh.ep,
+        over_tp=bool(plan.experts_over_tp),
+        context=plan.context if axes.get("cp", 1) > 1 else None,
+        schedule=(plan.schedule or "1f1b") if pp > 1 else None,
+        chunks=2 if plan.schedule == "interleaved" and pp > 1 else 1,
+        microbatches=plan.microbatches or 1,
+        sequence=bool(plan.sequence) and axes.get("tp", 1) > 1,
+        zero=plan.zero,
+        recompute=plan.recompute,
+    )
+
+
+def workload_of(config: TrainConfig) -> Workload:
+    """The step of a run, from the outline that the trainer uses."""
+    config = config_of(config, Candidate())
+    outline = Outline.of(config, {"dp": 1, "tp": 1}, "cuda")
+    shape, model = outline.step_shape(0), outline.make_model()
+
+    def plan(candidate: Candidate) -> Any:
+        if candidate.ep == 1:
+            return candidate.parallel_plan(outline.plan)
+        return Outline.of(config_of(config, candidate), candidate.axes, "cuda").plan  # with the tokens' cheaper way
+
+    return Workload(
+        model=model,
+        rows=outline.batch_shape[0],
+        tokens=outline.batch_shape[1],
+        dtype=outline.dtype,
+        reduce_dtype=shape.reduce_dtype,
+        criterion=shape.criterion,
+        inputs=shape.inputs,
+        clip_norm=config.optimizer.clip_norm,
+        update=partial(communicate_update, config=config.optimizer),
+        states=count_states(model, config.optimizer),
+        is_compiled=config.compile,
+        plan=plan,
+    )
+
+
+def step_flops(config: TrainConfig) -> float:
+    """Operations of the model in a step, without recomputation, as `weft train` counts them."""
+    _, multiplying = parameters_of(config.model, config.model_class)
+    tokens = config.data.sequence_length
+    return float(flops_per_token(config.model, tokens, multiplying=multiplying) * tokens * config.data.batch_size)

@@ -1,0 +1,61 @@
+"""Lower bounds are below what they bound: pipelines of any durations, weights of any plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from weft.models.predict.bounds import layers_of_stages, pipeline_floor
+from weft.models.schedules.pipeline_plan import make_schedule
+from weft.models.schedules.schedule import NAMES, Action, Name, simulate
+
+SECONDS = st.one_of(st.just(1.0), st.floats(0.0, 3.0))
+
+
+@given(data=st.data(), name=st.sampled_from(NAMES), ranks=st.integers(1, 4), microbatches=st.integers(1, 6))
+def test_no_schedule_ends_before_the_floor(data: st.DataObject, name: Name, ranks: int, microbatches: int) -> None:
+    chunks = data.draw(st.integers(2, 3)) if name == "interleaved" else 1
+    if name == "interleaved":
+        microbatches = ranks * max(1, microbatches // ranks)
+    stages = ranks * chunks
+    forward, backward, weights = (data.draw(st.lists(SECONDS, min_size=stages, max_size=stages)) for _ in range(3))
+
+    def duration(action: Action) -> float:
+        of_kind = {"F": forward, "I": backward, "W": weights}
+        if action.kind == "B":
+            return backward[action.stage] + weights[action.stage]
+        return of_kind[action.kind][action.stage]
+
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    both = [a + b for a, b in zip(backward, weights, strict=True)]
+    floor = pipeline_floor(forward, both, ranks=ranks, microbatches=microbatches, schedule=name)
+    assert floor <= simulate(schedule, duration).length * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "expected"),
+    [
+        pytest.param("gpipe", 1, 3 * (8 + 3), id="gpipe"),
+        pytest.param("1f1b", 1, 3 * (8 + 3), id="1f1b"),
+        pytest.param("interleaved", 2, 3 * (2 * 8 + 3), id="interleaved"),
+        pytest.param("zero_bubble", 1, 3 * 8 + 3, id="zero-bubble"),
+    ],
+)
+def test_the_floor_of_equal_stages_is_the_length_by_the_formula(name: Name, chunks: int, expected: int) -> None:
+    """4 ranks, 8 microbatches: a forward takes 1, a backward 2, as in `bubble_formula`."""
+    forward, backward = [1.0] * 4 * chunks, [2.0] * 4 * chunks
+    assert pipeline_floor(forward, backward, ranks=4, microbatches=8, schedule=name) == expected
+    schedule = make_schedule(name, ranks=4, microbatches=8, chunks=chunks)
+    assert simulate(schedule).length == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        pytest.param(80, 4, [20] * 4, id="even"),
+        pytest.param(7, 3, [3, 2, 2], id="longer-first"),
+        pytest.param(3, 3, [1, 1, 1], id="one-each"),
+    ],
+)
+def test_layers_are_cut_as_a_pipeline_cuts_them(layers: int, stages: int, expected: list[int]) -> None:
+    assert layers_of_stages(layers, stages) == expected

@@ -1,0 +1,114 @@
+"""Bounds are never above prices, on plans drawn at random; and branch and bound finds what brute force finds."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from weft.models import Llama, LlamaConfig, Mixtral, MixtralConfig
+from weft.models.predict.chip import load_chip
+from weft.models.predict.find_plans import check_stages, count_experts, parameters_of
+from weft.models.predict.plan_memory import PlanMemory, least_tp
+from weft.models.predict.plan_prices import PlanPrices, least_sizes
+from weft.models.predict.plans import Candidate, Space, enumerate_candidates
+from weft.models.predict.search import search
+from weft.models.predict.workload import Workload
+
+WIDE = LlamaConfig(
+    vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_layers=6, num_heads=16, num_kv_heads=4,
+    max_seq_len=4096,
+)  # fmt: skip
+NARROW = LlamaConfig(
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=4, num_heads=8, num_kv_heads=4, max_seq_len=256
+)
+EXPERTS = MixtralConfig(
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, max_seq_len=512,
+    num_experts=8, experts_per_token=2,
+)  # fmt: skip
+GIB = 2**30
+
+
+def model_of(config: LlamaConfig | MixtralConfig) -> nn.Module:
+    with torch.device("meta"):
+        return Mixtral(config) if isinstance(config, MixtralConfig) else Llama(config)
+
+
+@cache
+def prices_of(
+    config: LlamaConfig | MixtralConfig, processes: int, rows: int, tokens: int, compiled: bool
+) -> tuple[PlanPrices, tuple[Candidate, ...]]:
+    """The prices of a workload, and all its candidates."""
+    model, chip = model_of(config), load_chip("h100")
+    workload = Workload(
+        model=model, rows=rows, tokens=tokens, dtype=torch.bfloat16, clip_norm=1.0, is_compiled=compiled
+    )
+    space = Space(processes=processes, rows=rows, num_experts=count_experts(model))
+    check = partial(check_stages, num_blocks=config.num_layers)
+    candidates = tuple(enumerate_candidates(space, check).accepted)
+    memory = PlanMemory(workload=workload, parameters=parameters_of(workload), least_tp=least_tp(candidates))
+    prices = PlanPrices(
+        workload=workload, chip=chip, processes=processes, limit=80 * GIB, flops=1.0, memory=memory,
+        least_sizes=least_sizes(candidates),
+    )  # fmt: skip
+    return prices, candidates
+
+
+CASES = [
+    pytest.param(WIDE, 64, 64, 4096, True, id="wide-64"),
+    pytest.param(WIDE, 24, 24, 1000, False, id="uneven-24"),
+    pytest.param(NARROW, 8, 6, 100, False, id="narrow-8"),
+    pytest.param(EXPERTS, 8, 8, 512, True, id="experts-8"),
+]
+
+
+@pytest.mark.parametrize(("config", "processes", "rows", "tokens", "compiled"), CASES)
+def test_no_bound_is_above_the_price(
+    config: LlamaConfig, processes: int, rows: int, tokens: int, compiled: bool
+) -> None:
+    prices, candidates = prices_of(config, processes, rows, tokens, compiled)
+    priced = 0
+    for candidate in random.Random(0).sample(candidates, 10):
+        seconds, _ = prices.price(candidate)
+        if seconds == math.inf:
+            continue  # refused by the model
+        priced += 1
+        for bound in prices.bounds():
+            found = bound.seconds(candidate)
+            if found < math.inf:
+                assert found <= seconds * (1 + 1e-9), f"{bound.name} of {candidate}"
+    assert priced >= 3
+
+
+@pytest.mark.parametrize(("config", "processes", "rows", "tokens", "compiled"), CASES)
+def test_no_floor_is_above_the_memory(
+    config: LlamaConfig, processes: int, rows: int, tokens: int, compiled: bool
+) -> None:
+    prices, candidates = prices_of(config, processes, rows, tokens, compiled)
+    measured = 0
+    for candidate in random.Random(1).sample(candidates, 5):
+        try:
+            peak, floor = prices.memory.peak(candidate), prices.memory.floor(candidate)
+        except ValueError:
+            continue  # refused by the model
+        measured += 1
+        assert prices.memory.weights_floor(candidate) <= peak, str(candidate)
+        assert floor <= peak, str(candidate)
+    assert measured >= 1
+
+
+@pytest.mark.parametrize("processes", [8])
+def test_branch_and_bound_finds_what_brute_force_finds(processes: int) -> None:
+    prices, candidates = prices_of(WIDE, processes, 2, 1024, True)
+    some = [each for each in candidates if each.context != "all_gather" and each.recompute != "selective"]
+    some = [each for each in some if each.zero in (0, 3) and each.schedule in (None, "1f1b")]
+    outcome = search(some, prices.bounds(), prices.price)
+    everything = sorted((prices.price(each)[0], each.complexity, each) for each in some)  # type: ignore[type-var]
+    fitting = [entry for entry in everything if entry[0] < math.inf]
+    assert [(each.seconds, each.candidate) for each in outcome.found] == [(s, each) for s, _, each in fitting[:10]]
+    assert outcome.certificate.is_complete
+    assert outcome.certificate.priced < len(fitting), "something was cut off"
+    assert outcome.certificate.enumerated == len(some)

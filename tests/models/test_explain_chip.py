@@ -1,0 +1,97 @@
+"""`weft explain --chip`: seconds, memory and changes of a run on a chip, as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.models.cli import main
+
+_VALUES: dict[tuple[str, ...], dict[str, Any]] = {}
+TINY = ("--mesh.dp", "2", "--mesh.tp", "2")
+
+
+def weft(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> tuple[str, str]:
+    with pytest.raises(SystemExit, match=str(status)):
+        main(["explain", *arguments])
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def values(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    if arguments not in _VALUES:  # each takes seconds
+        _VALUES[arguments] = json.loads(weft(capsys, *arguments, "--json")[0])
+    return _VALUES[arguments]
+
+
+def test_the_parts_add_up_to_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    found = values(capsys, *TINY, "--chip", "h100")
+    assert {"seconds", "tokens_per_second", "mfu", "memory_bytes", "parts"} <= found.keys()
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(8 * 128 / found["seconds"])
+    assert found["processes"] == 4 and found["fits"]
+
+
+def test_the_lines_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = values(capsys, *TINY, "--chip", "h100")
+    out, _ = weft(capsys, *TINY, "--chip", "h100")
+    assert f"on 4 x h100, predicted: {found['seconds']:.4g} s a step" in out
+    assert f"memory of the fullest rank: {found['memory_bytes'] / 2**30:,.2f} GiB" in out
+    for number, change in enumerate(found["changes"], 1):
+        assert f"  {number}  {change['options']}: {change['seconds']:.4g} s" in out
+
+
+def test_changes_are_faster_and_are_options_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny model on a large chip waits for the host, so compiled blocks are faster."""
+    found = values(capsys, *TINY, "--chip", "h100")
+    seconds = [each["seconds"] for each in found["changes"]]
+    assert seconds and seconds == sorted(seconds) and seconds[0] < found["seconds"]
+    best = found["changes"][0]
+    again = values(capsys, *_with(TINY, shlex.split(best["options"])), "--chip", "h100")
+    assert again["seconds"] == pytest.approx(best["seconds"])
+    assert again["memory_bytes"] == pytest.approx(best["memory_bytes"], rel=0.01)
+
+
+def _with(arguments: tuple[str, ...], options: list[str]) -> list[str]:
+    """The arguments, with the options in place of those of the same name."""
+    names = {each for each in options if each.startswith("--")}
+    unchanged = [
+        word
+        for i, word in enumerate(arguments)
+        if word not in names and not (i and arguments[i - 1] in names and not word.startswith("--"))
+    ]
+    return [*unchanged, *options]
+
+
+def test_a_plan_that_does_not_fit_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("llama3-8b", "--mesh.dp", "8", "--mesh.tp", "1", "--batch", "8,8192", "--chip", "h100")
+    found = values(capsys, *run)
+    assert not found["fits"] and found["memory_bytes"] > found["memory_limit_bytes"]
+    assert all(each["memory_bytes"] <= found["memory_limit_bytes"] for each in found["changes"])
+    assert found["changes"]
+
+
+def test_the_timeline_is_a_picture_or_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("step.svg", "step.json"):
+        weft(capsys, *TINY, "--chip", "h100", "--timeline", str(tmp_path / name))
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chip", "h1000"), r"h1000.*h100"),
+        (("--json",), r"--json is of a prediction on a chip; add --chip"),
+        (("--timeline", "step.svg"), r"--timeline is of a prediction on a chip"),
+        (("--chip", "h100", "--timeline", "step.png"), r"step\.png is neither \.svg nor \.json"),
+        (("--chip", "h100", "--timeline", "no-folder/step.svg"), r"there is no folder no-folder"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    _, err = weft(capsys, *TINY, *arguments, status=2)
+    assert re.search(message, err) and len(err.splitlines()) == 1, err
