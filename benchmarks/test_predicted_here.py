@@ -96,8 +96,6 @@ def test_kendall_tau() -> None:
 
 
 def test_predicted_beside_measured(tell: Tell, tmp_path: Path) -> None:
-    if "--chip" not in weft("explain", "--help", folder=tmp_path):
-        pytest.skip("weft explain has no --chip")
     (tmp_path / "text.txt").write_text("Call me by my layout, said the tensor to the mesh. " * 4000)
     file = os.environ.get("PREDICTED_CHIP", str(tmp_path / "here.toml"))
     if "PREDICTED_CHIP" not in os.environ:

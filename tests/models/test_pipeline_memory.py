@@ -24,6 +24,7 @@ from weft.models.step.memory import predict_memory
 from weft.reshard import GradientSync
 from weft.reshard.training.gathered_modules import gathering_units
 
+from tests.kernels.test_shared_casts import Casts
 from tests.models.test_zero_numbers import held_by, held_since
 
 CONFIG = LlamaConfig(
@@ -178,3 +179,18 @@ def test_microbatches_in_flight_save_one_cast_of_each_weight() -> None:
 
     weights = saved(1) - (saved(2) - saved(1))  # what does not grow with the rows
     assert weights <= 1.1 * 2 * 2 * block  # two blocks, two bytes
+
+
+def test_blocks_that_run_again_share_no_casts() -> None:
+    """Their graphs save no casts, and shared ones would stay in memory to the end of the step."""
+    with torch.device("meta"):
+        model = Llama(replace(CONFIG, num_layers=4))
+
+    def casts(recompute: str) -> int:
+        counting = Casts()
+        with counting, torch.autocast("cpu", dtype=torch.bfloat16):
+            plan = plan_of(0, {"schedule": "1f1b"}, recompute)
+            predict_memory(model, ProcessMesh.grid(pp=2), plan, batch=(MICROBATCHES, 8), microbatches=MICROBATCHES)
+        return counting.count
+
+    assert casts("full") > 2 * casts("none")

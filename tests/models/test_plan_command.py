@@ -7,11 +7,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from weft.models.cli import main
 from weft.models.cli.plan import read_bytes
+from weft.models.cli.plan_report import certificate_lines
 from weft.models.cli.settings import read_configuration, with_complete_plan
+from weft.models.predict.search import Certificate
 from weft.models.train.config import TrainConfig
 from weft.models.train.run import mesh_sizes
 
@@ -71,9 +75,14 @@ def test_a_table_and_a_certificate_are_printed(capsys: pytest.CaptureFixture[str
     assert "proved by this model: every plan not priced takes longer than plan" in out
 
 
-def test_what_is_left_when_the_time_is_over_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    out = planned(capsys, *SMALL, "--within", "1e-9")
-    assert "not proved: the time was over with" in out and "plans left" in out
+def test_a_certificate_of_a_search_without_time_says_what_is_left() -> None:
+    certificate = Certificate(enumerated=5, priced=2, left=3, least_left=1.5, seconds=60.0)
+    plans: Any = [SimpleNamespace(seconds=2.0)]
+    *_, last = certificate_lines(certificate, plans)
+    assert last == (
+        "not proved: the time was over with 3 plans left, of which none takes less than 1.5 s; the best may be 25.0% "
+        "faster than plan 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,6 +97,7 @@ def test_what_is_left_when_the_time_is_over_is_said(capsys: pytest.CaptureFixtur
         pytest.param(["--batch", "0,128"], "--batch '0,128' is not rows and tokens", id="no-rows"),
         pytest.param(["--memory", "much"], "--memory 'much' is no size of memory", id="memory"),
         pytest.param(["--memory", "0GiB"], "--memory '0GiB' is no size of memory", id="no-memory"),
+        pytest.param(["--within", "1e-9"], "before a plan that fits was priced; ", id="no-time"),
         pytest.param(["--within", "-1"], "--within '-1' is no number of seconds above 0", id="within"),
         pytest.param(["--plan.split", "1,3"], "--plan.split gives layers to stages", id="split"),
         pytest.param(["--output", "/nowhere/plan.toml"], "there is no folder /nowhere", id="output"),

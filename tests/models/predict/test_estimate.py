@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig
 from weft.models.predict.chip import load_chip
-from weft.models.predict.estimate import Estimate, device_seconds, estimate
+from weft.models.predict.estimate import Estimate, estimate
 from weft.models.predict.events import Compute, Segment, Trace
 from weft.models.predict.pipeline_time import even_stages, split_weight_gradients, time_pipeline
 from weft.models.predict.timeline import DEVICE, PARTS, time_step
@@ -28,7 +28,7 @@ from weft.models.schedules.schedule import Action, Name, bubble_formula, simulat
 from weft.models.step.record import StepShape
 from weft.models.train.measure import flops_per_token
 
-from tests.models.predict.traces import NVLINK, TOY, memory, product, segment, start, trace, wait
+from tests.models.predict.traces import NVLINK, TOY, device_seconds, memory, product, segment, start, trace, wait
 
 QUICK = replace(TOY, levels=(replace(NVLINK, latency=0.0), replace(TOY.levels[1], latency=0.0)))
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import nn
+from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from weft.models.predict.chip import load_chip
 from weft.models.predict.find_plans import check_stages, count_experts, parameters_of
@@ -17,6 +18,8 @@ from weft.models.predict.plan_prices import PlanPrices, least_sizes
 from weft.models.predict.plans import Candidate, Space, enumerate_candidates
 from weft.models.predict.search import search
 from weft.models.predict.workload import Workload
+from weft.models.rope import rotary_tables
+from weft.models.step.memory import predict_memory
 
 WIDE = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_layers=6, num_heads=16, num_kv_heads=4,
@@ -98,6 +101,31 @@ def test_no_floor_is_above_the_memory(
         assert prices.memory.weights_floor(candidate) <= peak, str(candidate)
         assert floor <= peak, str(candidate)
     assert measured >= 1
+
+
+def test_memory_under_zero_bubble_is_that_of_the_whole_step() -> None:
+    """Memory composed from parts would be too low: operands of weights' gradients stay until these are computed."""
+    prices, _ = prices_of(NARROW, 8, 16, 64, True)
+    candidate = Candidate(pp=2, dp=4, schedule="zero_bubble", microbatches=4)
+    plan = prices.memory.workload.plan_of(candidate)
+    with prices.memory.workload.autocast():
+        whole = [
+            predict_memory(
+                *(prices.memory.workload.model, ProcessMesh.grid(**candidate.axes), plan),
+                rank=rank, batch=(16, 64), microbatches=4, clip_norm=prices.memory.workload.clip_norm,
+            ).nbytes
+            for rank in (0, 4)
+        ]  # fmt: skip
+    assert prices.memory.peak(candidate) == max(whole)
+
+
+def test_a_trace_is_the_same_in_a_process_that_has_traced_before() -> None:
+    """Tables of rotary angles are made once in a process, and by no later step."""
+    rotary_tables.cache_clear()
+    first, second = (
+        Workload(model=model_of(NARROW), rows=2, tokens=96, dtype=torch.bfloat16).trace(Candidate()) for _ in range(2)
+    )
+    assert first.segments == second.segments
 
 
 @pytest.mark.parametrize("processes", [8])

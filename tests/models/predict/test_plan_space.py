@@ -8,7 +8,16 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from weft.models.predict.plans import CONTEXTS, RECOMPUTES, ZEROS, Candidate, Space, enumerate_candidates, reason_of
+from weft.models.predict.plans import (
+    CONTEXTS,
+    RECOMPUTES,
+    SEARCHED_SCHEDULES,
+    ZEROS,
+    Candidate,
+    Space,
+    enumerate_candidates,
+    reason_of,
+)
 from weft.models.schedules.schedule import NAMES
 from weft.models.train.candidates import checker, config_of
 from weft.models.train.config import TrainConfig
@@ -63,9 +72,16 @@ def test_every_option_is_enumerated() -> None:
     assert {each.zero for each in found} == set(ZEROS)
     assert {each.recompute for each in found} == set(RECOMPUTES)
     assert {each.context for each in found} == {None, *CONTEXTS}
-    assert {each.schedule for each in found} == {None, *NAMES}
+    assert {each.schedule for each in found} == {None, *SEARCHED_SCHEDULES}
+    assert set(NAMES) - set(SEARCHED_SCHEDULES) == {"zero_bubble"}
     assert {each.sequence for each in found} == {False, True}
     assert {each.microbatches for each in found} == {1, 2, 4, 8}
+
+
+def test_a_schedule_that_is_named_is_enumerated() -> None:
+    space = Space(processes=8, rows=8, fixed={"schedule": "zero_bubble"})
+    found = enumerate_candidates(space, checker(with_rows(TINY, 8))).accepted
+    assert {each.schedule for each in found} == {"zero_bubble"}
 
 
 def test_options_without_effect_have_one_value() -> None:

@@ -11,7 +11,7 @@ import torch
 from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, LlamaConfig, ParallelPlan, PipelinePlan, Qwen, QwenConfig
 from weft.models.predict.alike import standing_blocks
-from weft.models.predict.events import Compute, Segment, Start, Trace, Wait
+from weft.models.predict.events import Compute, Start, Trace, Wait
 from weft.models.predict.trace import trace_step
 from weft.models.step.communication import Communication
 from weft.models.step.record import StepShape, run_on_shapes
@@ -31,18 +31,13 @@ def make(family: str, **sizes: Any) -> Any:
         return MODELS[family](**sizes)
 
 
-def repetitions(segment: Segment, trace: Trace) -> int:
-    """How many segments of the step this one stands for."""
-    return max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
-
-
 def collectives(trace: Trace) -> Counter[tuple[str, tuple[str, ...]]]:
     """Kind and axes -> bytes received in the whole step."""
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for segment in trace.segments:
         for event in segment.events:
             if isinstance(event, Start):
-                found[event.kind, event.axes] += event.nbytes * repetitions(segment, trace)
+                found[event.kind, event.axes] += event.nbytes * trace.count(segment)
     return found
 
 
@@ -93,7 +88,7 @@ def test_operations_are_those_of_the_model(family: str, axes: dict[str, int]) ->
     model, mesh = make(family, num_layers=7), ProcessMesh.grid(**axes)
     trace = trace_step(model, mesh, model.parallel_plan(), StepShape(batch=(8, 32), microbatches=2))
     flops = sum(
-        each.flops * repetitions(segment, trace)
+        each.flops * trace.count(segment)
         for segment in trace.segments
         for each in segment.events
         if isinstance(each, Compute) and each.kind == "product"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from weft.models.predict.chip import Chip, Level
 from weft.models.predict.events import Compute, Event, Phase, Segment, Start, Trace, Wait
+from weft.models.predict.price import fuse, seconds_of
 
 NVLINK = Level(name="NVLink", ranks=8, bandwidth=100e9, reachable=0.5, latency=1e-6)
 NETWORK = Level(name="network", bandwidth=10e9, reachable=1.0, latency=10e-6)
@@ -68,3 +70,20 @@ def segment(*events: Event, phase: Phase = "forward", microbatch: int = 0, block
 
 def trace(*segments: Segment, times: Sequence[int] = (1,), num_blocks: int = 1, message_bytes: int = 0) -> Trace:
     return Trace(segments=segments, num_blocks=num_blocks, times=tuple(times), message_bytes=message_bytes)
+
+
+def device_seconds(trace: Trace, chip: Chip, *, compiled: bool = False) -> float:
+    """Seconds of a device's own work in a step of all blocks, without host, collectives and bubbles.
+
+    A lower bound for a search: no estimate of the trace is less, and none on p ranks of a pipeline is less than a p-th.
+    """
+    prices: dict[Compute, float] = {}
+    total = []
+    for segment in trace.segments:
+        copies = trace.count(segment)
+        for event in fuse(segment.events) if compiled else segment.events:
+            if isinstance(event, Compute):
+                if event not in prices:
+                    prices[event] = seconds_of(event, chip)
+                total.append(copies * prices[event])
+    return math.fsum(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -99,11 +100,11 @@ def _predict(
     options: argparse.Namespace, name: str | None, config: TrainConfig, axes: dict[str, int], chip: Chip
 ) -> None:
     """Print the prediction of --chip, and write the timeline of --timeline."""
-    from .prediction import as_values, lines_of, predict, print_json, write_timeline
+    from .prediction import as_values, lines_of, predict, write_timeline
 
     found = predict(config, axes, chip)
     if options.json:
-        print_json(as_values(found))
+        print(json.dumps(as_values(found), indent=2))
     else:
         for line in lines_of(found):
             print(line, flush=True)

@@ -20,7 +20,7 @@ from .settings import base_configuration, origin_of, read_configuration
 ABOUT = f"""\
   Finds the fastest plan of a run on any number of processes, as predicted from shapes for a chip that need not be \
 here: over the mesh (pp, dp, cp, tp, ep), zero, sequence, context, schedule, microbatches and recompute. Takes the \
-options of train; an option of --mesh or --plan fixes that value.
+options of train; an option of --mesh or --plan fixes that value. The schedule zero_bubble is compared only if named.
 
 Examples
   {PROGRAM} plan llama3-70b --processes 64 --chip h100 \\

@@ -22,8 +22,6 @@ from ..train.run import title_of
 from ..train.suggestions import NoOption, options_between
 from ..train.toml import as_toml
 
-PERCENT = 100
-
 
 def plan_and_print(
     name: str | None,
@@ -100,7 +98,7 @@ def table(plans: Sequence[FoundPlan], commands: Sequence[str]) -> Iterator[str]:
 
 
 def certificate_lines(certificate: Certificate, plans: Sequence[FoundPlan]) -> Iterator[str]:
-    """What became of every plan enumerated, and what that proves."""
+    """The counts of plans refused, cut off and priced, and the proof that follows."""
     refused = sum(certificate.refused.values())
     yield (
         f"{certificate.enumerated:,} plans enumerated in {certificate.seconds:.1f} s: {refused:,} refused, "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,15 +10,14 @@ from typing import Any
 
 from ..predict.advice import Change, advise
 from ..predict.chip import Chip
-from ..predict.estimate import Estimate, estimate
-from ..predict.find_plans import check_stages, parameters_of
+from ..predict.estimate import Estimate
+from ..predict.find_plans import parameters_of
 from ..predict.plan_memory import PlanMemory
 from ..predict.plan_prices import PlanPrices
 from ..predict.plans import Candidate
 from ..predict.timeline_picture import timeline_json, timeline_svg
-from ..schedules.pipeline_plan import make_schedule
 from ..terminal import PROGRAM
-from ..train.candidates import candidate_of, config_of, step_flops, workload_of
+from ..train.candidates import candidate_of, checker, config_of, step_flops, workload_of
 from ..train.config import MeshConfig, PlanConfig, TrainConfig
 from ..train.suggestions import NoOption, options_between
 
@@ -46,45 +43,23 @@ def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> Predict
     Communication: none. Raises ValueError as `record`, and for a dtype of which the chip has no peak.
     """
     candidate = candidate_of(config, axes)
-    chip.peak(config.dtype)
     config = replace(config, mesh=MeshConfig(), plan=PlanConfig(experts_tokens=config.plan.experts_tokens))
     workload = workload_of(config)
-    schedule = None
-    if candidate.schedule is not None:
-        sizes = {"ranks": candidate.pp, "microbatches": candidate.microbatches, "chunks": candidate.chunks}
-        schedule = make_schedule(candidate.schedule, **sizes)
-    flops = step_flops(config)
-    found = estimate(
-        workload.trace(candidate),
-        chip=chip,
-        mesh_sizes=candidate.axes,
-        tokens=workload.rows * workload.tokens,
-        flops=flops,
-        schedule=schedule,
-        compiled=workload.is_compiled,
-        dtype=config.dtype,
-        keep_spans=True,
-    )
-    parameters = parameters_of(workload)
-    memory = PlanMemory(workload=workload, parameters=parameters)
+    memory = PlanMemory(workload=workload, parameters=parameters_of(workload))
     prices = PlanPrices(
         workload=workload,
         chip=chip,
         processes=candidate.processes,
         limit=chip.memory_bytes,
-        flops=flops,
+        flops=step_flops(config),
         memory=memory,
         least_sizes={},
     )
-    nbytes = memory.peak(candidate)
-
-    def check(change: Candidate) -> None:
-        check_stages(change, len(parameters.in_blocks))
-        config_of(config, change)
+    found, nbytes = prices.estimate(candidate, keep_spans=True), memory.peak(candidate)
 
     def find_changes() -> list[Change]:
         parts = {str(part): seconds for part, seconds in found.parts.items()}
-        return advise(prices, candidate, check, seconds=found.seconds, parts=parts, memory_bytes=nbytes)
+        return advise(prices, candidate, checker(config), seconds=found.seconds, parts=parts, memory_bytes=nbytes)
 
     return Prediction(
         config=config,
@@ -160,11 +135,6 @@ def write_timeline(found: Prediction, path: Path, title: str) -> None:
     timeline = found.estimate.timeline
     text = timeline_svg(timeline, title) if path.suffix == ".svg" else timeline_json(timeline)
     path.write_text(text, encoding="utf-8")
-
-
-def print_json(values: Mapping[str, Any]) -> None:
-    """Print values as JSON, with null for an infinite number."""
-    print(json.dumps({key: None if value == math.inf else value for key, value in values.items()}, indent=2))
 
 
 def _options(found: Prediction, change: Change) -> str:

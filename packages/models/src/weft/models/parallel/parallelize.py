@@ -143,7 +143,11 @@ def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pip
     stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
     _lay_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
     stages.route_calls(model)
-    object.__setattr__(model, PIPELINE_ATTRIBUTE, Pipeline(pipeline, schedule, mesh, stages, parameters))
+    object.__setattr__(
+        model,
+        PIPELINE_ATTRIBUTE,
+        Pipeline(pipeline, schedule, mesh, stages, parameters, shares_casts=plan.recompute != "full"),
+    )
     setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return model
 

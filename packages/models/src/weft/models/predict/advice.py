@@ -1,22 +1,18 @@
-"""`advise`: which single changes of a plan would shorten a step most, each priced like the plan itself."""
+"""`advise`: the single changes of a plan that shorten a step most, each priced like the plan."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from ..parallel.plan import Recompute
 from ..schedules.schedule import Name
 from .plan_prices import PlanPrices
-from .plans import Candidate, Zero
+from .plans import RECOMPUTES, ZEROS, Candidate
 
 MOST = 5  # changes shown
 TRIED = 8  # changes priced; each costs a run on shapes
-ZEROS: tuple[Zero, ...] = get_args(Zero)
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("interleaved", 2))
 WORTH = 0.005  # share of a step below which a change is not worth its mention
 
 
@@ -39,9 +35,9 @@ def advise(
     parts: Mapping[str, float],
     memory_bytes: int,
 ) -> list[Change]:
-    """The changes that give a step of less seconds and fit the memory, fastest first, at most `MOST`.
+    """The changes with a shorter step within the memory, fastest first, at most `MOST`.
 
-    seconds, parts, memory_bytes: of the candidate. For a candidate that does not fit: the changes that make it fit.
+    seconds, parts, memory_bytes: of the candidate. For a candidate beyond the memory: the changes within the memory.
     check: raises ValueError for a candidate that cannot run.
     """
     fits, is_compiled = memory_bytes <= prices.limit, prices.workload.is_compiled
@@ -69,7 +65,7 @@ def advise(
 
 
 def neighbors(candidate: Candidate, parts: Mapping[str, float]) -> list[Candidate]:
-    """Plans of as many processes that differ in one decision, those first that address the longest parts of a step.
+    """Plans of as many processes with one decision changed: first changes for the longest parts of the step.
 
     parts: seconds of `Estimate.parts`. At most `TRIED`.
     """

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from ..schedules.schedule import Schedule
 from .chip import Chip
-from .events import Compute, Event, Start, Trace
+from .events import Event, Start, Trace
 from .pipeline_time import Stages, time_pipeline
-from .price import fuse, seconds_of
 from .timeline import Part, Timeline, time_step
 
 PIPELINE_AXIS = "pp"
@@ -89,23 +88,6 @@ def estimate(
         parts=timeline.parts,
         timeline=timeline,
     )
-
-
-def device_seconds(trace: Trace, chip: Chip, *, compiled: bool = False) -> float:
-    """Seconds of a device's own work in a step of all blocks, without host, collectives and bubbles.
-
-    A lower bound for a search: no estimate of the trace is less, and none on p ranks of a pipeline is less than a p-th.
-    """
-    prices: dict[Compute, float] = {}
-    total = []
-    for segment in trace.segments:
-        copies = max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
-        for event in fuse(segment.events) if compiled else segment.events:
-            if isinstance(event, Compute):
-                if event not in prices:
-                    prices[event] = seconds_of(event, chip)
-                total.append(copies * prices[event])
-    return math.fsum(total)
 
 
 def _with_stages(trace: Trace, stride: int, num_stages: int) -> Trace:

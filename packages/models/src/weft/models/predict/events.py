@@ -77,6 +77,10 @@ class Trace:
     times: tuple[int, ...]
     message_bytes: int  # of a tensor [B, T, H] between blocks, on this rank: what a pipeline sends
 
+    def count(self, segment: Segment) -> int:
+        """How many segments of the step one of the trace stands for: its blocks, in its microbatches."""
+        return max(1, len(segment.blocks)) * (self.times[segment.microbatch] if segment.microbatch >= 0 else 1)
+
     def select(self, *, phase: Phase | None = None, microbatch: int | None = None) -> Iterator[Segment]:
         """The segments of a phase and of a microbatch."""
         for each in self.segments:

@@ -154,7 +154,7 @@ def traced_flops(workload: Workload) -> float:
     trace = workload.trace(Candidate())
     return float(
         sum(
-            event.flops * max(1, len(segment.blocks))
+            event.flops * trace.count(segment)
             for segment in trace.segments
             for event in segment.events
             if isinstance(event, Compute)

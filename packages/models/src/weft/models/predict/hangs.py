@@ -177,7 +177,7 @@ class Recorder:
         self.wait(number)
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> str:
-        """A group's key: of its purpose and ranks. Ranks that ask for groups in other ways give them other names."""
+        """The key of a group, from purpose and ranks: names of the same group differ between ranks."""
         if name not in self._groups:
             _, _, text_after_name = name.partition(" ")
             text = " ".join(map(str, ranks))

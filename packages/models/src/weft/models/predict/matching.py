@@ -119,9 +119,9 @@ class Meeting:
 
 
 class Simulation:
-    """Ranks that run their programs together, each as far as it comes. Made and run by `find_hang`.
+    """The ranks' programs run together, each rank until a call waits. Made and run by `find_hang`.
 
-    Nothing depends on the order in which ranks are advanced: a call that can end stays able to end.
+    The order in which ranks advance makes no difference: a call able to end stays able to end.
     """
 
     def __init__(self, programs: Mapping[int, Program], rule: Rule) -> None:

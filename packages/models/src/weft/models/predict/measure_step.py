@@ -1,4 +1,4 @@
-"""Steps of small Llamas, timed beside their traces: the host's time for an op is what is left."""
+"""Steps of small Llamas, timed beside their traces. The host's time for an op is the time beyond all priced work."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StandardStep:
 
 
 def host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
-    """Seconds of the host for an op of torch, of a step that took `seconds`; 0 where its ops took all of it."""
+    """Seconds of the host for an op of torch, from a step of `seconds`; 0 where the ops alone take longer."""
     return max(0.0, (seconds - _seconds_of_ops(trace, chip)) / _launches(trace))
 
 
@@ -106,12 +106,13 @@ def _trace_of(size: StepSize) -> Trace:
 
 
 def _work(trace: Trace) -> list[tuple[Compute, int]]:
-    """The work of the step, each with how often it is done."""
-    found = []
-    for segment in trace.segments:
-        times = max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
-        found += [(event, times) for event in segment.events if isinstance(event, Compute)]
-    return found
+    """The ops of the step, each with the number of calls."""
+    return [
+        (event, trace.count(segment))
+        for segment in trace.segments
+        for event in segment.events
+        if isinstance(event, Compute)
+    ]
 
 
 def _launches(trace: Trace) -> int:

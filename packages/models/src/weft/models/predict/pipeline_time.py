@@ -10,6 +10,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 from ..schedules.schedule import Action, Kind, Schedule, as_prerequisite, simulate
+from .bounds import layers_of_stages
 from .chip import Chip
 from .events import Compute, Event, Phase, Segment, Start, Trace, Wait
 from .price import collective_seconds, product_bytes
@@ -29,8 +30,7 @@ def even_stages(num_blocks: int, num_stages: int) -> Stages:
         raise ValueError(
             f"{num_blocks} blocks cannot be cut into {num_stages} stages; each stage needs a block or more"
         )
-    counts = [num_blocks // num_stages + (stage < num_blocks % num_stages) for stage in range(num_stages)]
-    return tuple(pairwise(accumulate(counts, initial=0)))
+    return tuple(pairwise(accumulate(layers_of_stages(num_blocks, num_stages), initial=0)))
 
 
 def time_pipeline(

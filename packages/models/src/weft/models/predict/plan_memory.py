@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..schedules.pipeline_plan import make_schedule
 from ..step.memory import predict_memory
 from ..step.record import StepShape, meta_copy
 from .alike import block_names, signature, standing_blocks
 from .bounds import Parameters, layers_of_stages, weights_floor
-from .memory import MemoryParts, compose, memory_parts
+from .memory import MemoryParts, compose, memory_parts, stage_peaks
+from .pipeline_time import even_stages
 from .plans import Candidate
 from .trace import GATHERED_AHEAD
 from .workload import Workload
@@ -95,23 +95,11 @@ class PlanMemory:
             blocks = len(self.parameters.in_blocks)
             return self._whole(candidate) if parts is None else compose(parts, blocks=blocks).nbytes
         key = replace(traced, pp=2, schedule="1f1b", chunks=1, zero=2 if candidate.zero == 3 else candidate.zero)
-        parts = self._parts_of(key, rows)
-        if parts is None or candidate.schedule is None:
+        parts, schedule = self._parts_of(key, rows), candidate.make_schedule()
+        if parts is None or schedule is None or schedule.splits_backward:
             return self._whole(candidate)
-        sizes = {"ranks": candidate.pp, "microbatches": candidate.microbatches, "chunks": candidate.chunks}
-        held = make_schedule(candidate.schedule, **sizes).in_flight()
-        layers = layers_of_stages(len(self.parameters.in_blocks), candidate.pp * candidate.chunks)
-        last = candidate.pp - 1
-        return max(
-            compose(
-                parts,
-                blocks=sum(layers[rank :: candidate.pp]),
-                in_flight=max(1, -(-count // candidate.chunks)),
-                is_first=rank == 0,
-                is_last=rank == last,
-            ).nbytes
-            for rank, count in enumerate(held)
-        )
+        ranges = even_stages(len(self.parameters.in_blocks), schedule.num_stages)
+        return max(each.nbytes for each in stage_peaks(parts, schedule, ranges))
 
     def _parts_of(self, candidate: Candidate, rows: int) -> MemoryParts | None:
         """The parts of a step with `rows` rows in a microbatch; None for a model whose blocks are not alike.

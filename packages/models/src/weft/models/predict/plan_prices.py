@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..schedules.pipeline_plan import make_schedule
 from .bounds import (
     DataWork,
     StageWork,
@@ -120,24 +119,24 @@ class PlanPrices:
     def price(self, candidate: Candidate) -> tuple[float, Estimate | None]:
         """The seconds of a step by the candidate, and their estimate; math.inf for a plan that the model refuses."""
         try:
-            trace = self.workload.trace(candidate)
+            found = self.estimate(candidate)
         except ValueError:
             return math.inf, None
-        schedule = None
-        if candidate.schedule is not None:
-            sizes = {"ranks": candidate.pp, "microbatches": candidate.microbatches, "chunks": candidate.chunks}
-            schedule = make_schedule(candidate.schedule, **sizes)
-        found = estimate(
-            trace,
+        return found.seconds, found
+
+    def estimate(self, candidate: Candidate, *, keep_spans: bool = False) -> Estimate:
+        """The estimate of a step by the candidate. Raises ValueError for a plan that the model refuses."""
+        return estimate(
+            self.workload.trace(candidate),
             chip=self.chip,
             mesh_sizes=candidate.axes,
             tokens=self.workload.rows * self.workload.tokens,
             flops=self.flops,
-            schedule=schedule,
+            schedule=candidate.make_schedule(),
             compiled=self.workload.is_compiled,
             dtype=str(self.workload.dtype).removeprefix("torch."),
+            keep_spans=keep_spans,
         )
-        return found.seconds, found
 
     # -- parts of bounds, each found once
 
@@ -245,10 +244,12 @@ class PlanPrices:
 
 
 def least_sizes(candidates: Iterable[Candidate]) -> dict[str | None, tuple[int, int]]:
-    """For each context, the least sizes of tp and cp above 1 of any candidate."""
-    found: dict[str | None, tuple[int, int]] = {}
-    for candidate in candidates:
-        tp, cp = found.get(candidate.context, (math.inf, math.inf))
-        tp, cp = min(tp, candidate.tp if candidate.tp > 1 else tp), min(cp, candidate.cp if candidate.cp > 1 else cp)
-        found[candidate.context] = tp, cp  # type: ignore[assignment]
-    return {context: tuple(1 if each == math.inf else each for each in sizes) for context, sizes in found.items()}  # type: ignore[misc]
+    """For each context, the least sizes of tp and cp above 1 of any candidate; 1 where none is above 1."""
+    sizes = {(candidate.context, candidate.tp, candidate.cp) for candidate in candidates}
+    return {
+        context: (
+            min((tp for each, tp, _ in sizes if each == context and tp > 1), default=1),
+            min((cp for each, _, cp in sizes if each == context and cp > 1), default=1),
+        )
+        for context in {context for context, _, _ in sizes}
+    }

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..checks import divisors
-from ..schedules.pipeline_plan import PipelinePlan
-from ..schedules.schedule import NAMES, Name
+from ..schedules.pipeline_plan import PipelinePlan, make_schedule
+from ..schedules.schedule import NAMES, Name, Schedule
 
 if TYPE_CHECKING:
     from ..parallel.plan import ParallelPlan
@@ -26,6 +26,8 @@ Zero = Literal[0, 1, 2, 3]
 CONTEXTS: tuple[Context, ...] = get_args(Context)
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 ZEROS: tuple[Zero, ...] = get_args(Zero)
+# A search composes memory from parts, which do not know for how long zero_bubble holds operands of weights' gradients.
+SEARCHED_SCHEDULES: tuple[Name, ...] = tuple(name for name in NAMES if name != "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,12 @@ class Candidate:
             return None
         chunks = self.chunks if self.chunks > 1 else None
         return PipelinePlan(schedule=self.schedule, microbatches=self.microbatches, chunks=chunks)
+
+    def make_schedule(self) -> Schedule | None:
+        """The pipeline's actions; None without an axis "pp"."""
+        if self.schedule is None:
+            return None
+        return make_schedule(self.schedule, ranks=self.pp, microbatches=self.microbatches, chunks=self.chunks)
 
     def rows_on_rank(self, rows: int) -> int:
         """The rows of a microbatch on the rank with the most, rank 0, of a step with `rows` rows."""
@@ -126,7 +134,7 @@ class Space:
     rows: int  # of a step, over all ranks
     num_experts: int = 0  # of a layer; 0 for a model without mixtures
     contexts: tuple[Context, ...] = CONTEXTS
-    schedules: tuple[Name, ...] = NAMES
+    schedules: tuple[Name, ...] = SEARCHED_SCHEDULES  # another one is priced where `fixed` names it
     chunks: tuple[int, ...] = (2,)  # of the schedule "interleaved"
     zeros: tuple[Zero, ...] = ZEROS
     recomputes: tuple[Recompute, ...] = RECOMPUTES
@@ -165,7 +173,8 @@ class Space:
                         yield family
 
     def _schedules(self) -> Iterator[tuple[Name | None, int]]:
-        for schedule in self.schedules:
+        fixed = self.fixed.get("schedule")
+        for schedule in (*self.schedules, *(name for name in NAMES if name == fixed and name not in self.schedules)):
             yield from ((schedule, chunks) for chunks in (self.chunks if schedule == "interleaved" else (1,)))
 
     def _expert_sizes(self, mesh: Candidate) -> Iterator[Candidate]:
@@ -222,12 +231,3 @@ def reason_of(error: ValueError) -> str:
     """An error's first clause with n for its numbers, so that errors of one kind are counted together."""
     clause = re.split(r"[;:,](?:\s|$)", str(error), maxsplit=1)[0]
     return re.sub(r"\d[\d,]*", "n", clause)
-
-
-def options_of(candidate: Candidate) -> dict[str, Any]:
-    """The fields of a candidate in which it differs from the simplest plan, by name."""
-    return {
-        each.name: getattr(candidate, each.name)
-        for each in fields(candidate)
-        if getattr(candidate, each.name) != each.default
-    }

@@ -1,6 +1,6 @@
 """`trace_step`: a rank's training step as a `Trace`, from a run on shapes.
 
-Weft's ops are placed by `observing`, further ops of torch by a dispatch mode, collectives and waits by the recording's
+Weft's ops are seen by `observing`, further ops of torch by a dispatch mode, collectives and waits by the recording's
 listener. Blocks that are alike, and microbatches, run a few times and stand for all: the cost grows neither with the
 mesh nor with the number of layers.
 """
@@ -40,14 +40,12 @@ def trace_step(
     update: Callable[[nn.Module], None] | None = None,
     states: Mapping[str, int] | int = 2,
     reduced: Reduced | None = None,
-    runs_before: bool = True,
 ) -> Trace:
     """The trace of `shape.rank` in a training step of `model` on `mesh` under `plan`.
 
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
     element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
-    traces. runs_before: whether a step runs before the one that is traced; without sharded parameters, and with a
-    criterion that has a `denominator`, both are the same.
+    traces. The step is the second: the first makes tables, as those of rotary angles, and finds the order of gathers.
     On a mesh with "pp" the step is of the mesh without that axis, of one stage that has all blocks: `Segment.blocks`
     says which stage's each segment is. Parameters are then gathered once for all microbatches, also under zero=3.
     Communication: none. Raises ValueError as `record`.
@@ -71,9 +69,8 @@ def trace_step(
     bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)  # no bucket spans two blocks
     with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a mesh without stages has every rank's step"
-        if runs_before:  # later runs gather ahead, in this order, and the criterion is not probed
-            ready.run(lambda phase: None, clip_norm=clip_norm)
-            ready.model.zero_grad()
+        ready.run(lambda phase: None, clip_norm=clip_norm)
+        ready.model.zero_grad()
         observer = Observer(ready.model, prefix, standing, len(times))
         ready.recorded.listener = observer.on_call
         with observer, observer.modules_followed(), observing(observer.on_op):

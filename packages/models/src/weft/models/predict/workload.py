@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,8 +101,6 @@ class Workload:
         if (plan.zero == 3) not in self._reduced:
             self._reduced[plan.zero == 3] = reduce_model(self.model, plan)
         reduced = self._reduced[plan.zero == 3]
-        criterion = getattr(self.criterion, "criterion", self.criterion)  # without the routers' losses
-        has_denominator = criterion is None or isinstance(criterion, partial)
         with self.autocast():
             return trace_step(
                 *(self.model, mesh, plan, shape),
@@ -111,7 +108,6 @@ class Workload:
                 update=self.update,
                 states=self.states,
                 reduced=reduced,
-                runs_before=plan.zero > 0 or bool(plan.parts) or not has_denominator,
             )
 
 

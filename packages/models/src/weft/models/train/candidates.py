@@ -56,7 +56,15 @@ def checker(config: TrainConfig) -> Callable[[Candidate], None]:
 
 
 def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
-    """The mesh and the plan of a run as a search's candidate."""
+    """The mesh and the plan of a run as a search's candidate.
+
+    Raises ValueError for stages that are not of equal layers.
+    """
+    if config.plan.split not in (None, "layers"):
+        raise ValueError(
+            f"--plan.split {config.plan.split!r}: a prediction on a chip knows stages of equally many layers alone; "
+            f"leave --plan.split out"
+        )
     plan, pp = config.plan, axes.get("pp", 1)
     return Candidate(
         **{axis: axes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")},

@@ -342,14 +342,13 @@ class Outline:
         from the whole step on shapes. The update's memory is not included: torch's fused optimizers need none.
         """
         shape, model = self.step_shape(rank), self.make_model()
-        options: dict[str, Any] = {
-            "states": count_states(model, self.config.optimizer),
-            "clip_norm": self.config.optimizer.clip_norm,
-            "device": "cuda",
-        }
         with self.autocast_context("cpu"):
             try:
-                parts = memory_parts(model, self.mesh, self.plan, shape, **options)
+                parts = memory_parts(
+                    *(model, self.mesh, self.plan, shape),
+                    states=count_states(model, self.config.optimizer),
+                    clip_norm=self.config.optimizer.clip_norm,
+                )
                 names = block_names(model, self.plan)
                 if schedule is None:
                     return compose(parts, blocks=len(names))
@@ -359,18 +358,25 @@ class Outline:
                 assert coordinate is not None, "the rank is one of the mesh"
                 return stage_peaks(parts, schedule, ranges)[coordinate[PIPELINE_AXIS]]
             except ValueError:  # blocks are few or not alike, or gradients of weights come later
-                memory = predict_memory(
-                    *(model, self.mesh, self.plan),
-                    rank=rank,
-                    batch=shape.batch,
-                    criterion=shape.criterion,
-                    inputs=shape.inputs,
-                    microbatches=shape.microbatches,
-                    reduce_dtype=shape.reduce_dtype,
-                    **options,
-                )
-        assert memory.peak is not None, "the memory of a step"
-        return memory.peak
+                peak = self.predict_memory(rank).peak
+        assert peak is not None, "the memory of a step"
+        return peak
+
+    def predict_memory(self, rank: int) -> Memory:
+        """Predict the memory of `rank` in a step on a GPU, by running the whole step on shapes. Communication: none."""
+        shape, model = self.step_shape(rank), self.make_model()
+        with self.autocast_context("cpu"):
+            return predict_memory(
+                *(model, self.mesh, self.plan),
+                rank=rank,
+                states=count_states(model, self.config.optimizer),
+                batch=shape.batch,
+                criterion=shape.criterion,
+                inputs=shape.inputs,
+                microbatches=shape.microbatches,
+                clip_norm=self.config.optimizer.clip_norm,
+                reduce_dtype=shape.reduce_dtype,
+            )
 
 
 def _make_on_meta(config: TrainConfig) -> nn.Module:

@@ -13,7 +13,7 @@ from ..predict.rank_record import join_parameters, record_sites
 from ..step.memory import predict_memory
 from .config import TrainConfig
 from .explanation import Outline
-from .optimizer import communicate_update, count_states
+from .optimizer import communicate_update
 from .task_config import reference_of
 
 
@@ -68,22 +68,10 @@ def ranks_of_stages(axes: Mapping[str, int]) -> tuple[int, ...]:
 
 def _memory(outline: Outline, axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Bytes of the rank by kind; kinds without bytes are left out."""
-    config, shape = outline.config, outline.step_shape(rank)
-    with outline.autocast_context("cpu"):
-        memory = predict_memory(
-            outline.make_model(),
-            outline.mesh,
-            outline.plan,
-            rank=rank,
-            states=count_states(outline.make_model(), config.optimizer),
-            batch=shape.batch,
-            criterion=shape.criterion,
-            inputs=shape.inputs,
-            microbatches=shape.microbatches,
-        )
+    memory = outline.predict_memory(rank)
     found = {each.name: int(getattr(memory, each.name)) for each in dataclasses.fields(memory) if each.name != "peak"}
-    if reference_of(config) == "model":
-        reference = Outline.of_reference(config, axes)
+    if reference_of(outline.config) == "model":
+        reference = Outline.of_reference(outline.config, axes)
         with torch.no_grad():
             found["reference model"] = predict_memory(
                 reference.make_model().requires_grad_(False), reference.mesh, reference.plan, rank=rank

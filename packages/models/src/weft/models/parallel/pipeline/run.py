@@ -67,6 +67,8 @@ class Pipeline:
     plan, schedule: how the model is cut, and the order of actions.
     mesh: the whole mesh, with the axis "pp".
     parameters: the parameters of all stages by name, as meta tensors.
+    shares_casts: whether microbatches share the casts of parameters under autocast (`sharing_casts`). False where whole
+        blocks are recomputed: their graphs save no casts.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class Pipeline:
         mesh: ProcessMesh,
         stages: Stages,
         parameters: Mapping[str, Tensor],
+        *,
+        shares_casts: bool,
     ) -> None:
         self.plan, self.schedule, self.mesh, self.stages = plan, schedule, mesh, stages
-        self.parameters = parameters
+        self.parameters, self._shares_casts = parameters, shares_casts
         coordinate = mesh.coordinate(this_rank())
         assert coordinate is not None, "a model is laid out on ranks of the mesh"
         self._coordinate = coordinate
@@ -128,7 +132,7 @@ class Pipeline:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._save_earlier_gradients(model)
         run = _Run(self, model, microbatches, loss_of, call_context)
-        with keep_gathered(model), accumulating(), sharing_casts():
+        with keep_gathered(model), accumulating(), sharing_casts() if self._shares_casts else nullcontext():
             for action in schedule.actions[self._coordinate[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
                 with traced(phase):
