@@ -28,6 +28,8 @@ SAID = {
     "./run train --help": r"--data\.path",
     "./run data prepare": r"prepared",
     "./run explain": r"in all +[\d,]+ bytes",
+    "./run plan": r"proved by this model: ",
+    "./run check --hangs": r"no rank waits for another: 4 ranks",
     "./run layout": r"0:4 \| 0   \| 1   \| 2   \| 3 \|",
     "./run test": r"\d+ passed",
     "./run benchmark": r"cross_entropy: Weft's figures, and the others' over them",
