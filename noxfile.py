@@ -198,6 +198,12 @@ def check(session: nox.Session) -> None:
 
 
 @nox.session
+def compare(session: nox.Session) -> None:
+    """Tells whether two runs differ by rounding, and where they part; arguments go to `weft compare`."""
+    _give_way(session, "compare")
+
+
+@nox.session
 def measure(session: nox.Session) -> None:
     """Measures this machine, for predictions of steps; arguments go to `weft measure`."""
     _give_way(session, "measure")

@@ -17,6 +17,7 @@ from weft.models.step.communication import Communication, Entry
 from weft.models.train.report import Report
 
 from tests.architecture.rules import ROOT, code_blocks
+from tests.end_to_end.test_exact_runs import bits_of
 
 README = (ROOT / "README.md").read_text()
 BOOK = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 200
@@ -24,6 +25,8 @@ NOT_HERE = {"./run measure_gpu"}  # it needs a GPU
 # By a command's first words, a pattern that its output must match; the longest words that fit count.
 SAID = {
     "./run train": r"relative difference [\d.]+e[-+]\d+\n(.*\n)*saved outputs/\S+: .* for transformers",
+    "./run train --plan.exact": r"(?m)^saved (tall|square): .* for transformers",
+    "./run compare": r"the same loss and norm in all 10 steps\nthe same bits in 10 steps, \d+ tensors each\n",
     "./run train --output my-run": r"saved my-run: .* for transformers",
     "./run train --help": r"--data\.path",
     "./run data prepare": r"prepared",
@@ -105,8 +108,16 @@ def test_a_new_users_first_hour(tmp_path: Path) -> None:
             generate = re.search(r"next +(\./run generate .*)", said)
             assert generate is not None
             assert "def " in typed(generate[1], clone)
+    tall, square = (bits_of(clone / run) for run in exact_runs(commands(README)))
+    assert tall == square
     (install,) = re.findall("`(pip install [^`]*)`", README)
     assert re.search(SAID["pip install"], typed(f"{sys.executable} -m {install} --dry-run", clone))
+
+
+def exact_runs(typed_commands: list[str]) -> list[str]:
+    """The folders of the runs that take the sums of a named mesh, in order."""
+    words = [command.split() for command in typed_commands if "--plan.exact" in command]
+    return [each[each.index("--output") + 1] for each in words]
 
 
 def exact(shown: str) -> list[str]:
@@ -120,6 +131,19 @@ def test_commands_are_read_from_the_readme() -> None:
     assert commands(text) == ["./run train", "./run test"]
     assert {command.split()[1] for command in commands(README)} >= {"train", "test", "benchmark", "dashboard"}
     assert [command for command in commands(README) if not command.startswith(tuple(SAID))] == []
+
+
+def test_two_meshes_with_the_same_bits_are_typed_and_compared() -> None:
+    """Two runs that differ in their mesh and folder alone, and a command that compares the two folders."""
+    typed_commands = commands(README)
+    first, second = (command for command in typed_commands if "--plan.exact" in command)
+    runs = exact_runs(typed_commands)
+    without = [re.sub(r"--(mesh\.\w+|output) \S+ ?", "", command) for command in (first, second)]
+    meshes = [re.findall(r"--mesh\.\w+ \d+", command) for command in (first, second)]
+    assert without[0] == without[1] and meshes[0] != meshes[1] and runs[0] != runs[1]
+    assert typed_commands.index(f"./run compare {' '.join(runs)}") > typed_commands.index(second)
+    same = "metrics: the same loss and norm in all 10 steps\nthe same bits in 10 steps, 164 tensors each\n"
+    assert re.search(expected("./run compare tall square"), same)
 
 
 def test_commands_in_sentences_and_tables_are_typed_too() -> None:

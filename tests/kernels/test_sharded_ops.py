@@ -47,8 +47,9 @@ def upstream_layouts(output: Layout, ndim: int) -> list[Layout]:
 
 
 def part(whole: Tensor, layout: Layout) -> DTensor:
-    """This rank's part; a Partial has other addends on every rank."""
-    return wrap(split(whole, layout)[dist.get_rank()].contiguous(), layout, whole.shape)
+    """This rank's part, in memory of its own; a Partial has other addends on every rank."""
+    own = split(whole, layout)[dist.get_rank()].clone(memory_format=torch.contiguous_format)
+    return wrap(own, layout, whole.shape)
 
 
 def attempt(function: Callable[[], object]) -> object:

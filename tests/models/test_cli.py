@@ -77,7 +77,7 @@ class TestHelp:
         _, out, _ = weft(*command.split(), "--help")
         options = re.split(r"^ +(?=--?[a-z])", out[out.index("Exit status") :], flags=re.MULTILINE)[1:]
         # Positional arguments do not count.
-        assert len(options) >= {"data verify": 1, "convert": 2}.get(command, 4)
+        assert len(options) >= {"data verify": 1, "convert": 2, "compare": 2}.get(command, 4)
         for option in options:
             described = re.match(r"\S+(, --\S+)*( [A-Z]+| \{\S+\})?\s+[A-Za-z0-9][\s\S]{12,}", option)
             assert described, option
@@ -138,6 +138,8 @@ class TestHelp:
                 assert "outputs/RUN is not a folder" in err
             elif command == "check" and "--hangs" not in arguments:  # nor do the files
                 assert "golden.json cannot be read" in err
+            elif command == "compare":
+                assert "outputs/RUN is not the folder of a run" in err
             elif command == "convert":
                 assert "is neither a checkpoint nor a folder for transformers" in err
             else:
@@ -250,7 +252,7 @@ class TestLayout:
         pytest.param(
             ["x"],
             "weft: unknown command 'x'; the commands are train, data, generate, evaluate, convert, explain, plan, "
-            "measure, check, layout",
+            "measure, check, compare, layout",
             id="no-such-command",
         ),
         pytest.param(["--versoin"], "weft: unknown command '--versoin'; the commands are ", id="option-of-weft"),

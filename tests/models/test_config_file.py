@@ -129,10 +129,15 @@ def test_an_option_that_there_is_not(tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    """The `weft train` commands that the documentation shows; tests/end_to_end/test_fine_tune.py has those of tasks."""
+    """The `weft train` commands that the documentation shows.
+
+    tests/end_to_end/test_fine_tune.py has those of tasks, and test_compare.py those with an earlier run.
+    """
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     shown = (re.findall(r"^(?:weft|\./run) (train\b.*)$", page.read_text(), re.MULTILINE) for page in pages)
-    return sorted({command for of_page in shown for command in of_page if "--task" not in command})
+    elsewhere = ("--task", "--against", "--replay")
+    found = {command for of_page in shown for command in of_page}
+    return sorted(command for command in found if not any(option in command for option in elsewhere))
 
 
 @pytest.mark.parametrize("command", commands())

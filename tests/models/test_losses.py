@@ -16,7 +16,7 @@ from weft.mesh import Layout, ProcessMesh
 from weft.models import forward_backward, parallelize
 from weft.models.losses import LossSum, first_gradient
 from weft.reshard import GradientSync, distribute, reshard
-from weft.reshard.moving.collectives import WaitTimer, measure_waits
+from weft.reshard.moving.waits import WaitTimer, measure_waits
 
 from tests.models.cases import SMALL, gradients_off, make, some_tokens, whole
 from tests.models.stepping import observed_microbatches

@@ -24,7 +24,7 @@ from weft.models.train.recipes import TINY, recipe
 from weft.models.train.report import Report
 from weft.models.train.trackers import Trackers, check_trackers
 from weft.reshard import distribute, reshard
-from weft.reshard.moving.collectives import WaitTimer, measure_waits
+from weft.reshard.moving.waits import WaitTimer, measure_waits
 
 from tests.models.metrics import some_metrics
 from tests.support.pool import Pool

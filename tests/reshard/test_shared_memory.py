@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from weft.reshard.moving.collectives import Pending
+from weft.reshard.moving.tree import Members
 from weft.reshard.training import shared_memory
 from weft.reshard.training.shared_memory import sum_parts
 from weft.reshard.world.collective_bytes import received_bytes
@@ -36,10 +37,14 @@ def sums(ranks: int, turn: int, elements: int) -> torch.Tensor:
     return torch.stack([numbers(rank, turn, elements) for rank in range(ranks)]).sum(0, dtype=torch.int16)
 
 
+def everyone() -> Members:
+    return Members(range(dist.get_world_size()), (dist.get_world_size(),), (0,))
+
+
 def start(round: int, elements: int = ELEMENTS, dtype: torch.dtype = torch.float32) -> Pending:
     mine = numbers(dist.get_rank(), round % TURNS, elements).to(dtype)
     parts = [mine[:10].view(2, 5), mine[10:10], mine[10:]]
-    pending = Pending(sum_parts(parts, dist.group.WORLD))
+    pending = Pending(sum_parts(parts, dist.group.WORLD, everyone()))
     assert not parts, "they live no longer"
     return pending
 
@@ -68,7 +73,7 @@ def test_it_is_the_sum_in_every_dtype_and_size(pool, ranks: int) -> None:
 
 def to_the_bit() -> torch.Tensor:
     torch.manual_seed(dist.get_rank())
-    return Pending(sum_parts([torch.randn(ELEMENTS)], dist.group.WORLD)).wait()
+    return Pending(sum_parts([torch.randn(ELEMENTS)], dist.group.WORLD, everyone())).wait()
 
 
 def test_all_members_have_the_same_bits(pool) -> None:

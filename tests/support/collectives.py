@@ -27,7 +27,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Collectives() as seen: ...`; then `seen.kinds` lists the collectives started by this rank, in order.
 
     On gloo, all-gathers and reduce-scatters are issued as all-to-alls. Their kind here is the kind declared at the
-    call.
+    call. A collective in two halves has one kind, all its bytes, and two names.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,16 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name.partition(".")[0]
         if namespace in ("c10d", "_c10d_functional"):
             kind = KINDS.get(name, name)
-            self.kinds.append(str(kind_of_op(namespace, name)) if kind == "all-to-all" else kind)
+            counted_kind = kind_of_op(namespace, name)
+            # c10d's ops have no kind where they are the second half of a collective that is counted already.
+            if counted_kind is not None or namespace != "c10d":
+                self.kinds.append(str(counted_kind) if kind == "all-to-all" else kind)
             self.names.append(name)
         result = func(*args, **(kwargs or {}))
         group = group_of_call(args)
         if isinstance(group, dist.ProcessGroup) and namespace == "c10d":
             kind = kind_of_op(namespace, name)
-            assert kind is not None, f"{name} is a collective"
+            if kind is None:
+                return result
             self.nbytes.append(bytes_of_call(kind, group.size(), group.rank(), args, result))
         return result

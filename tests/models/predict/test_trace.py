@@ -10,9 +10,9 @@ import pytest
 import torch
 from weft.mesh import ProcessMesh
 from weft.models import GPT, GPTConfig, Llama, LlamaConfig, ParallelPlan, PipelinePlan, Qwen, QwenConfig
-from weft.models.predict.alike import standing_blocks
 from weft.models.predict.events import Compute, Start, Trace, Wait
 from weft.models.predict.trace import trace_step
+from weft.models.step.alike import standing_blocks
 from weft.models.step.communication import Communication
 from weft.models.step.record import StepShape, run_on_shapes
 from weft.models.train.measure import flops_per_token

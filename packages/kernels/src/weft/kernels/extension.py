@@ -21,7 +21,8 @@ from .dispatch.observation import Part, observing
 from .dispatch.op import Op
 from .dispatch.sharded import Sharding, apply, cast_for, infer_gradient_layouts, sharing_casts
 from .dispatch.sharded.call_plan import find_slice_layout, slice_gradient
-from .dispatch.sharded.functions import apply_function, refuse_second_derivative
+from .dispatch.sharded.functions import apply_function
+from .dispatch.sharded.second_derivatives import refuse_second_derivative
 from .dispatch.token_order import Runs, as_laid, as_read
 from .launching.traffic import counted_traffic
 from .matmul.sharded.choice import MEASURED, Form, faster_in_steps

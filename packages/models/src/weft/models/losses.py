@@ -7,8 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from weft.reshard import layout_of, plan
-from weft.reshard.extension import Pending, cotangent, dtensor_spec, memory_of, start_plan, wrap, wrap_with_spec
+from weft.reshard import layout_of, plan, start_reshard
+from weft.reshard.extension import (
+    Pending,
+    StartedReshard,
+    cotangent,
+    dtensor_spec,
+    exact_axes,
+    memory_of,
+    start_plan,
+    wrap,
+    wrap_with_spec,
+)
 
 IGNORE_INDEX = -100  # torch's default `ignore_index`: the target of tokens that do not count
 
@@ -18,7 +28,9 @@ def first_gradient(loss: Tensor) -> Tensor:
     with torch.no_grad():
         if not isinstance(loss, DTensor):
             return torch.ones_like(loss)
-        return wrap(torch.ones_like(loss.to_local()), cotangent(layout_of(loss)), loss.shape)
+        local = loss.to_local()  # empty on a rank outside the mesh; inside `exact_sums` it may be a stack of addends
+        one = local.new_ones(()) if local.numel() else torch.ones_like(local)
+        return wrap(one, cotangent(layout_of(loss)), loss.shape)
 
 
 def local_value(scalar: Tensor) -> Tensor:
@@ -31,14 +43,30 @@ def without_graph(loss: Tensor) -> Tensor:
     return wrap_with_spec(local_value(loss), dtensor_spec(loss)) if isinstance(loss, DTensor) else loss.detach()
 
 
+def sum_of_microbatches(values: Sequence[Tensor]) -> Tensor:
+    """The sum of the microbatches' tensors, of equal shapes.
+
+    Inside `exact_sums` one is added after another: torch sums a stack of numbers in an order that depends on the shape,
+    and a tensor here has a leading dim for each folded axis.
+    """
+    if exact_axes() is None:
+        return torch.stack(list(values)).sum(0) if len(values) > 1 else values[0]
+    total, *further = values
+    for value in further:
+        total = total + value
+    return total
+
+
 class LossSum:
     """The sum of the losses of a step's microbatches over all ranks, started when made and finished by `wait`.
 
     losses: this rank's scalars, all in the same layout. Empty on a pipeline stage other than the last; the sum is
     then 0, of the model's `dtype` widened to at least float32.
-    addends: further numbers [n] of this rank, summed over the ranks with the losses.
-    local: the sum of the losses on this rank alone.
+    addends: further numbers [n] of this rank, summed over the ranks with the losses. Inside `exact_sums` stacked as the
+        losses are.
+    local: the sum of the losses on this rank alone. Inside `exact_sums` it may be a stack of addends.
     Communication: a reshard of one number, or 1 + n, over the axes that shard the tokens.
+    Raises ValueError inside `exact_sums` for addends that are not stacked as the losses are.
     """
 
     def __init__(
@@ -50,17 +78,31 @@ class LossSum:
     ) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         parts = [local_value(loss) for loss in losses] or [torch.zeros((), dtype=wide, device=device)]
-        self.local = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-        self._pending: Pending | None = None
+        self.local = sum_of_microbatches(parts)
+        self._pending: Pending | StartedReshard | None = None
         self._values = self.local
-        if addends is not None:
+        if addends is not None and exact_axes() is not None:
+            if addends.shape[:-1] != self.local.shape:
+                raise ValueError(
+                    f"a criterion returned sums of its own, {tuple(addends.shape)} on this rank, which exact cannot "
+                    f"divide among the {self.local.numel()} coordinates of its mesh; leave out the sums, or exact"
+                )
+            self._values = torch.cat([self.local[..., None], addends.to(self.local.dtype)], -1)
+        elif addends is not None:
             self._values = torch.cat([self.local[None], addends.to(self.local.dtype)])
         if losses and isinstance(losses[0], DTensor):
             layout = layout_of(losses[0])
+            if exact_axes() is not None:  # the local value may be a stack of addends
+                shape = self._values.shape[self.local.ndim :]
+                self._pending = start_reshard(wrap(self._values, layout, shape), placements=cotangent(layout))
+                return
             # Runs the plan on plain tensors: the autograd and DTensors of `reshard` take longer than the sum.
             summed = plan(layout, cotangent(layout), tuple(self._values.shape), self.local.dtype)
             self._pending = start_plan(summed, self._values, losses[0].device_mesh)
 
     def wait(self) -> Tensor:
         """The sum over all ranks, as a plain scalar; with addends, a vector of the loss's and the addends' sums."""
-        return self._values if self._pending is None else self._pending.wait()
+        if self._pending is None:
+            return self._values
+        total = self._pending.wait()
+        return total.to_local() if isinstance(total, DTensor) else total

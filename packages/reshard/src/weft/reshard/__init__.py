@@ -28,6 +28,7 @@ from .training.clip import clip_grad_norm_
 from .training.gathered_modules import drop_gathered, fixed_parameters
 from .training.gradient_sync import GradientSync
 from .training.muon import Muon
+from .world.exact import exact_sums
 
 __all__ = [
     "AllGather",
@@ -51,6 +52,7 @@ __all__ = [
     "clip_grad_norm_",
     "distribute",
     "drop_gathered",
+    "exact_sums",
     "fixed_parameters",
     "layout_of",
     "plan",

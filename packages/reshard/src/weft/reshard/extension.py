@@ -5,15 +5,14 @@ The other packages import from these two modules only. The names come from the f
 groups). A release may rename a name here; the changelog then gives the new name.
 """
 
+from .moving.addends import stacked_shape
 from .moving.collectives import (
     Pending,
     Running,
-    WaitTimer,
     all_gather,
-    measure_waits,
     reduce_scatter,
     start_all_gather,
-    wait_for,
+    start_sum,
 )
 from .moving.compiled import COMMUNICATING
 from .moving.dtensor import (
@@ -30,6 +29,7 @@ from .moving.dtensor import (
 from .moving.executor import record_received, replay_received, run_or_replay, start_plan
 from .moving.order_check import LazyText, announce
 from .moving.reshard import StartedReshard, begin_in_graph, finish_in_graph
+from .moving.waits import WaitTimer, measure_waits, wait_for
 from .planning.layouts import cotangent, shard_replicated_axes
 from .training.buckets import observing_buckets
 from .training.full_parameters import contiguous_shard_slices
@@ -44,8 +44,11 @@ from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
 from .training.hooks import differentiable, tensors_of
 from .training.pending_gradient import GradPlaceholder
 from .training.unit import ParameterSlot
+from .world.calls import Call
 from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
+from .world.exact import NAMED, exact_axes, mark_exact, named_axes_key, named_size
+from .world.folded import Fold, FoldedMesh, Index, NeedsTurns, run_in_turn
 from .world.groups import (
     axes_of_group,
     axis_group,
@@ -60,16 +63,21 @@ from .world.groups import (
     this_rank,
     world_cache,
 )
-from .world.recording import Call, Recorded, recording
+from .world.recording import Recorded, recording
 from .world.world import world
 
 __all__ = [
     "BUCKET_BYTES",
     "COMMUNICATING",
+    "NAMED",
     "Call",
     "Collective",
+    "Fold",
+    "FoldedMesh",
     "GradPlaceholder",
+    "Index",
     "LazyText",
+    "NeedsTurns",
     "ParameterSlot",
     "Pending",
     "Recorded",
@@ -89,6 +97,7 @@ __all__ = [
     "device_mesh",
     "differentiable",
     "dtensor_spec",
+    "exact_axes",
     "finish_in_graph",
     "format_ranks",
     "gather_when_called",
@@ -107,20 +116,26 @@ __all__ = [
     "layout_in_call",
     "layout_on",
     "local_grad_callback",
+    "mark_exact",
     "measure_waits",
     "memory_of",
     "mesh_argument",
+    "named_axes_key",
+    "named_size",
     "observing_buckets",
     "process_mesh",
     "record_received",
     "recording",
     "reduce_scatter",
     "replay_received",
+    "run_in_turn",
     "run_or_replay",
     "shape_of",
     "shard_replicated_axes",
+    "stacked_shape",
     "start_all_gather",
     "start_plan",
+    "start_sum",
     "tensors_of",
     "this_rank",
     "torch_layout",

@@ -13,7 +13,19 @@ from importlib import import_module
 
 from ..terminal import INTERRUPTED, INTERRUPTED_STATUS, PROGRAM, NotPrinted, one_line, printing, wrap_lines
 
-COMMANDS = ("train", "data", "generate", "evaluate", "convert", "explain", "plan", "measure", "check", "layout")
+COMMANDS = (
+    "train",
+    "data",
+    "generate",
+    "evaluate",
+    "convert",
+    "explain",
+    "plan",
+    "measure",
+    "check",
+    "compare",
+    "layout",
+)
 WORKING = ("train", "data", "convert", "measure")  # commands whose result is files, not their output
 UNREAD_STATUS = 128 + signal.SIGPIPE  # as a shell reports a program ended by SIGPIPE
 HELP = f"""\
@@ -31,6 +43,7 @@ Commands
   plan: find the fastest plan of a run on any chip and number of processes, with a proof
   measure: measure this machine, for predictions
   check: compare training steps with files saved by explain
+  compare: tell whether two runs differ by rounding, or where they part
   layout: draw which rank holds which part of a tensor, and plan a change
 
 Examples

@@ -95,7 +95,7 @@ def read_configuration(
         config = drop_unusable_mesh(parse_options(run_options, config, resumed_config), [*options, *own_arguments])
     if options:
         config = parse_options(options, config, file)
-    return name, parse_options(complete_resume_option(own_arguments), config)
+    return name, parse_options(complete_options(own_arguments), config)
 
 
 def base_configuration(
@@ -214,11 +214,11 @@ def _options_of_model(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def complete_resume_option(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the value NEWEST added to a `--resume` without a path."""
-    ended = [*arguments, "--"]
+def complete_options(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with values for options that may stand alone: NEWEST for `--resume`, 1 for `--digests`."""
+    ended, values = [*arguments, "--"], {"--resume": NEWEST, "--digests": "1"}
     return [
-        f"{each}={NEWEST}" if each == "--resume" and ended[i + 1].startswith("-") else each
+        f"{each}={values[each]}" if each in values and ended[i + 1].startswith("-") else each
         for i, each in enumerate(arguments)
     ]
 

@@ -29,6 +29,8 @@ from ..train.task_config import reference_axes, reference_of
 from ..train.toml import as_toml
 from ..train.trackers import check_trackers
 from .arguments import is_printing_rank, report_bad_input
+from .compare import check_run
+from .replay import plan_replay
 from .settings import NEWEST, base_configuration, origin_of, read_configuration, sizes_for_processes, with_complete_plan
 
 ABOUT = f"""\
@@ -66,6 +68,8 @@ Configuration files
   --config FILE: reads options, and the recipe if there is one, from a TOML file. The command line overrides them.
   --resume: reads the options of the resumed run from its config.toml, except output and profile, and except track if \
 a PATH is given. The command line and --config override them.
+  --replay RUN --step N: takes step N of a run again, on any mesh, from the newest checkpoint before it, and compares \
+the digests of that step.
   --print-config: prints the resulting configuration as such a file, and exits.
 
 Prints
@@ -73,9 +77,9 @@ Prints
 one process; the steps; a sample; the loss on held-out text, before and after.
 
 Saves
-  metrics.jsonl, config.toml (for --config), curves.svg, plan.txt, versions.json, and the final model in checkpoint/, \
-which transformers loads, or its adapters, which peft loads; during the run checkpoint-STEP/, from which --resume \
-continues, on any mesh. SIGTERM and Ctrl-C save one more.
+  metrics.jsonl, config.toml (for --config), curves.svg, plan.txt, versions.json, digests.jsonl (--digests), \
+and the final model in checkpoint/, which transformers loads, or its adapters, which peft loads; during the run \
+checkpoint-STEP/, from which --resume continues, on any mesh. SIGTERM and Ctrl-C save one more.
 
 Exit status
   0: done; 1: the run stopped; 2: input that cannot be used; 130: interrupted; 143: ended by SIGTERM.
@@ -86,7 +90,12 @@ def run(arguments: list[str]) -> int:
     with report_bad_input("train"):
         adopt_launcher()
         files, run_arguments = _files().parse_known_args(arguments)
+        replay = plan_replay(run_arguments, files.replay, files.step, files.config)
+        if replay is not None:
+            run_arguments, files.config = replay.arguments, replay.config
         new_run, gpus = _complete_run(run_arguments, files.config)
+        if replay is not None:
+            new_run = replace(new_run, last_step=replay.last, notes=(*new_run.notes, *replay.notes))
         if files.print_config:
             print(as_toml(new_run.recipe, new_run.resolved), end="")
             return 0
@@ -102,6 +111,8 @@ def _files() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--step", type=int)
     return parser
 
 
@@ -143,7 +154,8 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
     new_run = Run(
         recipe=name, config=config, corpus=corpus, pp=config.mesh.pp, dp=dp, cp=cp, tp=tp, folder=folder,
         resume=resume, origin=origin if resume is None else None, reference=reference, base=base,
-        adapter_base=_find_adapter_base(config), reference_sha256=None if reference is None else fingerprint(reference),
+        adapter_base=_find_adapter_base(config), digested_steps=_digested_steps(config),
+        reference_sha256=None if reference is None else fingerprint(reference),
     )  # fmt: skip
     if new_run.origin is not None:
         notes = [f"begins with the model of {new_run.origin}", *notes]
@@ -161,6 +173,19 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         if "config" not in saved and config.task == "pretrain":  # a converted checkpoint names no data
             check_tokens(f"--resume {resume}", resume, config.model, corpus)
     return replace(new_run, notes=tuple(notes)), gpu_count()
+
+
+def _digested_steps(config: TrainConfig) -> tuple[int, ...]:
+    """The steps of which the run of --against has digests; () without --against. Raises ValueError."""
+    if config.against is None:
+        return ()
+    check_run(config.against)
+    from ..compare.record_file import read_digests  # imported here because numpy takes a tenth of a second
+
+    steps = tuple(read_digests(config.against).steps)
+    if not steps or steps[0] > config.steps:
+        raise ValueError(f"{config.against} has digests of no step up to {config.steps}, with which to compare")
+    return steps
 
 
 def _with_absolute_paths(config: TrainConfig) -> TrainConfig:

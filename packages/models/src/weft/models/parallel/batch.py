@@ -107,7 +107,7 @@ def lay_out_batch(
     rows: None if every rank gives the whole batch. Otherwise the number of rows of the whole batch, B, and the tensors
         hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
     compiled: whether blocks are compiled by torch.compile. All rows then have one order, whatever their documents: a
-        graph holds for one order only.
+        graph holds for one order only. All rows have one order under a plan with `exact`, too.
     With context="all_gather", tokens are laid out in an order in which causal attention, with the plan's windows, is
     equal work for all ranks: `order_by_documents`, for each row with documents on the CPU, or for all rows as for one
     document. In the first case attention sends keys and values only to the ranks whose queries see them, and the model
@@ -130,7 +130,7 @@ def lay_out_batch(
         raise ValueError(f"lay_out_batch takes tokens [B, T], got {tuple(tokens.shape)}")
     if documents is not None and (documents.is_floating_point() or documents.is_complex()):
         raise ValueError(f"lay_out_batch: documents are {documents.dtype}; give ints, the number of a token's document")
-    if mesh.size == 1:
+    if mesh.size == 1 and plan.exact is None:
         documents = None if documents is None else documents.to(tokens.device)
         numbers = None if numbers is None else numbers.to(tokens.device)
         return Batch(
@@ -196,9 +196,13 @@ def cut_rows(
 
 
 def cuts_by_documents(mesh: ProcessMesh, plan: ParallelPlan, compiled: bool) -> bool:
-    """Whether `lay_out_batch` gives packed rows an order by their documents."""
+    """Whether `lay_out_batch` gives packed rows an order by their documents.
+
+    Not under `exact`: what a rank receives by documents is of all its rows, and an exact step computes the rows of each
+    coordinate of the named mesh by themselves.
+    """
     is_sharded = CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
-    return plan.context == "all_gather" and is_sharded and not compiled
+    return plan.context == "all_gather" and is_sharded and not compiled and plan.exact is None
 
 
 def prepare_rows(

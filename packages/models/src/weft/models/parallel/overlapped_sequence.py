@@ -28,6 +28,8 @@ def may_run_in_steps(layer: nn.Module, plan: ParallelPlan) -> bool:
 
     Not with recompute="selective", which computes blocks again without their communication.
     """
+    if plan.exact is not None:  # each coordinate of the named mesh computes whole products
+        return False
     alone = type(layer) in (Linear, Head) and layer.bias is None and "forward" not in vars(layer)
     return bool(MEASURED) and plan.sequence and plan.recompute != "selective" and alone
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
-from weft.reshard import distribute
-from weft.reshard.extension import as_process_mesh, mesh_argument, this_rank
+from weft.reshard import distribute, exact_sums
+from weft.reshard.extension import as_process_mesh, exact_axes, mark_exact, mesh_argument, this_rank
 
+from ..exact import check_exact, check_shared, in_words
 from ..schedules.pipeline_plan import PipelinePlan
 from .boundaries import check_preparations, hook_preparations, hook_tensor_parallel
 from .context import check_context, hook_context
@@ -18,17 +24,22 @@ from .experts.hooks import hook_experts
 from .experts.placement import check_experts, expert_meshes
 from .local_modules import hook_rows
 from .parameter_layouts import has_tensor_axis, parameter_layouts
-from .pipeline.cut import cut
+from .pipeline.cut import Cut, cut
 from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
-from .plan import ParallelPlan, pipeline_plan, without_pipeline
+from .plan import ParallelPlan, exact_of, pipeline_plan, without_pipeline
 from .recompute import blocks_of, recompute
 from .resolve import ModulePlan, module_plans_of, plans_deciding, styles_of
 from .styles import PIPELINE_AXIS, TENSOR_AXIS, check_mesh_axes
 from .zero import check_zero, hook_zero, shard_layouts
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 _ATTRIBUTE = "_laid_out"  # of a parallel model: a `_MeshAndPlan`, copied with the model
 PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
+# In a recording: the model's `Cut`, found for another rank.
+KNOWN_CUT: ContextVar[Cut | None] = ContextVar("the known cut of a model", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,9 @@ def parallelize(
     chosen_mesh = mesh_argument(mesh, device_mesh)
     if chosen_mesh is None:
         raise ValueError("parallelize needs a mesh to lay the model out on")
-    return _lay_out_on(model, as_process_mesh(chosen_mesh), own_plan(model) if plan is None else plan)
+    plan = own_plan(model) if plan is None else plan
+    with exact_sums(exact_of(plan)):
+        return _lay_out_on(model, as_process_mesh(chosen_mesh), plan)
 
 
 def _lay_out_on(
@@ -96,7 +109,13 @@ def _lay_out_on(
         blocks_of(model.get_submodule(module_plan.name), module_plan.plan)
     if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
         return _lay_out_stages(model, mesh, plan, pipeline)
-    if mesh.size == 1:
+    exact = exact_of(plan)
+    if exact is not None:
+        check_exact(dict(zip(mesh.axis_names, mesh.shape, strict=True)), exact)
+        for axis, size in exact.items():
+            if size > 1 and axis not in mesh.axis_names:
+                raise ValueError(f"exact {in_words(exact)} names {axis}, which {mesh} lacks; give the mesh {axis}=1")
+    if mesh.size == 1 and exact is None:
         return _add_recomputation(model, recompute_plans, mesh, plan)
     styles = styles_of(model, module_plans)
     context_plans = plans_deciding(module_plans, "context")
@@ -111,6 +130,8 @@ def _lay_out_on(
                 layout = stored_layouts[f"{module_name}.{name}".lstrip(".")]
                 local = distribute(parameter.detach(), layout)
                 parallel_parameters[parameter] = nn.Parameter(local, parameter.requires_grad)
+                if exact is not None:
+                    mark_exact(parallel_parameters[parameter], exact)
             module.register_parameter(name, parallel_parameters[parameter])
     if has_tensor_axis(mesh):
         for module_plan in module_plans:
@@ -124,10 +145,14 @@ def _lay_out_on(
     for module_plan in context_plans:
         hook_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
     hook_preparations(model, module_plans, mesh)
-    if not weights_wait:  # weights may wait only where a product's operand is the parameter, not its local tensor
+    # Weights may wait only where a product's operand is the parameter, not its local tensor. And `exact` takes sums
+    # over rows op by op.
+    if not weights_wait and exact is None:
         recomputes = any(module_plan.plan.recompute != "none" for module_plan in recompute_plans)
         hook_rows(model, mesh, by_block=in_stage or stored_layouts != layouts or recomputes)
     hook_zero(model, module_plans, layouts, stored_layouts)
+    if exact is not None and not in_stage:
+        model.register_forward_pre_hook(partial(_refuse_outside, exact))
     setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return _add_recomputation(model, recompute_plans, mesh, plan)
 
@@ -135,10 +160,15 @@ def _lay_out_on(
 def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
     """Cut the model, and lay this rank's stages out on the mesh of their ranks."""
     schedule = pipeline.make_schedule(mesh.axis_size(PIPELINE_AXIS))
-    model_cut = cut(model, pipeline, schedule)
+    model_cut = KNOWN_CUT.get() or cut(model, pipeline, schedule)
     coordinate = mesh.coordinate(this_rank())
     assert coordinate is not None, "a model is laid out by the ranks of its mesh"
-    parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+    exact, trained = exact_of(plan), dict(model.named_parameters())
+    if exact is not None:
+        for name in model_cut.shared(schedule.rank_of):
+            if trained[name].requires_grad:
+                check_shared(exact, name, mesh.axis_size(PIPELINE_AXIS))
+    parameters = {name: parameter.detach().to("meta") for name, parameter in trained.items()}
     stages = Stages(model, model_cut, schedule.stages[coordinate[PIPELINE_AXIS]])
     stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
     _lay_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
@@ -179,6 +209,34 @@ def mesh_and_plan_of(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | Non
     if not isinstance(marker, _MeshAndPlan):
         return None
     return (marker.mesh if pipeline is None else pipeline.stage_mesh), marker.plan
+
+
+def exact_of_model(model: nn.Module) -> Mapping[str, int] | None:
+    """The mesh whose sums a parallel model takes, by its plan's `exact`; None for any other model."""
+    marker = getattr(model, _ATTRIBUTE, None)
+    return exact_of(marker.plan) if isinstance(marker, _MeshAndPlan) else None
+
+
+def with_exact_sums(
+    function: Callable[Concatenate[nn.Module, Parameters], Result],
+) -> Callable[Concatenate[nn.Module, Parameters], Result]:
+    """Decorator for a function of a parallel model: inside, sums are taken as the model's plan says by `exact`."""
+
+    @wraps(function)
+    def call(model: nn.Module, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with exact_sums(exact_of_model(model)):
+            return function(model, *args, **kwargs)
+
+    return call
+
+
+def _refuse_outside(exact: Mapping[str, int], model: nn.Module, args: object) -> None:
+    """A forward pre-hook of a model with `exact`. Raises RuntimeError for a forward with gradients in other sums."""
+    if torch.is_grad_enabled() and exact_axes() is None:
+        raise RuntimeError(
+            f"the plan of this {type(model).__name__} has exact {in_words(exact)}, which this forward and its backward "
+            f"would not keep; train by forward_backward, or call the model under torch.no_grad()"
+        )
 
 
 def own_plan(model: nn.Module) -> ParallelPlan:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of
+from weft.reshard.extension import exact_axes, named_size
 
 from ..low_rank import Adapter, adapted_parameter
 from .experts.placement import expert_layout
@@ -62,8 +63,8 @@ def _fits(count: int, most: int, ranks: int) -> bool:
 
 
 def has_tensor_axis(mesh: ProcessMesh) -> bool:
-    """Whether the mesh has a tensor axis of two or more ranks."""
-    return TENSOR_AXIS in mesh.axis_names and mesh.axis_size(TENSOR_AXIS) > 1
+    """Whether the mesh, or the mesh named by `exact_sums`, has a tensor axis of two or more ranks."""
+    return TENSOR_AXIS in mesh.axis_names and named_size(mesh, TENSOR_AXIS) > 1
 
 
 def parameter_layouts(
@@ -78,7 +79,16 @@ def parameter_layouts(
     and tp_copies: heads are sharded over tp_heads and replicated over tp_copies.
     Raises ValueError where the plan gives tied parameters different layouts, or a head would be cut.
     """
-    num_heads = layers_with_few_heads(model, styles, mesh.axis_size(TENSOR_AXIS)) if has_tensor_axis(mesh) else {}
+    num_heads: dict[str, int] = {}
+    if has_tensor_axis(mesh):
+        ranks = named_size(mesh, TENSOR_AXIS)
+        num_heads = layers_with_few_heads(model, styles, ranks)
+        if num_heads and exact_axes() is not None:
+            name, count = next(iter(num_heads.items()))
+            raise ValueError(
+                f"{name} has {count} heads, which exact with {TENSOR_AXIS}={ranks} would hold on several ranks each; "
+                f"name {TENSOR_AXIS}={count} or less"
+            )
     layouts: dict[str, Layout] = {}
     first: dict[nn.Parameter, str] = {}
     for module_name, module in model.named_modules():

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
+from ..exact import check_schedule, check_sizes
 from ..schedules.pipeline_plan import PipelinePlan
-from .styles import Preparation, Style, as_styles
+from .styles import TENSOR_AXIS, Preparation, Style, as_styles
 
 Context = Literal["all_gather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
@@ -78,6 +79,10 @@ class ParallelPlan:
     regather: with zero=3, False keeps the gathered parameters from forward to backward.
     experts: experts sharded over an axis "ep" of their own, and how tokens come to them. None leaves experts on the
         model's own mesh: replicated over the data axes, and split over "tp" by the style `ExpertParallel`.
+    exact: the sizes of a mesh's axes, as {"dp": 4, "tp": 2}. Numbers are added as on this mesh, so losses, gradients
+        and weights have the same bits on every mesh whose axes divide these, under any pipeline, zero and recompute.
+        Sizes are powers of two; "dp", "cp" and "tp" can be named, and an axis left out has size 1. `sequence` is set
+        where "tp" is above 1. A mesh or option that cannot keep the bits is refused, here or by `parallelize`.
     parts: the plans of models within the model, by module name; see `merge`.
     Raises ValueError for a value that is no style or option, and for parts beside any other field.
     """
@@ -94,6 +99,7 @@ class ParallelPlan:
     zero_over: Sequence[str] | None = None
     regather: bool = True
     experts: ExpertPlan | None = None
+    exact: Mapping[str, int] | None = None
     parts: Mapping[str, ParallelPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,6 +123,12 @@ class ParallelPlan:
             object.__setattr__(self, "zero_over", tuple(self.zero_over))
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"ParallelPlan: windows is {self.windows!r}; give each layer's window, 1 or more, or None")
+        if self.exact is not None:
+            check_sizes(self.exact)
+            if self.pipeline is not None:
+                check_schedule(self.exact, self.pipeline.schedule, self.zero)
+            if self.exact.get(TENSOR_AXIS, 1) > 1:
+                object.__setattr__(self, "sequence", True)
         for pattern, styles in self.tensor.items():
             as_styles(pattern, styles)
         if not self.parts:
@@ -167,6 +179,12 @@ def pipeline_plan(plan: ParallelPlan) -> PipelinePlan | None:
     """How the whole model is cut into stages; for a merged plan, as the part "" says."""
     own = plan.parts.get("")
     return pipeline_plan(own) if own is not None else plan.pipeline
+
+
+def exact_of(plan: ParallelPlan) -> Mapping[str, int] | None:
+    """The mesh whose sums the whole model takes; for a merged plan, as the part "" says."""
+    own = plan.parts.get("")
+    return exact_of(own) if own is not None else plan.exact
 
 
 def without_pipeline(plan: ParallelPlan) -> ParallelPlan:

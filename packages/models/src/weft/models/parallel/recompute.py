@@ -152,8 +152,13 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
                 f"{nearest(pattern, names)}"
             )
         blocks |= dict.fromkeys(matching)
-    inner = {name for name in blocks if any(name.startswith(f"{other}.") for other in blocks)}
-    return {name: model.get_submodule(name) for name in blocks if name not in inner}
+    return {name: model.get_submodule(name) for name in blocks if not blocks.keys() & _enclosing(name)}
+
+
+def _enclosing(name: str) -> set[str]:
+    """The names of the modules around a module: of "layers.0.mlp", "layers" and "layers.0"."""
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 def _run_checkpointed(kind: Recompute, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

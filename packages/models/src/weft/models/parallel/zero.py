@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from weft.mesh import Layout, ProcessMesh
-from weft.reshard.extension import ParameterSlot, gather_when_called, shard_replicated_axes
+from weft.reshard.extension import ParameterSlot, gather_when_called, named_size, shard_replicated_axes
 
 from .plan import ParallelPlan
 from .resolve import ModulePlan
@@ -58,7 +58,7 @@ def shard_layouts(
             else plan.zero_over or _data_axes(layout.mesh)
         )
         stored_layouts[name] = (
-            shard_replicated_axes(layout, shape, [a for a in axes if layout.mesh.axis_size(a) > 1])
+            shard_replicated_axes(layout, shape, [a for a in axes if named_size(layout.mesh, a) > 1])
             if plan.zero
             else layout
         )

@@ -15,7 +15,7 @@ from weft.mesh import ProcessMesh
 from ..checks import check_tensor_parallel
 from ..experts import Experts
 from ..parallel.plan import ParallelPlan
-from .alike import block_names
+from ..step.alike import block_names
 from .bounds import Parameters
 from .chip import Chip, load_chip
 from .estimate import Estimate

@@ -1,4 +1,4 @@
-"""Rates of ops by least squares of relative errors: absolute ones would let the longest times decide alone."""
+"""Rates of ops by least squares of relative errors. By absolute errors, the longest times would decide alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .events import Compute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A measured call: the events that a trace has for it, all of one op's part, and its seconds."""
+    """A measured call: the call's events in a trace, all of one part of an op, and the seconds measured."""
 
     events: tuple[Compute, ...]
     seconds: float
 
     @property
     def key(self) -> str:
-        """Of the op's part, as in `Chip.ops`."""
+        """The name of the op's part, as in `Chip.ops`."""
         first = self.events[0]
         return f"{first.name}.{first.part}.{first.dtype}"
 
@@ -30,10 +30,10 @@ class Sample:
 def fit_rates(
     samples: Iterable[Sample], product_seconds: Callable[[str, int, int, int], float | None]
 ) -> dict[str, Rate]:
-    """A rate for each op's part and dtype, by name.
+    """A rate for each part of an op and dtype, by `Sample.key`.
 
-    product_seconds: of a dtype, M, N and K. An op with products is fitted beside the times of its products, so that
-        its rate has what the op does besides; attention by its operations.
+    product_seconds: the seconds of a product of a dtype, M, N and K; None where unknown. The rate of an op with
+        products is fitted to the time beyond the products. Attention is fitted by operations.
     """
     by_key: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -102,7 +102,7 @@ def least_squares(rows: np.ndarray, known: np.ndarray, seconds: np.ndarray) -> l
 def relative_errors(
     samples: Iterable[Sample], seconds_of: Callable[[Compute], float | None]
 ) -> Mapping[str, list[float]]:
-    """By op's part: predicted over measured, less 1, of each sample."""
+    """The relative error of each sample, predicted / measured - 1, by `Sample.key`."""
     errors: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         errors[sample.key].append(sum(seconds_of(event) or 0.0 for event in sample.events) / sample.seconds - 1)

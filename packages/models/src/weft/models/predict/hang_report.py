@@ -17,7 +17,7 @@ _RULES: dict[Rule, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What a rank does at a hang."""
+    """A rank's call at a hang."""
 
     rank: int
     number: int | None  # of the call, from 1; None where the rank has no such call
@@ -34,7 +34,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that wait for ever, or calls that meet and do not fit. Returned by `find_hang` and `check_hangs`."""
+    """Ranks that wait for ever, or two calls that do not fit. Returned by `find_hang` and `check_hangs`."""
 
     kind: Literal["mismatch", "missing", "cycle"]  # calls do not fit; a call never comes; ranks wait in a circle
     reason: str
@@ -125,7 +125,7 @@ def _mismatch(simulation: Simulation) -> Hang:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A call that waits, and for what."""
+    """A waiting call, and the reason."""
 
     rank: int
     number: int
@@ -134,14 +134,14 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Steps from a call that waits to a call that never comes (`absent`), or around a cycle."""
+    """Steps from a waiting call to a call that is never issued (`absent`), or around a cycle."""
 
     steps: tuple[_Step, ...]
     absent: int | None = None  # the rank that never issues its part of the last step's call
 
 
 def _follow(simulation: Simulation, rank: int, number: int) -> _Chain:
-    """From the call `number` of `rank` that has not ended, on to the calls for which the ranks wait in turn."""
+    """The steps from the unfinished call `number` of `rank` to the calls for which ranks wait in turn."""
     steps: list[_Step] = []
     places: dict[tuple[int, int], int] = {}
     while (rank, number) not in places:
@@ -165,7 +165,7 @@ def _follow(simulation: Simulation, rank: int, number: int) -> _Chain:
 
 
 def _partner(simulation: Simulation, rank: int, number: int, call: Issued) -> tuple[int, int | None, bool]:
-    """The rank without which a call cannot end; the number of its part if issued; and whether it never issues it."""
+    """The rank that holds a call up; the number of the rank's part, if issued; whether the part is never issued."""
     if call.is_message:
         assert call.peer is not None, "a message has two ends"
         candidates = [call.peer] if call.peer in simulation.programs else []
@@ -232,7 +232,7 @@ def _missing(simulation: Simulation, chain: _Chain) -> Hang:
 
 
 def _first_difference(simulation: Simulation, rank: int, absent: int, call: Issued) -> str:
-    """Where the two ranks' calls on the group first come from other lines of code: the cause is often there."""
+    """The first calls of the two ranks on the group that come from different lines of code: often the cause."""
     if call.is_message:
         tags = sorted({each.tag for each in simulation.programs[absent].calls if each.is_message and each.peer == rank})
         return f"rank {absent} has messages with rank {rank} under the tags {', '.join(map(str, tags))}" if tags else ""

@@ -128,9 +128,38 @@ class Recorder:
     _names: dict[int, tuple[nn.Module, dict[int, str]]] = field(default_factory=dict)  # of a model's modules
 
     def listen(self, recorded: Recorded) -> None:
-        """Record the calls of `recorded` from now on."""
-        recorded.listener = self._note
-        recorded.group_listener = self._note_group
+        """Record the calls of `recorded` from now on, and forget those of an earlier recording."""
+        for each in (self.events, self._awaited, self._groups, self._batches, self._names):
+            each.clear()
+        self._count = 0
+        recorded.listener, recorded.group_listener, recorded.tape = self._note, self._note_group, self
+
+    def mark(self) -> tuple[int, int]:
+        return len(self.events), self._count
+
+    def calls_since(self, mark: tuple[int, int]) -> tuple[Event, ...] | None:
+        """The calls and waits after `mark`, waits by the number of the call among these calls.
+
+        None where a copy would not be the program's own: for messages, for groups that are made, for a wait for an
+        earlier call, and for a call that is not awaited yet.
+        """
+        start, number = mark
+        events = self.events[start:]
+        waits = {each for each in events if isinstance(each, int)}
+        calls = [each for each in events if isinstance(each, Issued)]
+        if waits != set(range(number, self._count)) or any(
+            each.is_message or each.kind in (MAKE_GROUP, NEW_GROUP) for each in calls
+        ):
+            return None
+        return tuple(each - number if isinstance(each, int) else each for each in events)
+
+    def repeat(self, calls: Sequence[Event]) -> None:
+        number = self._count
+        for each in calls:
+            if isinstance(each, Issued):
+                self.add(each)
+            else:
+                self.wait(number + each)
 
     def add(self, call: Issued) -> int:
         """Append a call; returns its number."""

@@ -1,4 +1,4 @@
-"""The collectives and messages of all ranks matched: ranks run their programs together, each as far as it comes.
+"""Matches the collectives and messages of all ranks: ranks run their programs together, each until a call waits.
 
 Pure values, without torch: a rank's program is a list of calls and waits, as `hangs.record_program` records it. Where
 the ranks of a `Simulation` stop, `hang_report` says which rank waits for which.
@@ -11,11 +11,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# How a device runs what a rank has issued:
-# "gloo": the calls on a group run in the order of issue, beside those on other groups. Messages match by tag.
+# How a device runs the calls of a rank:
+# "gloo": the calls on a group run in the order of issue, beside the calls on further groups. Messages match by tag.
 # "nccl": all collectives of a device run in the order of issue, whatever their groups, because NCCL may give the device
 #   to one at a time. Messages between two ranks of a group run in the order of issue too, both ways together, unless
-#   issued by one `batch_isend_irecv`; they match by order, because NCCL knows no tags.
+#   issued by the same `batch_isend_irecv`; messages match by order, because NCCL knows no tags.
 # Under both, a send ends when it is received, and a rank goes no further than a wait until the call has ended.
 Rule = Literal["gloo", "nccl"]
 
@@ -28,7 +28,7 @@ class Issued:
     """A collective, a send or a receive as a rank issues it, or a group that a rank makes with the other members."""
 
     kind: str  # "all-reduce", "send", "recv", "barrier", ...
-    group: str  # equal on all members of the group, and on no other group
+    group: str  # equal on all members of the group, and different for every other group
     members: tuple[int, ...]  # the group's ranks, in the group's order
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors given
     dtype: str = ""
@@ -38,7 +38,7 @@ class Issued:
     # Elements or rows to and from each member in an all-to-all of uneven parts, in the order of `members`.
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
-    batch: int = 0  # sends and receives with one number above 0 are issued together, by `batch_isend_irecv`
+    batch: int = 0  # sends and receives with the same number above 0 are issued together, by `batch_isend_irecv`
     site: str = ""  # the line of code, and the module, that issues the call
 
     @property
@@ -47,7 +47,7 @@ class Issued:
 
     @property
     def lane(self) -> tuple[str, str]:
-        """Calls of one lane match in order among the members; making a group does not wait for collectives on it."""
+        """Calls of a lane match in order among members; making a group does not wait for the group's collectives."""
         return self.group, self.kind if self.kind in (MAKE_GROUP, NEW_GROUP) else ""
 
     @property
@@ -78,9 +78,9 @@ class Program:
 
 
 def difference(first: Issued, rank: int, second: Issued, other: int) -> str | None:
-    """In which way two calls that meet cannot be one collective, or one message; None where they can.
+    """Why two calls that meet are not one collective or one message; None for calls that fit.
 
-    rank, other: that issue `first` and `second`. Messages: `first` is the send.
+    rank, other: the ranks that issue `first` and `second`. Of two messages, `first` is the send.
     """
     if first.is_message or second.is_message:
         if {first.kind, second.kind} != {SEND, RECEIVE}:
@@ -119,7 +119,7 @@ class Meeting:
 
 
 class Simulation:
-    """The ranks' programs run together, each rank until a call waits. Made and run by `find_hang`.
+    """Runs the ranks' programs together, each rank until a call waits. Made and run by `find_hang`.
 
     The order in which ranks advance makes no difference: a call able to end stays able to end.
     """
@@ -129,7 +129,7 @@ class Simulation:
         self.position = dict.fromkeys(programs, 0)  # of each rank's next event
         self.calls: dict[int, list[Issued]] = {rank: [] for rank in programs}  # issued so far
         self.ended: dict[int, bytearray] = {rank: bytearray() for rank in programs}  # by number of the call
-        self.queues: dict[Hashable, deque[int]] = {}  # collectives of a rank that run one after the other
+        self.queues: dict[Hashable, deque[int]] = {}  # collectives of a rank that run in order
         self._pairs: dict[Hashable, deque[list[int]]] = {}  # messages of a rank likewise; each list begins together
         self._heads: dict[Hashable, list[int]] = {}  # by lane: the ranks whose queue has come to its call
         self._unmatched: dict[Hashable, deque[tuple[int, int]]] = {}  # messages not received yet, by channel and kind
@@ -157,7 +157,7 @@ class Simulation:
             self.position[rank] += 1
 
     def waited_for(self, rank: int) -> int | None:
-        """The number of the call that a rank waits for; after its last event, of its first call that has not ended."""
+        """The number of the call for which a rank waits; for a rank after its last event, the first unfinished call."""
         events, position = self.programs[rank].events, self.position[rank]
         event = events[position] if position < len(events) else None
         if isinstance(event, int):
@@ -166,7 +166,7 @@ class Simulation:
         return None if number < 0 else number
 
     def queue_of(self, rank: int, call: Issued) -> Hashable:
-        """The key in `queues` of the calls that run one after the other with this call of `rank`."""
+        """The key in `queues` of the calls of `rank` that run in order with `call`."""
         is_on_device = not call.lane[1]
         return (rank,) if self.rule == "nccl" and is_on_device else (rank, *call.lane)
 
@@ -175,7 +175,7 @@ class Simulation:
         return dict.fromkeys(each for each in call.members if each in self.programs)
 
     def head(self, rank: int, number: int) -> int:
-        """The call of `rank` that must end before the call `number` begins; `number` itself where none must."""
+        """The call of `rank` that must end before the call `number` begins; `number` if the call has begun."""
         call = self.calls[rank][number]
         if not call.is_message:
             return self.queues[self.queue_of(rank, call)][0]

@@ -19,11 +19,11 @@ from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import ParallelPlan, without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
 from ..schedules.schedule import Schedule
+from ..step.alike import block_names, signature, standing_blocks
 from ..step.followed_step import KINDS, Device, FollowedStep, Peak
 from ..step.live_storages import BEFORE
 from ..step.memory import follow_model
 from ..step.record import StepShape, meta_copy
-from .alike import block_names, signature, standing_blocks
 from .trace import GATHERED_AHEAD
 
 Place = Literal["before", "first", "middle", "last", "after", "none"]

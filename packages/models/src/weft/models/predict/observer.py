@@ -20,7 +20,7 @@ from weft.kernels.extension import Op, Part
 from weft.reshard.extension import Call
 
 from ..losses import local_value
-from .alike import Standing
+from ..step.alike import Standing
 from .events import Compute, Event, Kind, Phase, Start, Wait
 from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
 
@@ -123,6 +123,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- collectives
 
     def on_call(self, call: Call) -> Callable[[], None]:
+        if call.collective is None:  # its bytes are those of the call before
+            return _proceed
         number, ranks = self._num_collectives, call.ranks
         self._num_collectives += 1
         self._add(
@@ -194,6 +196,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a block's forward runs again, in backward."""
         return part in ("forward", "inference") and self.phase == "backward"
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps each call of `__torch_dispatch__` for compilers. None compiles a run on shapes."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -257,6 +264,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
         return held
+
+
+def _proceed() -> None:
+    """Where the program waits for a call that is no event of its own."""
 
 
 def _purpose() -> Literal["", "gradients", "parameters"]:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from weft.mesh import ProcessMesh
 
+from ..step.alike import block_names, signature, standing_blocks
 from ..step.memory import predict_memory
 from ..step.record import StepShape, meta_copy
-from .alike import block_names, signature, standing_blocks
 from .bounds import Parameters, layers_of_stages, weights_floor
 from .memory import MemoryParts, compose, memory_parts, stage_peaks
 from .pipeline_time import even_stages

@@ -7,6 +7,15 @@ same group of any rank of the kind, and the ranks of a kind go through their cal
 each kind is matched for all. That the calls depend on these shapes alone is not taken for granted: the first and the
 last rank of each kind are recorded, and where they issue other calls (a sum of 7 numbers over 64 ranks is cut unevenly,
 too) further ranks are recorded to find the position from which they differ, and the kind is divided there.
+
+Within a rank's step, the forward and the backward of a stage run for the first, the second and the last microbatch, and
+the second's calls stand for those between (`RepeatedActions`). The programs that are matched have the calls of every
+microbatch, in the order of the schedule, and all messages between stages are recorded, none is copied. So the proof
+needs one fact more: that the calls of a stage for the microbatches between are those for the second. They are, because
+model and criterion are Weft's own code, whose calls follow from shapes alone; because all collectives of the copied
+action are awaited within it, so that nothing outside changes their order; and because backward starts no sum of
+gradients. Where one of the three does not hold, and where the last microbatch issues other calls than the second, every
+microbatch is run. Blocks are never copied within a program.
 """
 
 from __future__ import annotations

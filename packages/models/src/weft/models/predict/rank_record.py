@@ -1,4 +1,4 @@
-"""A rank's step run on shapes, with the module and the line that issue each collective."""
+"""Runs a rank's step on shapes, and notes the module and the line that issue each collective."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_sites(
     clip_norm: float | None = None,
     update: Callable[[nn.Module], None] | None = None,
 ) -> SitedStep:
-    """Records the collectives that `shape.rank` issues in a step, and who issues them. Arguments: of `run_on_shapes`.
+    """Records the collectives of `shape.rank` in a step, each with its site. Arguments: as for `run_on_shapes`.
 
     Cost: as `record`, and a look at the stack for each node of the graph. Communication: none.
     Raises ValueError as `record`.
@@ -52,7 +52,8 @@ def record_sites(
         with finding_sites(ready.model) as find:
 
             def listen(call: Call) -> Callable[[], None]:
-                unphased.append((call.collective, find()))
+                if call.collective is not None:
+                    unphased.append((call.collective, find()))
                 return _continue
 
             ready.recorded.listener = listen
@@ -76,7 +77,7 @@ def _continue() -> None:
 
 
 def _grouped(found: list[tuple[Phase, Collective, Site]]) -> tuple[Issued, ...]:
-    """The collectives by phase, kind, axes and line, those of modules alike together, as a file has them."""
+    """The collectives by phase, kind, axes and line. Modules that are alike share an entry, as in a golden file."""
     sums: dict[tuple[Phase, str, tuple[str, ...], Site], list[int]] = {}
     for phase in PHASES:
         for own_phase, collective, site in found:

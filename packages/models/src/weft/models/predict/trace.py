@@ -20,8 +20,8 @@ from ..parallel import ParallelPlan
 from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
+from ..step.alike import Standing, block_names, keep_standing_blocks
 from ..step.record import StepShape, meta_copy, on_shapes
-from .alike import Standing, block_names, keep_standing_blocks
 from .events import Phase, Segment, Trace
 from .observer import Observer, Place, Placed
 from .whole_model import in_buckets, of_whole_model, sum_after_backward
@@ -45,7 +45,9 @@ def trace_step(
 
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
     element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
-    traces. The step is the second: the first makes tables, as those of rotary angles, and finds the order of gathers.
+    traces.
+    The step is the second: the first, of two microbatches, makes tables, as those of rotary angles, and finds the
+    order of gathers and the layouts of gradients that are added up.
     On a mesh with "pp" the step is of the mesh without that axis, of one stage that has all blocks: `Segment.blocks`
     says which stage's each segment is. Parameters are then gathered once for all microbatches, also under zero=3.
     Communication: none. Raises ValueError as `record`.
@@ -69,7 +71,7 @@ def trace_step(
     bucket_bytes, shape = shape.bucket_bytes, replace(shape, bucket_bytes=1)  # no bucket spans two blocks
     with on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "a mesh without stages has every rank's step"
-        ready.run(lambda phase: None, clip_norm=clip_norm)
+        replace(ready, microbatches=ready.microbatches[:2]).run(lambda phase: None, clip_norm=clip_norm)
         ready.model.zero_grad()
         observer = Observer(ready.model, prefix, standing, len(times))
         ready.recorded.listener = observer.on_call

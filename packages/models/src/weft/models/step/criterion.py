@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.extension import has_data, weigh_targets
 from weft.mesh import Layout, Partial, Shard
 from weft.reshard import layout_of, reshard, to_global
-from weft.reshard.extension import tensors_of, wrap
+from weft.reshard.extension import exact_axes, tensors_of, wrap
 
 from ..losses import IGNORE_INDEX
 from ..parallel.pipeline.run import Microbatch, Pipeline
@@ -184,9 +184,17 @@ class ProbedCriterion:
 
 
 def partial_loss(addend: Tensor, target: Tensor) -> Tensor:
-    """A rank's addend of the loss; as a Partial DTensor where the targets are a DTensor."""
+    """A rank's addend of the loss; as a Partial DTensor where the targets are a DTensor.
+
+    Raises ValueError inside `exact_sums`: the addend is of all tokens of the rank.
+    """
     if not isinstance(target, DTensor):
         return addend
+    if exact_axes() is not None:
+        raise ValueError(
+            "a loss computed on all tokens of a rank cannot be kept to exact; take weft.kernels.cross_entropy, or "
+            "leave out exact"
+        )
     added: Tensor = _PartialLoss.apply(addend, layout_of(target))  # type: ignore[no-untyped-call]
     return added
 

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from weft.reshard import GradientSync, clip_grad_norm_
-from weft.reshard.extension import with_fixed_parameters
+from weft.reshard.extension import exact_axes, with_fixed_parameters
 
 from ..losses import LossSum, first_gradient, without_graph
 from ..mixture_config import MixtureConfig
-from ..parallel.parallelize import pipeline_of
+from ..parallel.parallelize import pipeline_of, with_exact_sums
 from ..parallel.pipeline.run import Microbatch, Pipeline
 from ..tracing import traced
 from .communication import Phase
 from .criterion import Criterion
 from .parts import LossWithParts, StepParts, add_results, num_sums_of, split_loss
 from .router import RouterLosses, RouterReport
+from .torch_sums import refusing_torch_sums
 
 CallContext = Callable[[], AbstractContextManager[Any]]
 
@@ -41,6 +42,8 @@ class StepResult:
 
 
 @with_fixed_parameters
+@with_exact_sums
+@refusing_torch_sums
 def find_gradients(
     model: nn.Module,
     criterion: Criterion,
@@ -50,6 +53,7 @@ def find_gradients(
     clip_norm: float | None = None,
     after_phase: Callable[[Phase], None] = lambda phase: None,
     call_context: CallContext = nullcontext,
+    after_sync: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Runs forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
@@ -62,6 +66,7 @@ def find_gradients(
         "backward" follows the last action, because a pipeline may still issue collectives then. The last call has
         "gradients".
     call_context: makes the context in which the model and the criterion are called, for example autocast.
+    after_sync: called when the parameters' gradients are complete, before clipping.
     Communication, by phase:
     "forward": the plan's collectives, and the sum of the losses, which is awaited after backward;
     "backward": the plan's collectives in reverse, and full buckets of gradients;
@@ -103,12 +108,14 @@ def find_gradients(
         if pipeline is not None:
             pipeline.add_shared(model)
             found = _sum_over_stages(pipeline, model, criterion, found)
+    after_sync()
     norm = None
     if clip_norm is not None:
         with traced("clip"):
             norm = clip_gradients(model, clip_norm)
     after_phase("gradients")
-    return StepResult(found.loss, loss_sum.local, norm, found.report, found.sums)
+    local_loss = loss_sum.local.sum() if exact_axes() is not None else loss_sum.local
+    return StepResult(found.loss, local_loss, norm, found.report, found.sums)
 
 
 def _start_sum(results: list[LossWithParts], parameter: Tensor) -> LossSum:
@@ -171,6 +178,7 @@ def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion,
 
 
 @with_fixed_parameters
+@with_exact_sums
 def find_loss(
     model: nn.Module, criterion: Criterion, microbatches: Sequence[Microbatch], call_context: CallContext = nullcontext
 ) -> Tensor:

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, ProcessMesh, derive_key
-from weft.reshard import GradientSync, layout_of
-from weft.reshard.extension import wrap
+from weft.reshard import GradientSync, exact_sums, layout_of
+from weft.reshard.extension import exact_axes, wrap
 
+from ..exact import in_words
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
 from ..parallel.packed.rows import RowOrders
-from ..parallel.parallelize import mesh_and_plan_of, pipeline_of
+from ..parallel.parallelize import exact_of_model, mesh_and_plan_of, pipeline_of
 from ..parallel.pipeline.run import Microbatch
 from ..parallel.recompute import is_compiled
 from ..parallel.styles import PIPELINE_AXIS
 from ..rope import link_positions_of_batch
 from .criterion import ProbedCriterion, weight_criterion
+from .exact_criterion import exact_criterion
 from .find_gradients import find_gradients
 from .router import RouterLosses
 
@@ -62,17 +64,27 @@ def forward_backward(
         microbatch a key of its own, so masks do not depend on the mesh. Further values go to every microbatch.
     Communication: the plan's; each gradient bucket once; activations and their gradients between stages; the loss;
         for a criterion of the third kind the sum of a few numbers.
-    Raises ValueError for microbatches that do not divide the rows, and for a criterion of none of the three kinds.
+    Raises ValueError for microbatches that do not divide the rows, for a criterion of none of the three kinds, and
+    under a plan with `exact` for a criterion whose sums torch takes.
     """
     pipeline = pipeline_of(model)
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
-    batch = divide_batch(model, tokens, targets, count, inputs)
+    exact = exact_of_model(model)
+    if exact is not None and is_compiled(model):
+        raise ValueError(
+            f"the model is compiled, but the numbers of a compiled block depend on its shapes, and exact "
+            f"{in_words(exact)} promises the same on each mesh; leave out one of the two"
+        )
+    with exact_sums(exact):
+        batch = divide_batch(model, tokens, targets, count, inputs)
     if sync is None:
         sync = vars(model).get(_SYNC)
         if sync is None:
             sync = GradientSync(model)
             object.__setattr__(model, _SYNC, sync)
     weighted = weight_criterion(criterion, batch, targets, pipeline)
+    if exact is not None:
+        weighted = exact_criterion(criterion, weighted, exact)
     loss = find_gradients(model, weighted, batch, sync).loss
     of_logits = weighted.criterion if isinstance(weighted, RouterLosses) else weighted
     if isinstance(of_logits, ProbedCriterion):
@@ -181,7 +193,7 @@ def _to_stage_mesh(value: Any, mesh_and_plan: tuple[ProcessMesh, Any] | None) ->
     layout, mesh = layout_of(value), mesh_and_plan[0]
     if PIPELINE_AXIS not in layout.mesh.axis_names:
         return value
-    if mesh.size == 1:
+    if mesh.size == 1 and exact_axes() is None:
         return value.to_local()
     stage_layout = Layout(mesh, {axis: layout[axis] for axis in mesh.axis_names})
     return in_order(wrap(value.to_local(), stage_layout, value.shape), order_of(value))

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..losses import sum_of_microbatches
+
 
 class RouterParts(NamedTuple):
     """The routers' part of a loss, without graph; of one microbatch, or summed by `add_results`."""
 
-    # [1 + layers with experts]: the balance loss, then each layer's share of the z-loss; this rank's addends.
+    # [1 + layers with experts]: the balance loss, then each layer's share of the z-loss; this rank's addends. Inside
+    # `exact_sums` stacked as the loss is.
     addends: Tensor
     load: Tensor  # [layers with experts, E]: how many of all ranks' tokens each expert was given
 
@@ -52,7 +55,7 @@ class StepParts(NamedTuple):
         """The numbers to sum over the ranks: the criterion's own, then the routers'; None without any."""
         each = [] if self.sums is None else [self.sums]
         each += [] if self.routers is None else [self.routers.addends]
-        return torch.cat(each) if each else None
+        return torch.cat(each, -1) if each else None
 
 
 def add_results(results: Sequence[LossWithParts]) -> StepParts:
@@ -60,9 +63,10 @@ def add_results(results: Sequence[LossWithParts]) -> StepParts:
     sums = [each.sums for each in results if each.sums is not None]
     routers = [each.routers for each in results if each.routers is not None]
     return StepParts(
-        torch.stack(sums).sum(0) if sums else None,
+        sum_of_microbatches(sums) if sums else None,
         RouterParts(
-            torch.stack([each.addends for each in routers]).sum(0), torch.stack([each.load for each in routers]).sum(0)
+            sum_of_microbatches([each.addends for each in routers]),
+            sum_of_microbatches([each.load for each in routers]),
         )
         if routers
         else None,

@@ -18,21 +18,21 @@ from weft.kernels import cross_entropy
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.mesh.extension import as_mesh
 from weft.reshard import GradientSync, distribute
-from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, differentiable, recording
+from weft.reshard.extension import BUCKET_BYTES, Collective, Recorded, recording
 
-from ..losses import first_gradient
 from ..parallel import ParallelPlan, parallelize
-from ..parallel.parallelize import own_plan, pipeline_of
+from ..parallel.parallelize import KNOWN_CUT, own_plan, pipeline_of
 from ..parallel.parameter_layouts import layouts_of, shapes_of
-from ..parallel.pipeline.messages import form_of
-from ..parallel.pipeline.run import Microbatch, Pipeline, run_backward
-from ..parallel.plan import without_pipeline
+from ..parallel.pipeline.cut import Cut
+from ..parallel.pipeline.repeated_actions import RepeatedActions, RepeatsDiffer, can_repeat
+from ..parallel.pipeline.run import Microbatch
 from ..parallel.styles import DATA_AXIS, PIPELINE_AXIS
 from ..schedules.schedule import Schedule
 from .communication import Communication, Phase
 from .criterion import Criterion, ProbedCriterion, weight_criterion
 from .find_gradients import find_gradients
 from .forward_backward import divide_batch
+from .message_forms import Forms, message_forms
 from .router import RouterLosses
 
 
@@ -100,6 +100,14 @@ class StepShape:
     reduce_dtype: torch.dtype | None = None
 
 
+@dataclass(slots=True)
+class SharedRuns:
+    """What the ranks of a pipeline have in common, found in the first run on shapes and used in the others."""
+
+    cut: Cut | None = None
+    forms: dict[tuple[int, ...], Forms] = field(default_factory=dict)  # by the rank's place in the mesh of a stage
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A rank's step after a run on shapes."""
@@ -119,33 +127,53 @@ def run_on_shapes(
     clip_norm: float | None = None,
     update: Callable[[nn.Module], None] | None = None,
     listen: Callable[[Recorded], None] | None = None,
+    repeats: bool = True,
+    shared: SharedRuns | None = None,
 ) -> Step:
     """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
 
     update: runs on the rank's model after the gradients, as an optimizer that communicates; None: no such optimizer.
-    listen: as for `on_shapes`.
+    listen: as for `on_shapes`; called again for a second run.
+    repeats: whether actions of a pipeline run for few of the microbatches that are alike (`RepeatedActions`), where
+        model and criterion are Weft's own and backward only adds gradients up, as it does under ZeRO 0 and 1. Where a
+        microbatch issues other collectives, the step runs again, in full.
+    shared: as for `on_shapes`.
     Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`.
     """
     issued: dict[Phase, list[Collective]] = {}
-    with on_shapes(model, mesh, plan, shape, listen) as ready:
+    with on_shapes(model, mesh, plan, shape, listen, shared) as ready:
         if ready is None:
             return Step()
         recorded, pipeline = ready.recorded, pipeline_of(ready.model)
+        repeats = repeats and recorded.can_repeat and not ready.sync.sends_every_pass
+        if pipeline is not None and repeats and can_repeat(model, shape.criterion):
+            pipeline.repeated = RepeatedActions(recorded)
 
         def after_phase(phase: Phase) -> None:
             issued.setdefault(phase, []).extend(recorded.take_each())
 
         recorded.take_each()
-        ready.run(after_phase, clip_norm=clip_norm)
-        if update is not None:
-            update(ready.model)
-            after_phase("optimizer")
-        return Step(
+        try:
+            ready.run(after_phase, clip_norm=clip_norm)
+        except RepeatsDiffer:
+            differs = True
+        else:
+            differs = False
+            if update is not None:
+                update(ready.model)
+                after_phase("optimizer")
+        step = Step(
             Communication.of(issued),
             shapes_of(ready.model),
             layouts_of(ready.model),
             None if pipeline is None else pipeline.schedule,
         )
+    if differs:
+        return run_on_shapes(
+            *(model, mesh, plan, shape),
+            clip_norm=clip_norm, update=update, listen=listen, repeats=False, shared=shared,
+        )  # fmt: skip
+    return step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +203,12 @@ def on_shapes(
     plan: ParallelPlan | None,
     shape: StepShape,
     listen: Callable[[Recorded], None] | None = None,
+    shared: SharedRuns | None = None,
 ) -> Iterator[Ready | None]:
     """Prepares the step of `record`, to be run within the context. Called by `run_on_shapes` and `predict_memory`.
 
     listen: sets the listeners of the recording, before the model is laid out.
-
+    shared: of runs for several ranks of a pipeline, with equal arguments otherwise.
     Yields None if the mesh has an axis "pp" and does not contain the rank.
     Arguments and errors: as for `record`.
     """
@@ -195,7 +224,11 @@ def on_shapes(
         if PIPELINE_AXIS in mesh.axis_names and rank not in mesh:
             yield None
             return
-        parallel = parallelize(meta_copy(model), mesh, plan)
+        token = KNOWN_CUT.set(None if shared is None else shared.cut)
+        try:
+            parallel = parallelize(meta_copy(model), mesh, plan)
+        finally:
+            KNOWN_CUT.reset(token)
         pipeline = pipeline_of(parallel)
         count = shape.microbatches
         if pipeline is not None and count == 1:
@@ -219,7 +252,17 @@ def on_shapes(
             compute = weighted
         if pipeline is not None:
             with _unheard(recorded):  # real stages learn the forms from messages
-                pipeline.forms = _message_forms(meta_copy(model), pipeline, plan, microbatches[0], compute)
+                shared = SharedRuns() if shared is None else shared
+                shared.cut = pipeline.stages.cut
+                coordinate = pipeline.stage_mesh.coordinate(rank)
+                assert coordinate is not None, "the rank is one of its stage's"
+                place = tuple(coordinate.values())
+                if place not in shared.forms:
+                    shared.forms[place] = message_forms(
+                        *(partial(meta_copy, model), pipeline, plan, microbatches[0], compute),
+                        few_blocks=can_repeat(model, shape.criterion),
+                    )
+                pipeline.forms = shared.forms[place]
         sync = GradientSync(parallel, bucket_bytes=shape.bucket_bytes, dtype=shape.reduce_dtype)
         try:
             yield Ready(model=parallel, criterion=compute, microbatches=microbatches, sync=sync, recorded=recorded)
@@ -248,33 +291,6 @@ def _lay_out_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[T
         return tokens, targets
     rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
     return distribute(tokens, rows), distribute(targets, rows)
-
-
-def _message_forms(
-    model: nn.Module, pipeline: Pipeline, plan: ParallelPlan, microbatch: Microbatch, criterion: Criterion
-) -> dict[tuple[str, int], dict[Any, Any]]:
-    """The forms of all messages between stages, from a run of all stages at this rank's place in the stage mesh."""
-    layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
-    parallelize(model, pipeline.stage_mesh, without_pipeline(plan))
-    input_forms: dict[int, Any] = {}
-    gradients: dict[int, list[Tensor | None]] = {}
-
-    def note(stage: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            input_forms[stage] = form_of(output)
-            followed = differentiable(output)
-            gradients[stage] = [None] * len(followed)
-            for i, each in enumerate(followed):
-                each.register_hook(partial(gradients[stage].__setitem__, i))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    for stage, (start, _) in enumerate(ranges[1:], 1):
-        model.get_submodule(layers[start - 1]).register_forward_hook(note(stage))
-    loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
-    run_backward(loss, [first_gradient(each) for each in loss])
-    forward = {("F", stage): {microbatch.kind: form} for stage, form in input_forms.items()}
-    return forward | {("B", stage - 1): {microbatch.kind: form_of(found)} for stage, found in gradients.items()}
 
 
 def _on_meta(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

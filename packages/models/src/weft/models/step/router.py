@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import cotangent, wrap
+from weft.reshard.extension import cotangent, named_size, wrap
 
 from ..checks import check_coefficients
 from ..experts import MixtureOfExperts
@@ -84,15 +84,25 @@ class RouterLosses:
             f = load.sum(0) / float(targets.numel() * layers)
             slopes = torch.zeros(2, 2 * E + 1, dtype=load.dtype, device=load.device)
             slopes[0, E : 2 * E], slopes[1, 2 * E] = f * (E / count), 1 / count
-            sums = local_value(statistics)
-            balance = sums[:, E : 2 * E].sum(0) @ slopes[0, E : 2 * E]
-            addends = torch.cat([balance[None], sums[:, 2 * E] / count])
             slope = self.balance * slopes[0] + self.z * slopes[1]
-            value = self.balance * addends[0]
-            if self.z:  # the squares of huge logits overflow, which a coefficient of 0 leaves out
-                value = value + self.z * addends[1:].sum()
+            sums = local_value(statistics)  # inside `exact_sums` it may be a stack, of each coordinate's statistics
+            of_coordinates = [
+                self._add_up(each, slopes[0, E : 2 * E], count) for each in sums.reshape(-1, *sums.shape[-2:])
+            ]
+            addends = torch.stack([each for each, _ in of_coordinates]).view(*sums.shape[:-2], 1 + layers)
+            value = torch.stack([each for _, each in of_coordinates]).view(sums.shape[:-2])
         total: Tensor = _AddRouterLoss.apply(loss, statistics, value, slope)  # type: ignore[no-untyped-call]
         return LossWithParts(total, own_sums, RouterParts(addends, load))
+
+    def _add_up(self, sums: Tensor, slope: Tensor, count: float) -> tuple[Tensor, Tensor]:
+        """The addends of `RouterParts`, and what they add to the loss. sums: [layers, 2 * E + 1]. slope: [E]."""
+        E = len(slope)
+        balance = sums[:, E : 2 * E].sum(0) @ slope
+        addends = torch.cat([balance[None], sums[:, 2 * E] / count])
+        value = self.balance * addends[0]
+        if self.z:  # the squares of huge logits overflow, which a coefficient of 0 leaves out
+            value = value + self.z * addends[1:].sum()
+        return addends, value
 
 
 class _AddRouterLoss(torch.autograd.Function):
@@ -120,8 +130,8 @@ def _in_layout_of_loss(statistics: Tensor, loss: Tensor) -> Tensor:
     own = layout_of(statistics)
     of_loss = layout_of(loss) if isinstance(loss, DTensor) else Layout(own.mesh)
     if own.mesh != of_loss.mesh or any(
-        size > 1 and of_loss[axis] == Partial() and own[axis] != Partial()
-        for axis, size in zip(own.mesh.axis_names, own.mesh.shape, strict=True)
+        named_size(own.mesh, axis) > 1 and of_loss[axis] == Partial() and own[axis] != Partial()
+        for axis in own.mesh.axis_names
     ):
         raise LayoutError(
             f"the loss is ({of_loss}) and the routers' statistics are ({own}): the criterion must be Partial over "
@@ -133,10 +143,10 @@ def _in_layout_of_loss(statistics: Tensor, loss: Tensor) -> Tensor:
 
 def _sum_load(statistics: Tensor, E: int) -> Tensor:
     """The choices of each layer's experts [layers, E] over all ranks, as a plain tensor."""
-    load = local_value(statistics)[:, :E].contiguous()
+    load = local_value(statistics)[..., :E].contiguous()
     if not isinstance(statistics, DTensor):
         return load
-    return reshard(wrap(load, layout_of(statistics), load.shape)).to_local()
+    return reshard(wrap(load, layout_of(statistics), load.shape[-2:])).to_local()
 
 
 @torch.no_grad()

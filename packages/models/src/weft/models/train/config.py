@@ -18,6 +18,7 @@ from ..checks import (
 )
 from ..config import ModelConfig, shown
 from ..data.examples.example import Task
+from ..exact import parse_exact
 from ..schedules.pipeline_plan import PipelinePlan, Split
 from ..schedules.schedule import Name as Schedule
 from .task_config import DPOConfig, KTOConfig, LoRAConfig, Reference, ReferenceMeshConfig, check_task_options
@@ -89,6 +90,9 @@ class PlanConfig:
     experts_over_tp: bool = False
     """Let mesh.ep divide dp x cp x tp: each expert is then whole, and not split over tp."""
 
+    exact: Annotated[str | None, shown("AXIS=SIZE,...", "off")] = None
+    """Add as a mesh of these sizes does, as in dp=4,tp=2: the same bits on every mesh whose sizes divide these."""
+
     def pipeline(self, pp: int) -> PipelinePlan | None:
         """The `PipelinePlan` of these options; None without a pipeline, and before `complete_plan`.
 
@@ -114,6 +118,7 @@ class PlanConfig:
             "zero": self.zero,
             "pipeline": self.pipeline(pp),
             "experts": experts,
+            "exact": None if self.exact is None else parse_exact(self.exact),
         }
 
 
@@ -258,6 +263,10 @@ class TrainConfig:
     """Folder for traces of steps 3 to 5 by torch's profiler, a file per rank: rank-N.json."""
     track: Annotated[tuple[TrackerName, ...], shown("{tensorboard,wandb}", "none")] = ()
     """Send the metrics also to tensorboard (in the run's folder) or to wandb (Weights & Biases)."""
+    digests: int = 0
+    """Steps between digests of the step's tensors, for `weft compare`; also of step 1. 0: none. --digests alone: 1."""
+    against: Annotated[Path | None, shown("RUN", "none")] = None
+    """Compare each step with the digests of this run, and stop at the first difference above rounding."""
     check: bool = True
     """Compare the loss of step 1 with the loss of the same step on one process."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -282,11 +291,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_at_most(
             *("train", self, LARGEST),
-            *("steps", "log_every", "save_every", "keep", "keep_every", "eval_every", "timeout"),
+            *("steps", "log_every", "save_every", "keep", "keep_every", "eval_every", "timeout", "digests"),
         )
         check_at_most("train", self, 2**63 - 1, "seed")  # the bound of torch.manual_seed
         check_at_least("train", self, 1, "steps", "log_every")
-        check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every")
+        check_at_least("train", self, 0, "save_every", "keep", "keep_every", "eval_every", "digests")
+        if self.compile and (self.digests or self.against is not None):
+            raise ValueError(
+                f"--{'digests' if self.digests else 'against'} looks into blocks, and --compile makes each one graph; "
+                f"leave out one of the two"
+            )
         check_above_zero("train", self, "timeout")
         if self.profile is not None and self.steps < PROFILED_FROM + PROFILED_STEPS - 1:
             raise ValueError(

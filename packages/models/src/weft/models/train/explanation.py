@@ -27,15 +27,15 @@ from ..parallel.experts.price import LINKS, Price, price_of, tokens_on_rank
 from ..parallel.parallelize import own_plan
 from ..parallel.pipeline.cut import ranges_of
 from ..parallel.styles import PIPELINE_AXIS
-from ..predict.alike import block_names
 from ..predict.memory import compose, memory_parts, stage_peaks
 from ..schedules.schedule import Schedule
+from ..step.alike import block_names
 from ..step.criterion import Criterion
 from ..step.followed_step import Memory, Peak
 from ..step.forward_backward import microbatch_key
 from ..step.memory import predict_memory
 from ..step.preference import ShapedPreferences
-from ..step.record import Step, StepShape, run_on_shapes
+from ..step.record import SharedRuns, Step, StepShape, run_on_shapes
 from ..step.router import RouterLosses
 from .config import TrainConfig
 from .measure import flops_per_token
@@ -319,11 +319,13 @@ class Outline:
         documents: Tensor | None = None,
         examples_per_row: int = 1,
         listen: Callable[[Recorded], None] | None = None,
+        shared: SharedRuns | None = None,
     ) -> Step:
         """Predict the collectives, layouts and schedule of `rank` in a step, by running the model on shapes.
 
         documents, examples_per_row: as for `step_shape`.
         listen: sets the listeners of the recording, as for `on_shapes`.
+        shared: as for `on_shapes`, of this outline's ranks.
         The forward passes of a reference, and of kto's mismatched rows, are not part of the prediction.
         Nothing is trained. Communication: none, and no process group is needed.
         """
@@ -332,8 +334,9 @@ class Outline:
         update = partial(communicate_update, config=self.config.optimizer)
         with self.autocast_context(device_type):
             return run_on_shapes(
-                self.make_model(), self.mesh, self.plan, shape, clip_norm=clip_norm, update=update, listen=listen
-            )
+                *(self.make_model(), self.mesh, self.plan, shape),
+                clip_norm=clip_norm, update=update, listen=listen, shared=shared,
+            )  # fmt: skip
 
     def predict_peak(self, rank: int, schedule: Schedule | None) -> Peak:
         """Predict the memory of `rank` at the peak of a step on a GPU. Communication: none.

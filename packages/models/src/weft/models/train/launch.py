@@ -79,7 +79,9 @@ def launch(run: Run, *, gpus: int) -> int:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, LOOPBACK)
     if not gpus:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        # With exact a process on any mesh has as many threads: products may depend on the number.
+        threads = 1 if run.config.plan.exact else max(1, (os.cpu_count() or 1) // processes)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     signal.signal(signal.SIGTERM, _exit)
     try:
         with tempfile.TemporaryDirectory(prefix="weft-") as folder:

@@ -22,6 +22,7 @@ from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..terminal import printable
 from .agreement import RollCall, StopVote, describe_store_host, is_silence
 from .checkpoints import NotSaved, Saver
+from .digests import Against, header_of
 from .folder import CHECKPOINT
 from .measure import profiled
 from .report import ParameterLayout, closing_lines
@@ -124,20 +125,24 @@ def _run(run: Run, device: torch.device, trainer: Trainer, results: Results) -> 
         damaged = results.begin(
             run.recipe, run.resolved, trainer.plan, trainer.mesh, parameters, step=first_step, logged=saver.logged
         )
+        against = _begin_digests(run, trainer, results, first_step)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
+    report.print_lines(saver.take_notes())
     if damaged:
         report.print_line(f"set aside, as damaged: {', '.join(map(str, damaged))}")
     try:
         trainer.begin(first_step)
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from error
-    if first_step == 0:
+    if first_step == 0 and run.last_step is None:
         saver.held_out_loss = trainer.held_out_loss()
     start, saved = time.perf_counter(), run.folder / CHECKPOINT
     with vote.record_signals():
-        stop = _take_steps(run, trainer, results, saver, vote, first_step)
+        stop = _take_steps(run, trainer, results, saver, vote, first_step, against)
         seconds = time.perf_counter() - start
+        if run.last_step is not None and not stop:
+            return 0
         if stop:
             assert saver.last is not None, "the last step was saved"
             saved = saver.last
@@ -184,7 +189,42 @@ def _save_user_model(run: Run, results: Results, saver: Saver) -> Path:
     return folder
 
 
-def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote: StopVote, first_step: int) -> int:
+def _begin_digests(run: Run, trainer: Trainer, results: Results, first_step: int) -> Against | None:
+    """Begin the file of digests, if the run has any, and the comparison with an earlier run; None without one.
+
+    Communication and errors: as `Results.begin_digests` and `Against`.
+    """
+    if trainer.recorder is None:
+        return None
+    header = header_of(run, trainer.model)
+    results.begin_digests(header, first_step)
+    earlier = run.config.against
+    return None if earlier is None else Against(run, earlier, header, first_step=first_step)
+
+
+def _keep_digests(trainer: Trainer, results: Results, against: Against | None) -> None:
+    """Write the digests of the last step, and compare them with the earlier run's.
+
+    Communication: as `Against.add`. Raises TrainingError, on every rank, where rounding does not explain a difference.
+    """
+    if trainer.recorder is None:
+        return
+    digests = trainer.recorder.take()
+    for each in digests:
+        results.add_digests(each)
+    if against is not None and (report := against.add(digests)):
+        raise TrainingError(report)
+
+
+def _take_steps(
+    run: Run,
+    trainer: Trainer,
+    results: Results,
+    saver: Saver,
+    vote: StopVote,
+    first_step: int,
+    against: Against | None,
+) -> int:
     """Take the steps from `first_step`, counted from 0, to the last.
 
     Returns the signal with which a rank was told to end, or 0 after the last step.
@@ -196,15 +236,17 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
         measure_waits(trainer.wait_timer),
     ):
         trainer.restart_clock()
-        for step in range(first_step, config.steps):
+        last = config.steps if run.last_step is None else run.last_step
+        for step in range(first_step, last):
             vote.begin()
             trainer.first_step() if step == 0 else trainer.step(step)
+            _keep_digests(trainer, results, against)
             profiled_step()
             display.advance(step + 1)
             stop = vote.end()
             saves = stop or (config.save_every and (step + 1) % config.save_every == 0)
             evaluates = config.eval_every and (step + 1) % config.eval_every == 0
-            if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, config.steps):
+            if saves or evaluates or (step + 1) % config.log_every == 0 or step + 1 in (1, last):
                 logged = trainer.read_metrics(saver.wait_for_newest)
                 if evaluates:
                     logged[-1] = dataclasses.replace(logged[-1], held_out_loss=trainer.held_out_loss())
@@ -222,4 +264,6 @@ def _take_steps(run: Run, trainer: Trainer, results: Results, saver: Saver, vote
                 break
         saver.wait()
     report.print_lines(saver.take_notes())
+    if against is not None:
+        report.print_line(against.closing_line())
     return stop

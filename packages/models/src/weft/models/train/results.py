@@ -15,6 +15,8 @@ from weft.mesh import ProcessMesh
 
 from ..checkpoint.adapters import save_lora
 from ..checkpoint.huggingface import attempt, raise_on_all, save_pretrained
+from ..compare.entries import Header, StepDigests
+from ..compare.record_file import DigestFile
 from ..data.tokenizer import Tokenizer
 from ..documents import append, write_anew
 from ..parallel import ParallelPlan
@@ -56,6 +58,7 @@ class Results:
         self._folder, self._writes, self._tokenizer = folder, writes, tokenizer
         self._metrics = folder / METRICS
         self._trackers: Trackers | None = None
+        self._digests: DigestFile | None = None
         self._lock: int | None = None
         self._damaged: list[Path] = []
         self._checksum = RunningChecksum()
@@ -141,6 +144,19 @@ class Results:
         if self._trackers is not None:
             self._trackers.add(metrics)
 
+    def begin_digests(self, header: Header, step: int) -> None:
+        """Begin or go on with the file of digests. step: steps taken. Raises as `begin`, with its communication."""
+        error = attempt(self._begin_digests, header, step) if self._writes else None
+        raise_on_all(error, dist.is_initialized())
+
+    def _begin_digests(self, header: Header, step: int) -> None:
+        self._digests = DigestFile(self._folder, header, step=step)
+
+    def add_digests(self, digests: StepDigests) -> None:
+        """Append a step's digests at once. After a failed write, nothing more is written, and `sync` raises."""
+        if self._digests is not None and self._error is None:
+            self._error = attempt(self._digests.add, digests)
+
     @property
     def logged(self) -> dict[str, Any]:
         """Current length and checksum of metrics.jsonl, on the writing rank."""
@@ -180,7 +196,7 @@ class Results:
         try:
             raise_on_all(self._error, dist.is_initialized())
         except OSError as error:
-            raise NotWritten(f"{self._metrics} could not be written: {error}") from error
+            raise NotWritten(f"{error.filename or self._metrics} could not be written: {error}") from error
 
     def _sync(self) -> None:
         append(self._metrics, b"", sync=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..checks import check_head_degrees, divisors
 from ..data.sources import Data
+from ..exact import check_exact, check_microbatches, check_schedule, check_shared, check_task, parse_exact
 from ..schedules.pipeline_plan import PipelinePlan
 from .config import MeshConfig, PlanConfig, TrainConfig
 
@@ -38,6 +39,8 @@ class Run:
     adapter_base: Path | None = None
     # the config before the command's options; None: the recipe's
     base: TrainConfig | None = None
+    last_step: int | None = None  # of a replay: the step, from 1, after which it ends, and saves no model
+    digested_steps: tuple[int, ...] = ()  # the steps, from 1, of which the run compared with has digests
     notes: tuple[str, ...] = ()  # lines to print before the run starts
 
     @property
@@ -115,6 +118,14 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
     mesh.pp above 1, and for options of experts without mesh.ep above 1.
     """
     _check_experts(plan, config, dp=dp, cp=cp, tp=tp)
+    if plan.exact is not None:
+        check_exact({"dp": dp, "cp": cp, "tp": tp, "ep": config.mesh.ep}, parse_exact(plan.exact))
+        check_task(parse_exact(plan.exact), config.task)
+        if config.compile:
+            raise ValueError(
+                f"compile is on, but the numbers of a compiled block depend on its shapes, and plan.exact {plan.exact} "
+                f"promises the same on each mesh; leave out one of the two"
+            )
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
         sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
@@ -127,6 +138,8 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
                     f"plan.{name} is {getattr(plan, name)}, which needs a pipeline; set --mesh.pp above 1 too"
                 )
     else:
+        if plan.exact is not None:
+            check_microbatches(parse_exact(plan.exact), plan.microbatches, rows)
         most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
         completed = replace(
             completed,
@@ -146,6 +159,10 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
             f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
         )
     pipeline = completed.pipeline(pp)
+    if pipeline is not None and plan.exact is not None:
+        check_schedule(parse_exact(plan.exact), pipeline.schedule, plan.zero)
+        if getattr(config.model, "tie_embeddings", False) and not config.lora.rank:
+            check_shared(parse_exact(plan.exact), "the table of embedding and output", pp)
     if pipeline is not None:
         stages = pipeline.count_stages(pp)
         if stages > config.model.num_layers:

@@ -28,21 +28,27 @@ FIXED = (
 )
 # Options that checkpoints of version 0.1.0 may lack.
 _LATER = ("task", "lora", "dpo", "kto", "reference", "reference_from", "reference_zero", "reference_mesh")
+ARITHMETIC = "arithmetic"  # the entry with what the bits of a run with `plan.exact` depend on
 # Options without effect on the losses: a resumed run may change these without a note.
 FREE = (
     *("output", "resume", "save_every", "keep", "keep_every", "log_every", "eval_every", "check", "timeout", "profile"),
-    *("data.path", "data.verify", "reference_zero", "reference_mesh"),
+    *("digests", "against", "data.path", "data.verify", "reference_zero", "reference_mesh"),
 )
 
 
 def describe_run(
-    run: Run, step: int, held_out_loss: float | None, logged: Mapping[str, Any] | None = None
+    run: Run,
+    step: int,
+    held_out_loss: float | None,
+    logged: Mapping[str, Any] | None = None,
+    arithmetic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The JSON document for a checkpoint saved after `step` steps: enough to resume from there.
 
     No random state is saved: random numbers and the order of the data are functions of the seed and the step.
     held_out_loss: the held-out loss before the run's first step; None if nothing is held out.
     logged: the length and checksum of metrics.jsonl, from `RunningChecksum.as_json`.
+    arithmetic: from `arithmetic_of`.
     """
     return {
         "step": step,
@@ -55,6 +61,7 @@ def describe_run(
         **({} if run.reference_sha256 is None else {"reference": run.reference_sha256}),
         **({} if held_out_loss is None else {"held_out_loss": held_out_loss}),
         **({} if logged is None else {METRICS: logged}),
+        **({} if arithmetic is None else {ARITHMETIC: arithmetic}),
     }
 
 
@@ -113,6 +120,7 @@ _TYPES: Mapping[str, Any] = {
     "reference": str,
     "config": dict[str, Any],
     "data": _Data,
+    ARITHMETIC: dict[str, Any],
 }
 
 

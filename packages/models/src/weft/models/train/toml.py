@@ -14,7 +14,7 @@ from typing import Any
 from ..documents import read_plain
 from .config import TrainConfig
 
-_OF_ONE_RUN = ("output", "resume")  # paths of a single run, left out of the file
+_OF_ONE_RUN = ("output", "resume", "against")  # paths of a single run, left out of the file
 
 # Fields of TrainConfig whose option on the command line has another name. A file has the field's own name: there the
 # key "model" is the table of the fields of TrainConfig.model.

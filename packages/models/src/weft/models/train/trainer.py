@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard import GradientSync, drop_gathered, fixed_parameters
+from weft.reshard import GradientSync, drop_gathered, exact_sums, fixed_parameters
 from weft.reshard.extension import Collective, WaitTimer, format_ranks
 
+from ..compare.recorder import Recorder
 from ..data.batches import Prefetch
 from ..data.examples.rows import ExampleBatches
 from ..generation import generate
@@ -28,6 +29,7 @@ from ..losses import local_value
 from ..parallel import parallelize
 from ..parallel.batch import cuts_by_documents
 from ..parallel.parallelize import pipeline_of
+from ..parallel.plan import exact_of
 from ..step.communication import Communication, Phase
 from ..step.find_gradients import find_gradients, find_loss
 from ..step.router import update_correction_biases
@@ -104,6 +106,8 @@ class Trainer:
             self._objective = make_preference_objective(run, self._batches, outline, self.model, device)
         else:
             self._objective = TokenObjective(self._batches, outline, self.model, device)
+        every, steps = run.config.digests, run.digested_steps
+        self.recorder = Recorder(self.model, self._batch_shape, every=every, steps=steps) if every or steps else None
         self._prefetch: Prefetch[Any] = Prefetch(self._objective.read)
         self.issued_collectives: dict[Phase, list[Collective]] = {}  # collectives of step 1
         self._flops_per_token = flops_per_token(
@@ -143,24 +147,29 @@ class Trainer:
         batch: StepBatch = self._objective.step(step, rows)
         if counter is not None:
             counter.take_each()  # of the reference; the prediction is of the model's step alone
-        result = find_gradients(
-            self.model,
-            batch.criterion,
-            batch.microbatches,
-            self._sync,
-            clip_norm=clip_norm,
-            after_phase=after_phase,
-            call_context=self._call_context,
-        )
+        recorder = self.recorder if self.recorder is not None and self.recorder.begin(step + 1) else None
+        with nullcontext() if recorder is None else recorder.watching(batch.microbatches):
+            result = find_gradients(
+                self.model,
+                batch.criterion,
+                batch.microbatches,
+                self._sync,
+                clip_norm=clip_norm,
+                after_phase=after_phase,
+                call_context=self._call_context,
+                after_sync=(lambda: None) if recorder is None else recorder.add_gradients,
+            )
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with traced("optimizer"):
+        with traced("optimizer"), exact_sums(exact_of(self.plan)):
             self.optimizer.step()
             self.optimizer.zero_grad()
             if result.parts is not None and self._outline.bias_rate:
                 update_correction_biases(self.model, result.parts.load, self._outline.bias_rate)
         after_phase("optimizer")
+        if recorder is not None:
+            recorder.finish(result.loss, result.grad_norm)
         self._unread_steps.append(UnreadStep(step + 1, result, lr))
 
     def begin(self, step: int) -> None:

@@ -4,29 +4,27 @@
 buckets.py, shared_memory.py and clip.py (gradients), gathering.py (parameters), weft.kernels (collectives inside ops)
 and weft.models' pipeline. This file decides how a backend performs a collective: on gloo, all-gathers and
 reduce-scatters go as all-to-alls.
-
-`measure_waits` measures how long a process waits for collectives; the training loop of weft.models logs the time.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.mesh.extension import Box, volume
 
-from ..planning.exchange import Messages, contiguous_run, relative_box
 from ..planning.layouts import reduce_parts
-from ..world.collective_bytes import count_as
+from ..world.collective_bytes import count_as, received_bytes, uncounted
+from ..world.exact import exact_axes
+from ..world.folded import FoldedGroup
 from ..world.world import Positions, world
+from .tree import Members, tree_sum
+from .waits import wait_for
 
 Running = Generator[dist.Work, None, Tensor]
 # A step of a collective: the group along one or several axes, and its members' positions (a range: in order).
@@ -162,14 +160,17 @@ def uses_all_to_all() -> bool:
     return world().prefers_all_to_all and dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
 
 
-def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Work:
     """Starts to fill `gathered` with the parts of the group's members, in the order of the group's ranks.
 
     On gloo an all-to-all does this in half the time or less, but holds the result's memory a second time while it runs.
-    Two ranks need no extra memory.
+    Two ranks need no extra memory. On a FoldedGroup the all-gather is over when this function returns.
     """
+    if isinstance(group, FoldedGroup):
+        _gather_folded(gathered, part, group)
+        return _done()
     if not uses_all_to_all():
-        return _as_work(all_gather_single(gathered.view(-1), part.reshape(-1), group, async_op=True))
+        return as_work(all_gather_single(gathered.view(-1), part.reshape(-1), group, async_op=True))
     if group.size() == 2:
         rows, own_part = gathered.view(2, -1), part.reshape(-1)
         if rows[group.rank()].data_ptr() != own_part.data_ptr():
@@ -179,56 +180,158 @@ def start_all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -
     return _start_exchange(gathered, copies, group, "all-gather")
 
 
-def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Running:
+class _Done:
+    """A finished collective."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def _done() -> dist.Work:
+    done: Any = _Done()
+    work: dist.Work = done
+    return work
+
+
+def _gather_folded(gathered: Tensor, part: Tensor, group: FoldedGroup) -> None:
+    """`start_all_gather` on a FoldedGroup: a single all-gather of the parts of all members of each rank."""
+
+    def gather(parts: list[Tensor]) -> Tensor:
+        rows = torch.stack(parts).view(1, len(parts), -1)
+        if group.group is not None:
+            (of_ranks, positions), own = group.group, rows
+            rows = own.new_empty((len(positions), *own.shape[1:]))
+            wait_for(start_all_gather(rows, own, of_ranks))
+            rows = rows if isinstance(positions, range) else rows[_inverse(positions)]
+        return group.in_order(rows)
+
+    gathered.view(group.size(), -1).copy_(group.meet(part, gather))
+
+
+def start_sum(tensor: Tensor, group: dist.ProcessGroup | FoldedGroup) -> dist.Work:
+    """Starts to add up the group's tensors in place, by one all-reduce. Inside `exact_sums` the sum is over at return.
+
+    There the tensors are gathered and added in the tree, on every rank: few numbers are summed this way.
+    """
+    if exact_axes() is None and not isinstance(group, FoldedGroup):
+        return as_work(dist.all_reduce(tensor, group=group, async_op=True))
+    rows = tensor.new_empty((group.size(), tensor.numel()))
+    wait_for(start_all_gather(rows, tensor, group))
+    tensor.copy_(tree_sum(rows).view(tensor.shape))
+    return _done()
+
+
+def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup, members: Members) -> Running:
     """Reduces the members' tensors into the memory of `tensor`; bool is reduced as uint8, which every backend supports.
 
     On gloo, two ranks swap small tensors and add the received one: the same bytes as an all-reduce, in one step instead
     of two. For at most two elements, gloo's own all-reduce swaps and adds, too.
+    members: the group's members as addends. Inside `exact_sums` they are reduced in the tree (see `adds_in_tree`).
     """
     result = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     is_small = tensor.numel() > 2 and tensor.nbytes <= _MOST_SWAPPED_BYTES
-    if is_small and op in ("sum", "avg") and group.size() == 2 and uses_all_to_all():
+    if adds_in_tree(op, group.size()):
+        yield from _all_reduce_in_tree(result.view(-1), op, group, members)
+    elif is_small and op in ("sum", "avg") and group.size() == 2 and uses_all_to_all():
         received = torch.empty_like(result)
         yield _start_swap(received, result, group, "all-reduce")
         result.add_(received)
     else:
-        yield _as_work(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
+        yield as_work(dist.all_reduce(result, REDUCE_OPS[op], group, async_op=True))
     return tensor.div_(dist.get_world_size(group)) if op == "avg" else tensor
 
 
-def reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
+def adds_in_tree(op: str, members: int) -> bool:
+    """Whether the reduction of so many members' tensors is taken in the fixed tree: inside `exact_sums`.
+
+    The order of two addends makes no difference. For extremes it does: a backend may return either of 0.0 and -0.0, and
+    miss a NaN.
+    """
+    return members > 1 and (members > 2 or op in ("min", "max")) and exact_axes() is not None
+
+
+def all_reduce_bytes(op: str, tensor_elements: int, itemsize: int, ranks: int) -> int:
+    """Bytes that a rank receives in `all_reduce` of a tensor: where that adds in the tree, of the padded tensor."""
+    if adds_in_tree(op, ranks):
+        tensor_elements = -(-tensor_elements // ranks) * ranks
+    return received_bytes("all-reduce", ranks, tensor_elements * itemsize, 0, itemsize)
+
+
+def _all_reduce_in_tree(
+    flat: Tensor, op: str, group: dist.ProcessGroup, members: Members
+) -> Generator[dist.Work, None, None]:
+    """Reduces the members' flat tensors in the tree, in place: an all-to-all, the sum of a part here, an all-gather.
+
+    The bytes are an all-reduce's, 2 (n - 1) / n of the tensor, which is padded by at most n - 1 elements. All of them
+    count with the all-to-all, as one all-reduce.
+    """
+    parts, elements = group.size(), -(-flat.numel() // group.size())
+    if not elements:
+        return
+    is_padded = elements * parts != flat.numel()
+    sent = torch.cat([flat, flat.new_zeros(elements * parts - flat.numel())]) if is_padded else flat
+    rows = flat.new_empty((parts, elements))
+    with count_as("all-reduce", all_reduce_bytes(op, flat.numel(), flat.itemsize, parts)):
+        exchanging = dist.all_to_all_single(rows.view(-1), sent, None, None, group, async_op=True)
+    yield as_work(exchanging)
+    part = members.reduce("sum" if op == "avg" else op, rows)
+    with uncounted():
+        if uses_all_to_all():
+            gathering = dist.all_to_all_single(sent, part.repeat(parts), None, None, group, async_op=True)
+        else:
+            gathering = all_gather_single(sent, part, group, async_op=True)
+    yield as_work(gathering)
+    if is_padded:
+        flat.copy_(sent[: flat.numel()])
+
+
+def reduce_scatter(
+    stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members] | None = None
+) -> Running:
     """Reduces the members' stacked parts, phase by phase, and returns this rank's part of the result.
 
     stacked: [*sizes of the phases in order, elements of a part], with any strides; not changed.
+    addends: the members of each phase as addends. Inside `exact_sums` they are reduced in the tree (see
+        `adds_in_tree`). None: each phase is along one axis, whose positions are the order of the addends.
     """
+    if addends is None:
+        addends = [Members(positions, (len(positions),), (0,)) for _, positions in phases]
     pieces = split_into_pieces(stacked.shape[-1], stacked, phases)
-    return _scatter_pieces(stacked, op, phases, pieces) if len(pieces) > 1 else _reduce_scatter(stacked, op, phases)
+    if len(pieces) > 1:
+        return _scatter_pieces(stacked, op, phases, addends, pieces)
+    return _reduce_scatter(stacked, op, phases, addends)
 
 
-def _scatter_pieces(stacked: Tensor, op: str, phases: Sequence[Phase], pieces: Sequence[slice]) -> Running:
+def _scatter_pieces(
+    stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members], pieces: Sequence[slice]
+) -> Running:
     part = stacked.new_empty(stacked.shape[-1])
 
     def scatter(piece: slice) -> Running:
-        return part[piece].copy_((yield from _reduce_scatter(stacked[..., piece], op, phases)))
+        return part[piece].copy_((yield from _reduce_scatter(stacked[..., piece], op, phases, addends)))
 
     yield from interleave(scatter(piece) for piece in pieces)
     return part
 
 
-def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Running:
+def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase], addends: Sequence[Members]) -> Running:
     """`reduce_scatter` by one collective in each phase.
 
     NCCL scatters sums. For any other reduction, the ranks exchange parts, which is as many bytes, and reduce the
     received parts locally. Sums on gloo go the same way: gloo's reduce-scatter reduces everything on every rank, for
     twice the bytes, and keeps a part.
     """
-    for group, positions in phases:
+    for (group, positions), members in zip(phases, addends, strict=True):
         stacked = stacked.reshape(len(positions), -1).contiguous()
         if not isinstance(positions, range):
             stacked = stacked[list(positions)]
-        if op in ("sum", "avg") and not uses_all_to_all():
+        if adds_in_tree(op, len(positions)):
+            rows = torch.empty_like(stacked)
+            yield _start_exchange(rows, stacked, group, "reduce-scatter")
+            part = members.reduce("sum" if op == "avg" else op, rows)
+        elif op in ("sum", "avg") and not uses_all_to_all():
             part = stacked.new_empty(stacked.shape[1])
-            yield _as_work(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
+            yield as_work(reduce_scatter_single(part, stacked.view(-1), REDUCE_OPS[op], group, async_op=True))
         elif op in ("sum", "avg") and group.size() == 2:
             part = torch.empty_like(stacked[0])
             yield _start_swap(part, stacked[1 - group.rank()], group, "reduce-scatter")
@@ -239,79 +342,6 @@ def _reduce_scatter(stacked: Tensor, op: str, phases: Sequence[Phase]) -> Runnin
             part = reduce_parts("sum" if op == "avg" else op, rows)
         stacked = part.div_(len(positions)) if op == "avg" else part
     return stacked
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """An exchange as this rank runs it; made once by `Transfer.of`. A Box is a slice for each dim of a tensor."""
-
-    sent: list[Box]  # parts of the local tensor to send, in the order of receivers
-    send_slice: slice | None  # all sent parts in the flat local tensor, if contiguous; None: they are packed first
-    sizes_out: list[int]  # elements sent to each member of the group
-    received: list[Box]  # parts of the result to receive, in the order of senders
-    receive_slice: slice | None  # all received parts in the flat result; None: they are unpacked afterwards
-    sizes_in: list[int]  # elements received from each member of the group
-    local: tuple[Box, Box] | None  # parts of the result and of the local tensor: what this rank copies by itself
-
-    @classmethod
-    def of(cls, held: Box, needed: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
-        """The exchange that fills the box `needed` from a local tensor that is the box `held`.
-
-        ranks: the group's members, ascending.
-        """
-        sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
-        sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.sends, messages.receives)]
-        sizes_out, sizes_in = ([elements.get(rank, 0) for rank in ranks] for elements in sizes)
-        local = messages.local
-        return cls(
-            [relative_box(box, held) for box in sent],
-            contiguous_run(sent, held),
-            sizes_out,
-            [relative_box(box, needed) for box in received],
-            contiguous_run(received, needed),
-            sizes_in,
-            None if local is None else (relative_box(local, needed), relative_box(local, held)),
-        )
-
-
-def exchange(
-    local: Tensor, result: Tensor, transfer: Transfer, group: dist.ProcessGroup | None, *, add: bool = False
-) -> Running:
-    """Fills `result` from the local tensors of the group's members.
-
-    Without a group nothing is sent, and only `transfer.local` is copied.
-    add: adds the parts to `result` instead of overwriting.
-    """
-    receive_slice = None if add else transfer.receive_slice
-    received = result.new_empty(sum(transfer.sizes_in)) if receive_slice is None else result.view(-1)[receive_slice]
-    if group is not None:
-        send_slice = transfer.send_slice if local.is_contiguous() else None
-        sent = local.new_empty(sum(transfer.sizes_out)) if send_slice is None else local.view(-1)[send_slice]
-        if send_slice is None:
-            parts = [local[box] for box in transfer.sent]
-            for packed, part in zip(_split_as(parts, sent), parts, strict=True):
-                packed.copy_(part)
-        sizes_in, sizes_out = transfer.sizes_in, transfer.sizes_out
-        yield _as_work(dist.all_to_all_single(received, sent, sizes_in, sizes_out, group, async_op=True))
-    copies: list[tuple[Tensor, Tensor]] = []  # (part of the result, its values)
-    if receive_slice is None:
-        targets = [result[box] for box in transfer.received]
-        copies += zip(targets, _split_as(targets, received), strict=True)
-    if transfer.local is not None:
-        target_box, source_box = transfer.local
-        copies.append((result[target_box], local[source_box]))
-    for target, part in copies:
-        if add:
-            target.add_(part)
-        else:
-            target.copy_(part)
-    return result
-
-
-def _split_as(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """`flat` cut into consecutive tensors of the shapes of `parts`."""
-    pieces = torch.split(flat, [part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _inverse(positions: Positions) -> list[int]:
@@ -326,7 +356,7 @@ def _start_exchange(
     instead_of: the kind of collective for which the all-to-all stands (see `collective_bytes.count_as`).
     """
     with count_as(instead_of):
-        return _as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
+        return as_work(dist.all_to_all_single(received.view(-1), sent.view(-1), counts, counts, group, async_op=True))
 
 
 def _start_swap(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instead_of: str) -> dist.Work:
@@ -335,66 +365,8 @@ def _start_swap(received: Tensor, sent: Tensor, group: dist.ProcessGroup, instea
     return _start_exchange(received, sent, group, instead_of, counts)
 
 
-def _as_work(work: Any) -> dist.Work:
+def as_work(work: Any) -> dist.Work:
+    """The work of a collective of torch, for type checkers."""
     assert work is not None, "async_op=True returns the work"
     started: dist.Work = work
     return started
-
-
-class WaitTimer:
-    """Adds up the time for which this process's device waits for collectives.
-
-    On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def wait(self, work: dist.Work) -> None:
-        """Waits for `work`, and adds the time of the wait."""
-        if self._on_gpu:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            before.record()
-            work.wait()
-            after.record()
-            self._events.append((before, after))
-        else:
-            start = time.perf_counter()
-            work.wait()
-            self._seconds += time.perf_counter() - start
-
-    def pop_seconds(self) -> float:
-        """Seconds waited since the last call. On a GPU the host waits until all recorded waits are over."""
-        for before, after in self._events:
-            after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
-
-
-_measuring: list[WaitTimer] = []  # timers of the running `measure_waits` blocks, innermost last
-
-
-@contextmanager
-def measure_waits(timer: WaitTimer) -> Iterator[None]:
-    """Context manager: in the block, `timer` adds up the time of `wait_for` calls. Communication: none.
-
-    In nested blocks only the innermost timer counts.
-    """
-    _measuring.append(timer)
-    try:
-        yield
-    finally:
-        _measuring.remove(timer)
-
-
-def wait_for(work: dist.Work | None) -> None:
-    """Waits for a collective, and measures the wait inside `measure_waits`."""
-    assert work is not None, "a member of the group gets the work of async_op=True"
-    if _measuring:
-        _measuring[-1].wait(work)
-    else:
-        work.wait()

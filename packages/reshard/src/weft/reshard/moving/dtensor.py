@@ -22,7 +22,9 @@ from torch.distributed.tensor import Shard as TorchShard
 from weft.mesh import Layout, LayoutError, Partial, Placement, ProcessMesh, Replicate, Shard, as_placement
 
 from ..planning.layouts import identity
+from ..world.exact import exact_axes
 from ..world.groups import axis_names, device_mesh, device_type, process_mesh, this_rank, world_cache
+from .addends import addends_of
 
 Placements = Mapping[Any, Placement] | Sequence[Placement] | str
 STRIDED = "_StridedShard"  # a private placement of torch, recognized by name
@@ -218,7 +220,10 @@ def _number(
     """
     (x,) = args
     axes = zip(axis_names(x.device_mesh), x.device_mesh.shape, x.placements, strict=True)
-    partial = ", ".join(repr(name) for name, size, placement in axes if size > 1 and placement.is_partial())
+    stacked = addends_of(layout_of(x)).axes if exact_axes() is not None else ()
+    partial = ", ".join(
+        repr(name) for name, size, placement in axes if placement.is_partial() and (size > 1 or name in stacked)
+    )
     if partial:
         raise LayoutError(
             f"a number was asked of a DTensor that is Partial over {partial}, and this rank holds only an addend; read "
@@ -245,7 +250,8 @@ def distribute(
     device_mesh: the mesh by torch's name for the argument.
 
     Where the layout is Partial over an axis, the value stays at index 0 of the axis, and the other ranks hold the
-    operation's identity. For Partial("avg"), all ranks of the axis keep the value.
+    operation's identity. For Partial("avg"), all ranks of the axis keep the value. Inside `exact_sums` index 0
+    is that of the named mesh, and a rank that stands for several indices holds their addends stacked.
     Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """
@@ -269,6 +275,7 @@ def distribute(
             for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True):
                 if isinstance(placement, Partial) and placement.op != "avg" and coordinate[axis]:
                     local.fill_(identity(placement.op, local.dtype))
+            local = addends_of(layout).stack_value(local, layout)
         result = wrap(local, layout, tensor.shape)
     result.requires_grad_(tensor.requires_grad)
     return result

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,7 +27,7 @@ from weft.mesh.extension import chunk
 
 from ..planning.costs import dual_messages, padded_part
 from ..planning.exchange import Messages, exchange_axes, exchange_members, messages_of
-from ..planning.layouts import dual_layout, identity
+from ..planning.layouts import dual_layout, identity, reduced_axes
 from ..planning.plan import Plan
 from ..planning.steps import (
     AllGather,
@@ -46,15 +46,14 @@ from ..planning.steps import (
     axes_of,
     layout_after,
 )
+from ..world.exact import exact_axes
 from ..world.groups import device_mesh, group_along, group_of, group_over, this_rank, world_cache
 from .collectives import (
     Pending,
     Phase,
     Running,
-    Transfer,
     all_gather,
     all_reduce,
-    exchange,
     gather_pieces,
     immediate_result,
     reduce_scatter,
@@ -62,6 +61,8 @@ from .collectives import (
 )
 from .order_check import announce
 from .stacking import Stacking, crop, pad, stacking_of
+from .transfer import Transfer, exchange
+from .tree import Members, members_along
 
 OnReceived = Callable[[Tensor], None]  # is called with a received tensor
 _thread_state = threading.local()  # autograd runs the backward of each device on a separate thread
@@ -101,7 +102,8 @@ class PreparedPlan:
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan, self._mesh, self._rank = plan, mesh, this_rank()
         self._takes_part = self._rank in plan.src.mesh or self._rank in plan.dst.mesh
-        self._communicates = not all(isinstance(step, Local) for step in plan.steps)
+        self.communicates = not all(isinstance(step, Local) for step in plan.steps)
+        self.does_nothing = not plan.steps  # whether a run returns the local tensor itself
         self._steps: list[_PreparedStep] | None = None
 
     def start(self, local: Tensor) -> Pending:
@@ -111,12 +113,13 @@ class PreparedPlan:
         Communication: the plan's steps, in order; at the first run also the new groups of the plan's meshes. A rank
         outside both meshes does nothing.
         """
-        return run_or_replay(self._run, local) if self._communicates else Pending(self._run(local))
+        return run_or_replay(self.run, local) if self.communicates else Pending(self.run(local))
 
-    def _run(self, local: Tensor) -> Running:
+    def run(self, local: Tensor) -> Running:
+        """The steps as a generator of their collectives, without `replay_received`."""
         if not self._takes_part:
             return local
-        if self._communicates:
+        if self.communicates:
             announce(self._plan, meshes=(self._plan.src.mesh, self._plan.dst.mesh))
         if self._steps is None:
             self._steps = [*self._prepare_steps()]
@@ -168,6 +171,7 @@ class _PreparedAllGather:
 @dataclass(frozen=True, slots=True)
 class _PreparedReduceScatter:
     phases: list[Phase]  # the groups to scatter over, in order, with the members' positions
+    addends: list[Members]  # of each phase
     stacking: Stacking  # how the collectives take the parts
     op: str
     result_shape: tuple[int, ...]  # shape of this rank's part, without padding
@@ -176,7 +180,10 @@ class _PreparedReduceScatter:
         stacking = self.stacking
         # The stacked tensor has no name here: a local variable would keep its memory until the last phase ends.
         scattered = yield from reduce_scatter(
-            stacking.as_stacked(pad(local, stacking.padded_shape)).flatten(len(stacking.sizes)), self.op, self.phases
+            stacking.as_stacked(pad(local, stacking.padded_shape)).flatten(len(stacking.sizes)),
+            self.op,
+            self.phases,
+            self.addends,
         )
         return crop(scattered.view(stacking.part), self.result_shape)
 
@@ -184,10 +191,11 @@ class _PreparedReduceScatter:
 @dataclass(frozen=True, slots=True)
 class _PreparedAllReduce:
     group: dist.ProcessGroup
+    members: Members
     op: str
 
     def run(self, local: Tensor) -> Running:
-        return all_reduce(local.clone(memory_format=torch.contiguous_format), self.op, self.group)
+        return all_reduce(local.clone(memory_format=torch.contiguous_format), self.op, self.group, self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +205,17 @@ class _PreparedExchange:
     group: dist.ProcessGroup | None  # None where every rank has what it needs
     # Whether received parts are added to zeros instead of copied: several ranks may send the same element.
     add: bool = False
+    # For `add` inside `exact_sums`: the exchange into rows, one for each addend, and the order in which rows are added.
+    in_tree: tuple[Transfer, Members] | None = None
 
     def run(self, local: Tensor) -> Running:
+        if self.in_tree is not None and exact_axes() is not None:
+            transfer, members = self.in_tree
+            rows = local.new_empty((len(members.positions), *self.shape))
+            yield from exchange(local, rows, transfer, self.group)
+            return members.reduce("sum", rows)
         result = local.new_zeros(self.shape) if self.add else local.new_empty(self.shape)
-        return exchange(local, result, self.transfer, self.group, add=self.add)
+        return (yield from exchange(local, result, self.transfer, self.group, add=self.add))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +272,11 @@ class _StepPreparer:
                 part = padded_part(step, self.layout, self.layout.local_shape(self.shape, self.rank))
                 leading = step.apart or axes_of(step)  # with `apart`, the axis scattered first is outermost in memory
                 stacking = self._stacking(step, part, leading)
-                return _PreparedReduceScatter(self._phases(step), stacking, step.op, self._shape_after(step))
+                phases, addends = self._phases(step), self._addends(step)
+                return _PreparedReduceScatter(phases, addends, stacking, step.op, self._shape_after(step))
             case AllReduce(op=op):
-                return _PreparedAllReduce(group_along(self.mesh, axes_of(step))[0], op)
+                group, positions = group_along(self.mesh, axes_of(step))
+                return _PreparedAllReduce(group, members_along(self.layout.mesh, axes_of(step), positions), op)
             case AllToAll() | Exchange() | Permute():
                 target = layout_after(step, self.layout)
                 return self._prepare_exchange(target, *self._members_and_group(self.layout, target))
@@ -285,6 +302,10 @@ class _StepPreparer:
     def _phases(self, step: AllGather | ReduceScatter) -> list[Phase]:
         return [group_along(self.mesh, (axis,)) for axis in step.apart] or [group_along(self.mesh, axes_of(step))]
 
+    def _addends(self, step: ReduceScatter) -> list[Members]:
+        axes_of_phases: list[tuple[str, ...]] = [(axis,) for axis in step.apart] or [axes_of(step)]
+        return [members_along(self.layout.mesh, axes, group_along(self.mesh, axes)[1]) for axes in axes_of_phases]
+
     def _stacking(self, step: AllGather | ReduceScatter, part: Sequence[int], leading: Sequence[str]) -> Stacking:
         return stacking_of(tuple(part), tuple(leading), tuple(map(self.layout.mesh.axis_size, leading)), step)
 
@@ -304,7 +325,16 @@ class _StepPreparer:
     def _prepare_reduce_exchange(self, step: ReduceExchange) -> _PreparedExchange:
         ranks, group = self._members_and_group(dual_layout(step.target), dual_layout(self.layout))
         dual = dual_messages(self.layout, step, self.shape, self.rank)
-        return self._prepare_exchange(step.target, ranks, group, dual)
+        prepared = self._prepare_exchange(step.target, ranks, group, dual)
+        mesh, axes = self.layout.mesh, reduced_axes(self.layout, step.target)
+        if mesh != step.target.mesh or not axes:
+            return prepared
+        # For each set of coordinates along the reduced axes, the ranks there send each element once.
+        position = {rank: i for group in mesh.groups(*axes) for i, rank in enumerate(group)}
+        members = members_along(mesh, axes, range(mesh.axis_size(*axes)))
+        senders = [position[sender] for sender, _ in dual.reversed().receives]
+        in_tree = prepared.transfer.into_rows(senders, position[self.rank]), members
+        return replace(prepared, in_tree=in_tree)
 
     def _members_and_group(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], dist.ProcessGroup]:
         """The members of this rank's exchange, ascending, and their process group."""

@@ -1,14 +1,13 @@
 """`reshard`, `start_reshard`, `to_global`: bring a DTensor to another layout, on any mesh, with autograd.
 
-A call resolves the target layout, gets the plan (`planning.plan`), and runs the plan's steps: by
-`PreparedPlan.start`, or as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of
-the file reshard gradients back.
+A call gets the `LayoutChange` to the target (layout_change.py), and runs its plan's steps: by `PreparedPlan.start`, or
+as custom ops (compiled.py) while torch.compile traces. The autograd functions at the end of the file reshard gradients
+back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, ProcessMesh, Replicate, as_placement
 
-from ..planning.layouts import cotangent
-from ..planning.plan import Plan, plan
 from ..world.dynamo import in_graph, is_compiling
-from ..world.groups import this_rank, world_cache
+from ..world.groups import this_rank
 from .collectives import Pending
 from .compiled import add_plan_node, add_start_node, add_wait_node, graph_arguments
-from .dtensor import (
-    Placements,
-    as_process_mesh,
-    dtensor_spec,
-    is_strided,
-    layout_from_arguments,
-    layout_of,
-    mesh_argument,
-    shape_of,
-    wrap,
-    wrap_with_spec,
-)
-from .executor import PreparedPlan, prepare
+from .dtensor import Placements, layout_of, mesh_argument, shape_of, wrap
+from .layout_change import LayoutChange, cached_change, plan_change
 from .topology import Topology
 
 
@@ -131,99 +117,29 @@ def _start(
     device_mesh: ProcessMesh | DeviceMesh | None = None,
     topology: Topology | None = None,
     memory_limit: int | None = None,
-) -> tuple[DTensor, _LayoutChange, Pending]:
+) -> tuple[DTensor, LayoutChange, Pending]:
     """Plans a reshard and starts the first collective. Returns `dtensor`, the layout change, and the running plan."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, got {type(dtensor).__name__}; give it a layout with distribute()")
     on_mesh, placements = _mesh_and_placements(mesh, device_mesh, placements)
-    change = _cached_change(dtensor, on_mesh, placements, topology, memory_limit)
+    change = cached_change(dtensor, on_mesh, placements, topology, memory_limit)
     with torch.no_grad():
         local = dtensor.to_local()
         if local.shape != change.local_shape and this_rank() in change.src.mesh:
-            raise _wrong_local_shape(local, change.src, dtensor.shape)
-        if not change.plan.steps:
+            raise change.wrong_local_shape(local, dtensor.shape)
+        if change.prepared_plan.does_nothing:
             pending = Pending.finished(local)
         elif is_compiling():
-            pending = add_plan_node(change.plan, local, dtensor.device_mesh)
+            pending = add_plan_node(change.plan_in_graph, local, dtensor.device_mesh)
         else:
             pending = change.prepared_plan.start(local)
     return dtensor, change, pending
 
 
-class _LayoutChange(NamedTuple):
-    """A reshard's plan and layouts: the same for all DTensors with one spec, and one target. Made by `_plan_change`."""
-
-    src: Layout  # the input's layout
-    target: Layout  # the result's layout
-    cotangent: Layout  # the layout of the input's gradient
-    plan: Plan
-    prepared_plan: PreparedPlan
-    local_shape: tuple[int, ...]  # shape of this rank's part of the input
-    strided_spec: Any  # the input's spec, if torch states the layout by a `_StridedShard`; else None
-    topology: Topology | None
-    memory_limit: int | None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for the reshard of the gradient."""
-        return {"topology": self.topology, "memory_limit": self.memory_limit}
-
-    def restate_as_input(self, grad: DTensor) -> DTensor:
-        """The input's gradient, with the input's spec.
-
-        torch can state a layout by a `_StridedShard` or, as Weft does, by permuting the mesh. The gradient must have
-        the same statement as the input.
-        """
-        return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
-
-
-def _cached_change(
-    dtensor: DTensor,
-    mesh: ProcessMesh | DeviceMesh | None,
-    placements: Placements | Layout | None,
-    topology: Topology | None,
-    memory_limit: int | None,
-) -> _LayoutChange:
-    """`_plan_change`, computed once for each spec of a DTensor and target; while a graph is traced, each time."""
-    if is_compiling():
-        return _plan_change(dtensor, mesh, placements, topology, memory_limit)
-    target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
-    target = tuple(target) if isinstance(target, list) else target
-    cache, key = world_cache(), (dtensor_spec(dtensor), mesh, target, topology, memory_limit)
-    change: _LayoutChange | None = cache.get(key)
-    if change is None:
-        change = cache[key] = _plan_change(dtensor, mesh, placements, topology, memory_limit)
-    return change
-
-
-def _plan_change(
-    dtensor: DTensor,
-    mesh: ProcessMesh | DeviceMesh | None,
-    placements: Placements | Layout | None,
-    topology: Topology | None,
-    memory_limit: int | None,
-) -> _LayoutChange:
-    src, shape = layout_of(dtensor), shape_of(dtensor)
-    target = _target(src, mesh, placements).resolved(shape)
-    reshard_plan = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
-    strided_spec = dtensor_spec(dtensor) if is_strided(dtensor) and cotangent(src) == src else None
-    return _LayoutChange(
-        src=src,
-        target=target,
-        cotangent=cotangent(src),
-        plan=reshard_plan,
-        prepared_plan=prepare(reshard_plan, dtensor.device_mesh),
-        local_shape=src.local_shape(shape, this_rank()),
-        strided_spec=strided_spec,
-        topology=topology,
-        memory_limit=memory_limit,
-    )
-
-
 class StartedReshard:
     """A reshard under way; made by `start_reshard`, finished by `wait()`."""
 
-    def __init__(self, dtensor: DTensor, change: _LayoutChange, pending: Pending) -> None:
+    def __init__(self, dtensor: DTensor, change: LayoutChange, pending: Pending) -> None:
         self._arguments = dtensor, change, pending
         self._gradient_reshard = _GradientReshard()
         self._token: Tensor | None = None
@@ -248,29 +164,6 @@ class _GradientReshard:
     started: StartedReshard | None = None  # set between these two calls
 
 
-def _wrong_local_shape(local: Tensor, src: Layout, shape: torch.Size) -> LayoutError:
-    """The error for a local part of another shape than its layout gives.
-
-    If such a part were sent, the receiving ranks would wait for the missing elements.
-    """
-    rank = this_rank()
-    return LayoutError(
-        f"rank {rank} holds {tuple(local.shape)}, but ({src}) of {tuple(shape)} gives it "
-        f"{src.local_shape(shape, rank)}; make the DTensor by distribute(), or give from_local the global shape= and "
-        f"stride="
-    )
-
-
-def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
-    if not isinstance(placements, Layout):
-        return layout_from_arguments(src.mesh if mesh is None else mesh, () if placements is None else placements)
-    if mesh is not None and as_process_mesh(mesh) != placements.mesh:
-        raise LayoutError(
-            f"the target is a layout on {placements.mesh}, but mesh={mesh} was given too; give the layout alone"
-        )
-    return placements
-
-
 def to_global(dtensor: DTensor) -> Tensor:
     """The whole tensor, on every rank of its mesh. Communication: a reshard to Replicate on every axis."""
     return reshard(dtensor, placements=[Replicate()] * dtensor.device_mesh.ndim).to_local()
@@ -280,13 +173,13 @@ class _Reshard(torch.autograd.Function):
     """A reshard, for autograd. Its dual is a reshard of the gradient, from any layout to `change.cotangent`."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _LayoutChange, pending: Pending) -> DTensor:
+    def forward(ctx: Any, dtensor: DTensor, change: LayoutChange, pending: Pending) -> DTensor:
         ctx.change = change
         return wrap(pending.wait(), change.target, dtensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        change: _LayoutChange = ctx.change
+        change: LayoutChange = ctx.change
         cotangent_layout, options = change.cotangent, change.options
         if layout_of(grad) != cotangent_layout:
             grad = reshard(grad, placements=cotangent_layout, **options)
@@ -305,7 +198,7 @@ class _StartFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _LayoutChange, gradient_reshard: _GradientReshard) -> Tensor:
+    def forward(ctx: Any, dtensor: DTensor, change: LayoutChange, gradient_reshard: _GradientReshard) -> Tensor:
         ctx.change, ctx.gradient_reshard = change, gradient_reshard
         return dtensor.to_local().new_empty(0)
 
@@ -324,7 +217,7 @@ class _WaitFunction(torch.autograd.Function):
         ctx: Any,
         token: Tensor,
         shape: torch.Size,
-        change: _LayoutChange,
+        change: LayoutChange,
         pending: Pending,
         gradient_reshard: _GradientReshard,
     ) -> DTensor:
@@ -347,14 +240,14 @@ def begin_in_graph(dtensor: DTensor, placements: Layout) -> tuple[Tensor, Tensor
     Returns two tensors for `finish_in_graph`: a number, which names the started reshard while the graph runs, and an
     uninitialized tensor of the result's local shape (see `_BeginInGraph`).
     """
-    change = _plan_change(dtensor, None, placements, None, None)
+    change = plan_change(dtensor, None, placements, None, None)
     outputs: tuple[Tensor, Tensor] = _BeginInGraph.apply(dtensor, change)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def finish_in_graph(number: Tensor, uninitialized: Tensor, dtensor: DTensor, placements: Layout) -> DTensor:
     """Waits for the reshard started by `begin_in_graph` with the same `dtensor`; returns the resharded DTensor."""
-    change = _plan_change(dtensor, None, placements, None, None)
+    change = plan_change(dtensor, None, placements, None, None)
     result: DTensor = _FinishInGraph.apply(number, uninitialized, dtensor.detach(), change)  # type: ignore[no-untyped-call]
     return result
 
@@ -369,14 +262,14 @@ class _BeginInGraph(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, change: _LayoutChange) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, dtensor: DTensor, change: LayoutChange) -> tuple[Tensor, Tensor]:
         ctx.change, ctx.shape, local = change, dtensor.shape, dtensor.to_local()
         result_shape = change.target.local_shape(shape_of(dtensor), this_rank())
-        return add_start_node(change.plan, local), local.new_empty(result_shape)
+        return add_start_node(change.plan_in_graph, local), local.new_empty(result_shape)
 
     @staticmethod
     def backward(ctx: Any, number: Tensor, sent_grad: Tensor) -> tuple[DTensor, None]:
-        change: _LayoutChange = ctx.change
+        change: LayoutChange = ctx.change
         grad = wrap(add_wait_node(number, sent_grad, change.local_shape), change.cotangent, ctx.shape)
         return change.restate_as_input(grad), None
 
@@ -385,12 +278,12 @@ class _FinishInGraph(torch.autograd.Function):
     """The end of a reshard begun in a graph. Its backward starts the gradient's reshard."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, uninitialized: Tensor, dtensor: DTensor, change: _LayoutChange) -> DTensor:
+    def forward(ctx: Any, number: Tensor, uninitialized: Tensor, dtensor: DTensor, change: LayoutChange) -> DTensor:
         ctx.change = change
         return wrap(add_wait_node(number, dtensor.to_local(), uninitialized.shape), change.target, dtensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, Tensor, None, None]:
-        change: _LayoutChange = ctx.change
-        dual, local = _plan_change(grad, None, change.cotangent, change.topology, change.memory_limit), grad.to_local()
-        return add_start_node(dual.plan, local), local, None, None
+        change: LayoutChange = ctx.change
+        dual, local = plan_change(grad, None, change.cotangent, change.topology, change.memory_limit), grad.to_local()
+        return add_start_node(dual.plan_in_graph, local), local, None, None

@@ -76,6 +76,15 @@ def check_reductions(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
             raise LayoutError(f"axis {axis!r} goes from {before} to {after}; reshard to Replicate() in between")
 
 
+def reduced_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
+    """The axes over which a change between two layouts on one mesh reduces a Partial value, in the mesh's order."""
+    return tuple(
+        axis
+        for axis, before, after in zip(src.mesh.axis_names, src.placements, dst.placements, strict=True)
+        if isinstance(before, Partial) and not isinstance(after, Partial)
+    )
+
+
 def shard_replicated_axes(layout: Layout, shape: Sequence[int], axes: Sequence[str]) -> Layout:
     """`layout` with Shard on each of `axes` that replicates; a scalar's layout is unchanged.
 

@@ -19,13 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, Partial, Replicate, Shard
 
+from ..moving.addends import NO_ADDENDS, Addends, addends_of
 from ..moving.collectives import Pending, Running, all_reduce, reduce_scatter
 from ..moving.dtensor import dtensor_spec, layout_of, wrap, wrap_with_spec
 from ..moving.order_check import LazyText, announce
 from ..moving.stacking import Stacking, crop, pad, stacking_of
+from ..moving.tree import Members, members_along, tree_order
 from ..planning.costs import padded_part
 from ..planning.layouts import drop_trivial_axes
 from ..planning.steps import ReduceScatter, axes_of
+from ..world.exact import exact_axes
 from ..world.groups import group_along, process_mesh, this_rank
 from .shared_memory import sum_parts
 
@@ -89,6 +92,43 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduc
     return Reduction(ReduceScatter(tuple(cut), dims), all_reduced)
 
 
+@dataclass(frozen=True, slots=True)
+class AddendOrder:
+    """When stacked addends (moving/addends.py) are added, so that the axes are summed in the tree's order.
+
+    First the axes `first` are collapsed. Then comes the reduce-scatter or, without one, the all-reduce over `early`.
+    Then the axes of `pending` are collapsed. Last comes the all-reduce over all axes that are left.
+    """
+
+    first: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
+    pending: Addends = NO_ADDENDS
+
+    @classmethod
+    def of(cls, addends: Addends, layout: Layout, target: Layout, reduction: Reduction) -> AddendOrder | None:
+        """The order inside `exact_sums`; None where the Reduction's collectives cannot keep the tree's order.
+
+        layout: of the gradient. addends: its stacked addends.
+        """
+        place = {axis: index for index, axis in enumerate(tree_order(layout.mesh.axis_names))}
+        scattered, all_reduced = ([place[axis] for axis in axes] for axes in reduction.axes)
+        if any(layout[axis] != Partial() or isinstance(target[axis], Partial) for axis in addends.axes):
+            return None
+        if scattered and all_reduced and max(scattered) > min(all_reduced):
+            return None
+        innermost = min([*scattered, *all_reduced], default=len(place))
+        first = tuple(axis for axis in addends.axes if place[axis] <= innermost)
+        pending = addends.without(first)
+        if not pending.axes:
+            return cls(first)
+        places = [place[axis] for axis in pending.axes]
+        early = () if scattered else tuple(axis for axis in reduction.all_reduced if place[axis] < min(places))
+        late = [place[axis] for axis in reduction.all_reduced if axis not in early]
+        if (scattered and max(scattered) >= min(places)) or (late and min(late) < max(places)):
+            return None
+        return cls(first, early, pending)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """How a parameter's gradients in a given layout reach the target layout. A Leaf caches its last Route."""
@@ -101,6 +141,8 @@ class Route:
     part_elements: int  # number of elements in a part of the reduce-scatter
     local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
     spec: Any  # the result's `dtensor_spec`
+    addends: Addends  # stacked addends of the gradient
+    addend_order: AddendOrder  # when they are added
 
     @classmethod
     def of(cls, grad: DTensor, target: Layout) -> Route | None:
@@ -109,26 +151,44 @@ class Route:
         reduction = reduction_between(layout, target, shape)
         if reduction is None:
             return None
+        addends = addends_of(layout) if this_rank() in layout.mesh else NO_ADDENDS
+        order = AddendOrder() if exact_axes() is None else AddendOrder.of(addends, layout, target, reduction)
+        if order is None:
+            return None
         axes = axes_of(reduction.scatter)
         with torch.no_grad():
             local = grad.to_local()
-        part = padded_part(reduction.scatter, layout, local.shape)
+        part = padded_part(reduction.scatter, layout, layout.local_shape(shape, this_rank()))
         sizes = tuple(layout.mesh.axis_size(axis) for axis in axes)
         return cls(
             reduction=reduction,
             shape=shape,
-            key=(grad.device_mesh, reduction.axes, grad.dtype),
+            key=(grad.device_mesh, reduction.axes, grad.dtype, order),
             nbytes=grad.dtype.itemsize * math.prod(layout.largest_local_shape(shape)),
             stacking=stacking_of(tuple(part), axes, sizes, reduction.scatter),
             part_elements=math.prod(part),
             local_shape=target.local_shape(shape, this_rank()) if this_rank() in target.mesh else None,
             spec=dtensor_spec(wrap(local.new_empty(0), target, shape)),
+            addends=addends,
+            addend_order=order,
         )
 
+    def collapse(self, local: Tensor) -> Tensor:
+        """This rank's gradient for a bucket: the stacked addends added that come first. local: as backward gives it."""
+        return self.addends.collapse(local, self.addend_order.first)
+
     def stacked(self, local: Tensor) -> Tensor:
-        """The parts into which a local gradient is scattered, a row for each part."""
-        stacking = self.stacking
-        return stacking.as_stacked(pad(local, stacking.padded_shape)).reshape(math.prod(stacking.sizes), -1)
+        """The parts into which a local gradient is scattered, a row for each part. local: from `collapse`.
+
+        With pending addends a row holds the part of each addend, one after another.
+        """
+        stacking, pending = self.stacking, self.addend_order.pending
+        addends = local.flatten(0, len(pending.axes) - 1).unbind() if pending.axes else (local,)
+        parts = [
+            stacking.as_stacked(pad(each, stacking.padded_shape)).reshape(math.prod(stacking.sizes), -1)
+            for each in addends
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class Bucket(Generic[Owner]):
@@ -144,8 +204,12 @@ class Bucket(Generic[Owner]):
         self._routes: dict[Owner, Route] = {}
         self._grads: dict[Owner, Tensor] = {}  # this rank's parts, until the collective starts
 
+    def __contains__(self, owner: Owner) -> bool:
+        """Whether the bucket has a gradient of the owner."""
+        return owner in self._routes
+
     def add(self, owner: Owner, local: Tensor, route: Route) -> None:
-        """Adds this rank's part of the owner's gradient; parts of the same owner are summed."""
+        """Adds this rank's part of the owner's gradient, from `Route.collapse`; parts of the same owner are summed."""
         if owner in self._grads:
             self._grads[owner] = self._grads[owner] + local
         else:
@@ -184,19 +248,41 @@ class Bucket(Generic[Owner]):
         if route.local_shape is None:  # outside the mesh all parts are empty; `finish` splits an empty tensor
             return next(iter(grads.values()))
         scattered, all_reduced = route.reduction.axes
-        group = group_along(self._mesh, all_reduced)[0] if all_reduced else None
+        early, has_pending = route.addend_order.early, bool(route.addend_order.pending.axes)
+        late = tuple(axis for axis in all_reduced if axis not in early)
         if scattered:
             flat = torch.cat([self._routes[owner].stacked(local) for owner, local in grads.items()], 1)
             grads.clear()
             for listener in _listeners:
                 listener((flat,))
-            flat = yield from reduce_scatter(flat, "sum", [group_along(self._mesh, scattered)])
-            return flat if group is None else (yield from all_reduce(flat, "sum", group))
-        parts = [*grads.values()]
-        grads.clear()
-        if group is None:
-            return torch.cat([part.reshape(-1) for part in parts])
-        return (yield from sum_parts(parts, group))
+            phase = group_along(self._mesh, scattered)
+            flat = yield from reduce_scatter(flat, "sum", [phase], [self._members(scattered)])
+        else:
+            parts = [*grads.values()]
+            grads.clear()
+            if late and not early:
+                return (yield from sum_parts(parts, group_along(self._mesh, late)[0], self._members(late)))
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            if early:
+                flat = yield from all_reduce(flat, "sum", group_along(self._mesh, early)[0], self._members(early))
+        if has_pending:
+            flat = self._collapse_pending(flat)
+        if late:
+            flat = yield from all_reduce(flat, "sum", group_along(self._mesh, late)[0], self._members(late))
+        return flat
+
+    def _members(self, axes: tuple[str, ...]) -> Members:
+        return members_along(process_mesh(self._mesh), axes, group_along(self._mesh, axes)[1])
+
+    def _collapse_pending(self, flat: Tensor) -> Tensor:
+        """Adds the pending addends of each gradient in the flat tensor."""
+        routes = [*self._routes.values()]
+        sizes = [math.prod(route.addend_order.pending.sizes) * route.part_elements for route in routes]
+        sums = []
+        for route, part in zip(routes, flat.split_with_sizes(sizes), strict=True):
+            pending = route.addend_order.pending
+            sums.append(pending.collapse(part.view(*pending.sizes, route.part_elements), pending.axes))
+        return torch.cat(sums)
 
     def _description(self) -> str:
         route = next(iter(self._routes.values()))

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Partial, ProcessMesh, Shard
 from weft.mesh.extension import parts_of_axes
 
-from ..moving.collectives import wait_for
 from ..moving.dtensor import as_process_mesh, layout_of
+from ..moving.waits import wait_for
+from ..world.exact import marked_axes
 from ..world.groups import device_mesh, device_type, group_of, group_over, this_rank
+from .exact_norm import exact_norm
 from .gradient_sync import refuse_before_wait
 
 
@@ -39,10 +41,14 @@ def clip_grad_norm_(
 
     A shard held by several ranks counts on one of them. Sums are taken in float32, of float64 gradients in float64. A
     norm that is not finite scales nothing. The host waits for no device.
+    Inside `exact_sums`, and outside for parameters of a plan with `exact`, the norm and the scaled gradients have the
+    same bits on every mesh and in any layouts. The norm is then rounded to float32 once, so magnitudes whose squares
+    are not float32 numbers count, too.
     Communication: an all-reduce of one number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
-    given. A rank outside takes no part, and gets the norm of its own gradients.
-    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, and a Partial gradient, which is only
-    this rank's addend; RuntimeError for gradients that still need GradientSync's `wait()`.
+    given; inside `exact_sums`, as `exact_norm`. A rank outside takes no part, and gets the norm of its own gradients.
+    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, inside `exact_sums` also for other norms
+    than 1, 2 and inf, and for a Partial gradient, which is only this rank's addend; RuntimeError for gradients that
+    still need GradientSync's `wait()`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
@@ -63,11 +69,12 @@ def clip_grad_norm_(
     device = next((each.device for each in gradients or unique), None)
     if device is None and group is not None:
         device = torch.device(device_type())  # a stage without trainable parameters
-    total = _powers([each for each in counted if each.numel()], norm_type, gradients, device)
-    if group is not None:
-        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        wait_for(dist.all_reduce(total, op, group=group, async_op=True))
-    norm = total if math.isinf(norm_type) else total ** (1 / norm_type)
+    counted = [each for each in counted if each.numel()]
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+    if marked_axes(unique) is not None:
+        norm = exact_norm(counted, norm_type, group, device).to(dtype)
+    else:
+        norm = _norm(counted, norm_type, dtype, group, device)
     quotient = (max_norm / norm).nan_to_num(0.0)  # 0 for 0 / 0; torch adds 1e-6 to the norm instead
     scale = torch.where(norm.isfinite(), quotient.clamp(max=1), 1)
     if gradients:
@@ -112,13 +119,24 @@ def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
     return not any(index for axis, index in coordinate.items() if not isinstance(layout[axis], Shard))
 
 
-def _powers(counted: list[Tensor], norm_type: float, gradients: list[Tensor], device: torch.device | None) -> Tensor:
-    """The sum of the magnitudes' p-th powers; for inf the largest magnitude."""
-    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
-    if not counted:
-        return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack(torch._foreach_norm(counted, norm_type, dtype=dtype))
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+def _norm(
+    counted: list[Tensor],
+    norm_type: float,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> Tensor:
+    """The norm of all elements on all ranks of `group`, with sums in `dtype`. Communication: an all-reduce."""
+    takes_maximum = math.isinf(norm_type)
+    if counted:
+        norms = torch.stack(torch._foreach_norm(counted, norm_type, dtype=dtype))
+        total = norms.max() if takes_maximum else norms.pow(norm_type).sum()
+    else:
+        total = torch.zeros((), dtype=dtype, device=device)
+    if group is not None:
+        op = dist.ReduceOp.MAX if takes_maximum else dist.ReduceOp.SUM
+        wait_for(dist.all_reduce(total, op, group=group, async_op=True))
+    return total if takes_maximum else total ** (1 / norm_type)
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout
 
-from ..moving.collectives import Pending, start_all_gather, wait_for
+from ..moving.collectives import Pending, start_all_gather
 from ..moving.dtensor import layout_of, memory_of
 from ..moving.executor import start_plan
 from ..moving.order_check import LazyText, announce
 from ..moving.stacking import stacking_of
+from ..moving.waits import wait_for
 from ..planning.costs import padded_part
 from ..planning.plan import plan
 from ..planning.steps import AllGather, axes_of

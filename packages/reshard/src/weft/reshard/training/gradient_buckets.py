@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..moving.dtensor import dtensor_spec, memory_of
 from ..moving.reshard import reshard
+from ..world.exact import exact_axes
 from ..world.groups import format_ranks, this_rank
 from .buckets import Bucket, Route
 from .gradient_presence import GradientPresence
@@ -46,8 +47,8 @@ class GradientBuckets:
         """
         leaf.sent_forms = _merge_forms(leaf.sent_forms, leaf.unsent_forms())
         if leaf.local_grad is not None:
-            assert leaf.route_cache is not None and leaf.route_cache[1] is not None, "set with the local gradient"
-            self._add_to_bucket(leaf, leaf.local_grad, leaf.route_cache[1])
+            assert leaf.route_cache is not None and leaf.route_cache[2] is not None, "set with the local gradient"
+            self._add_to_bucket(leaf, leaf.local_grad, leaf.route_cache[2])
             leaf.local_grad = None
         for layout, older in leaf.older_grads.items():
             self._add_grad(leaf, older, layout == leaf.target)
@@ -85,17 +86,23 @@ class GradientBuckets:
         if in_target:
             leaf.add_reduced(grad)
             return
-        if leaf.route_cache is None or leaf.route_cache[0] is not dtensor_spec(grad):
-            leaf.route_cache = dtensor_spec(grad), Route.of(grad, leaf.target)
-        route = leaf.route_cache[1]
+        route = leaf.route_of(memory_of(grad), dtensor_spec(grad))
         if route is None:
             leaf.add_reduced(reshard(grad, placements=leaf.target))
             return
-        self._add_to_bucket(leaf, memory_of(grad), route)
+        self._add_to_bucket(leaf, route.collapse(memory_of(grad)), route)
 
     def _add_to_bucket(self, leaf: Leaf, part: Tensor, route: Route) -> None:
-        """Puts this rank's part of a gradient into the route's open bucket; starts a full bucket."""
+        """Puts this rank's part of a gradient into the route's open bucket; starts a full bucket.
+
+        A second gradient of the leaf is added to the first in the bucket. Inside `exact_sums` it goes into another
+        bucket: whether two passes are added before or after the ranks' sum must not depend on the size of buckets.
+        part: from `Route.collapse`.
+        """
         bucket = self._open_buckets.get(route.key)
+        if bucket is not None and leaf in bucket and exact_axes() is not None:
+            self._start(self._open_buckets.pop(route.key))
+            bucket = None
         if bucket is None:
             bucket = self._open_buckets[route.key] = Bucket(leaf.parameter.device_mesh)
         bucket.add(leaf, part, route)
@@ -141,8 +148,9 @@ def send_remaining(
     such a gradient, and a rank with the same shard has one.
     """
     # A later pass may have given a second gradient after the first was put into a bucket that is still open. If both
-    # have the same forms, the second is added to the first there, and need not be sent separately.
-    for leaf in leaves:
+    # have the same forms, the second is added to the first there, and need not be sent separately. Not inside
+    # `exact_sums`, see `_add_to_bucket`.
+    for leaf in leaves if exact_axes() is None else ():
         if leaf.bucket is not None and leaf.bucket.is_open and leaf.unsent_forms() == leaf.sent_forms:
             buckets.add(leaf)
     unsent = [leaf.unsent_forms() for leaf in leaves]

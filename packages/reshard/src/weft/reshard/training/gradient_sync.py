@@ -22,12 +22,11 @@ from ..moving.dtensor import dtensor_spec, layout_of, wrap_with_spec
 from ..planning.layouts import shard_replicated_axes
 from ..world.groups import this_rank
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
-from .buckets import Route
 from .gathered_modules import gathering_units
 from .gradient_buckets import GradientBuckets, send_remaining
 from .gradient_presence import GradientPresence
 from .hooks import weak_hook
-from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, grad_of, sum_of
+from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of, sum_of
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
@@ -132,7 +131,7 @@ class GradientSync:
         # all that require one.
         self._expected = tuple(leaf for leaf in self._leaves if leaf.parameter.requires_grad)
         self._next_index = 0  # in `_expected`: the next leaf to send
-        self._sends_every_pass = any(leaf.sends_every_pass for leaf in leaves)  # ZeRO 2, 3
+        self.sends_every_pass = any(leaf.sends_every_pass for leaf in leaves)  # ZeRO 2, 3
         self._presence = GradientPresence(self._leaves)
         self._buckets = GradientBuckets(bucket_bytes, dtype, weak_hook(self._publish_before_wait))
         self._in_wait = False  # whether `wait()` runs
@@ -176,7 +175,7 @@ class GradientSync:
             yield
         finally:
             self._paused = before
-        if self._sends_every_pass:
+        if self.sends_every_pass:
             self._synchronize()
 
     def wait(self) -> None:
@@ -309,14 +308,12 @@ class GradientSync:
             return False
         if parameter.grad is not None or self._buckets.dtype not in (None, part.dtype) or not leaf.has_only_our_hooks:
             return False
-        if leaf.route_cache is None or leaf.route_cache[0] is not spec:
-            leaf.route_cache = spec, Route.of(wrap_with_spec(part, spec), leaf.target)
+        route = leaf.route_of(part, spec)
         if leaf.local_grad_forms[0] is not spec:
             leaf.local_grad_forms = spec, (Form(layout_of(wrap_with_spec(part, spec)), part.dtype),)
-        route = leaf.route_cache[1]
         if route is None or not any(route.reduction.axes):  # a gradient in the target layout goes to `.grad`
             return False
-        leaf.local_grad = part
+        leaf.local_grad = route.collapse(part)
         leaf.put_placeholder()
         leaf.has_new_grad = self._unsynchronized = True
         self._send_ready(leaf)
@@ -329,7 +326,7 @@ class GradientSync:
             self._buckets.add(expected)
             expected.ready_count -= 1
             self._next_index += 1
-            if self._next_index == len(self._expected) and self._sends_every_pass:
+            if self._next_index == len(self._expected) and self.sends_every_pass:
                 self._next_index = 0  # the next backward pass sends in the same order
 
     def _publish_before_wait(self) -> None:
@@ -376,15 +373,17 @@ def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor,
     return None if sync is None else sync._accept_local_grad
 
 
-def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor | None], None]:
+def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor | None], Tensor | None]:
     """The hook that runs before autograd adds a gradient to a leaf's `.grad`. It holds no tensor; see `weak_hook`."""
 
-    def before(incoming: Tensor | None) -> None:  # None where a function returned no gradient
+    def before(incoming: Tensor | None) -> Tensor | None:  # None where a function returned no gradient
         alive = sync()
-        if alive is not None and incoming is not None:
-            leaf = alive._leaves[index]
-            if leaf.accumulator.grad is not None:
-                alive._move_to_older_grads(leaf, incoming)
+        if alive is None or incoming is None:
+            return None
+        leaf = alive._leaves[index]
+        if leaf.accumulator.grad is not None:
+            alive._move_to_older_grads(leaf, incoming)
+        return copy_of_stacked(incoming) if leaf.accumulator.grad is None else None
 
     return before
 

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from weft.mesh import Layout, ProcessMesh
 
-from ..moving.dtensor import dtensor_spec, layout_of, memory_of, wrap
+from ..moving.addends import addends_of, stacked_shape
+from ..moving.dtensor import dtensor_spec, layout_of, memory_of, wrap, wrap_with_spec
+from ..world.exact import exact_axes, named_axes_key
 from ..world.groups import this_rank
 from .buckets import Bucket, Route
 
@@ -58,8 +60,8 @@ class Leaf:
     # By layout, earlier gradients that could not be added to `.grad`, whose layout differs.
     older_grads: dict[Layout, DTensor] = field(default_factory=dict)
     info_cache: tuple[object, Forms, bool] | None = None  # `grad_info` of the last gradient
-    # Spec and Route of the last gradient that was sent. Without a Route, the gradient is sent by a reshard.
-    route_cache: tuple[object, Route | None] | None = None
+    # Spec, named mesh and Route of the last gradient that was sent; see `route_of`.
+    route_cache: tuple[object, object, Route | None] | None = None
     local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `local_grad_callback`
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
@@ -118,10 +120,20 @@ class Leaf:
             self.info_cache = spec, (Form(layout, grad.dtype),), layout == self.target
         return self.info_cache
 
+    def route_of(self, local: Tensor, spec: Any) -> Route | None:
+        """The Route of a gradient, cached for the last gradient's spec. Without a Route, a reshard sends the gradient.
+
+        local, spec: this rank's part of the gradient, and the gradient's `dtensor_spec`.
+        """
+        cache, named = self.route_cache, named_axes_key()
+        if cache is None or cache[0] is not spec or cache[1] != named:
+            cache = self.route_cache = spec, named, Route.of(wrap_with_spec(local, spec), self.target)
+        return cache[2]
+
     def zeros(self, form: Form) -> DTensor:
         """A gradient of zeros in the given form, from a rank without a gradient."""
         local = torch.zeros(
-            form.layout.local_shape(self.parameter.shape, this_rank()),
+            stacked_shape(form.layout, self.parameter.shape, this_rank()),
             dtype=form.dtype,
             device=memory_of(self.accumulator).device,
         )
@@ -158,6 +170,18 @@ def cast_grad(grad: DTensor, dtype: torch.dtype) -> DTensor:
     """The gradient in another dtype, in the same layout."""
     with torch.no_grad():
         return wrap(grad.to_local().to(dtype), layout_of(grad), grad.shape)
+
+
+def copy_of_stacked(grad: Tensor) -> DTensor | None:
+    """A copy of a gradient with stacked addends, for autograd to put into `.grad`; None for any other gradient.
+
+    Autograd puts a gradient that nothing else refers to into `.grad` as it is, as it does this copy. Any other gradient
+    it copies, into memory of the layout's local shape, which has no room for stacked addends.
+    """
+    if exact_axes() is None or not addends_of(layout_of(as_dtensor(grad))).axes:
+        return None
+    with torch.no_grad():
+        return wrap_with_spec(memory_of(as_dtensor(grad)).clone(), dtensor_spec(as_dtensor(grad)))
 
 
 def sum_of(first: DTensor | None, second: DTensor) -> DTensor:

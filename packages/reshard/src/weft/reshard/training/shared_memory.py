@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..moving.collectives import Running, all_reduce, uses_all_to_all
-from ..world.collective_bytes import count_as, received_bytes
+from ..moving.collectives import Running, adds_in_tree, all_reduce, all_reduce_bytes, uses_all_to_all
+from ..moving.tree import Members
+from ..world.collective_bytes import count_as
 from ..world.groups import world_cache
 from ..world.world import world
 
@@ -32,11 +33,12 @@ _MOST_MEMBERS = 4  # the largest group
 _AREAS = 2
 
 
-def sum_parts(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
+def sum_parts(parts: list[Tensor], group: dist.ProcessGroup, members: Members) -> Running:
     """The sum over the group's members of `parts`, concatenated into a flat tensor.
 
     parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
         tensors.
+    members: the group's members as addends. Inside `exact_sums`, more than two add in the tree.
     The result is the same to the bit on every member.
     Communication: an all-reduce. Members with shared memory reduce only one number, which counts as the whole tensor.
     """
@@ -46,17 +48,20 @@ def sum_parts(parts: list[Tensor], group: dist.ProcessGroup) -> Running:
     if memory is None:
         flat = torch.cat(flat_parts)
         flat_parts.clear()
-        return (yield from all_reduce(flat, "sum", group))
+        return (yield from all_reduce(flat, "sum", group, members))
     elements = sum(map(len, flat_parts))
     areas = memory.acquire(elements, flat_parts[0].dtype)
     torch.cat(flat_parts, out=areas[group.rank()])
     flat_parts.clear()
-    nbytes = received_bytes("all-reduce", group.size(), elements * areas.itemsize, 0, areas.itemsize)
+    nbytes = all_reduce_bytes("sum", elements, areas.itemsize, group.size())
     with count_as("all-reduce", nbytes):
         work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     assert work is not None, "async_op=True returns the work"
     yield work
-    flat = torch.add(*areas) if len(areas) == 2 else areas.sum(0, dtype=areas.dtype)
+    if adds_in_tree("sum", len(areas)):
+        flat = members.reduce("sum", areas)
+    else:
+        flat = torch.add(*areas) if len(areas) == 2 else areas.sum(0, dtype=areas.dtype)
     memory.release()
     return flat
 

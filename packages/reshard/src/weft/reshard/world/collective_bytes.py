@@ -87,8 +87,26 @@ def count_as(kind: str, nbytes: int | None = None, *, at_most: bool = False) -> 
         _counted_as.reset(token)
 
 
-def counted_collective(kind: str, axes: tuple[str, ...], nbytes: int) -> Collective:
-    """The Collective of a recorded call, as the innermost `count_as` counts it."""
+_counts: ContextVar[bool] = ContextVar("_counts", default=True)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Collectives issued inside are not counted: they are the second half of one whose whole bytes are counted.
+
+    Listeners of a recording still get their calls, as `Call`s without a Collective: all ranks must issue them.
+    """
+    token = _counts.set(False)
+    try:
+        yield
+    finally:
+        _counts.reset(token)
+
+
+def counted_collective(kind: str, axes: tuple[str, ...], nbytes: int) -> Collective | None:
+    """The Collective of a recorded call, as the innermost `count_as` counts it; None inside `uncounted`."""
+    if not _counts.get():
+        return None
     stated_kind, stated_bytes, at_most = _counted_as.get()
     return Collective(stated_kind or kind, axes, nbytes if stated_bytes is None else stated_bytes, at_most)
 
@@ -96,10 +114,11 @@ def counted_collective(kind: str, axes: tuple[str, ...], nbytes: int) -> Collect
 def kind_of_op(namespace: str, name: str) -> str | None:
     """The kind of collective issued by torch's op, as "all-reduce"; None for an op which sends no tensor.
 
-    Inside `count_as`, the kind given there. A collective missing in `_NAMES` has the op's name as kind.
+    None for every op inside `uncounted`. Inside `count_as`, the kind given there. A collective missing in `_NAMES` has
+    the op's name as kind.
     """
     name = name.lstrip("_").replace("all_", "all")
-    if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT):
+    if namespace not in ("c10d", "_c10d_functional") or name.startswith(_NOT_SENT) or not _counts.get():
         return None
     return _counted_as.get()[0] or next((kind for prefix, kind in _NAMES.items() if name.startswith(prefix)), name)
 

@@ -1,55 +1,103 @@
-"""The named mesh of an exact step: sums are taken as on this mesh, whatever mesh the step runs on.
+"""The named mesh of an exact step: the mesh whose sums every smaller mesh repeats, to the bit.
 
-`exact_sums({"dp": 4, "tp": 2})` names the mesh E for a block of code. A rank of a smaller mesh M stands for several
-coordinates of E: the fold of an axis is E's size over M's. A DTensor on M then holds E's local tensors: shards of a dim
-one behind another, a replica once, and the addends of a Partial value stacked, in a leading dim for each folded axis.
+`exact_sums({"dp": 4, "tp": 2})` names a mesh for a block of code. Where the real mesh is smaller, each rank stands for
+several coordinates of the named mesh. The fold of an axis is its named size over its real size. The rank's local
+tensor then holds the local tensors of all its coordinates: the shards of a dim one behind another, a replica once, and
+the addends of a Partial value stacked, in a leading dim for each folded axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
 from weft.mesh import ProcessMesh
 
-_named: Mapping[str, int] | None = None  # no thread's own: the backward of a GPU runs on a thread of autograd
+_ATTRIBUTE = "_weft_exact"  # of a parameter: the axes of `mark_exact`
+
+
+class _Named:
+    """The sizes of the named mesh's axes; None outside `exact_sums`. Read without a function call by every op."""
+
+    axes: Mapping[str, int] | None = None
+
+
+NAMED = _Named()  # of all threads: the backward of a GPU runs on a thread of autograd
 
 
 @contextmanager
 def exact_sums(axes: Mapping[str, int] | None) -> Iterator[None]:
-    """Context manager: in the block, sums are taken as on a mesh with these sizes of axes. None: as on the mesh itself.
+    """Context manager: all code in the block computes and adds as on a mesh with these sizes of axes.
 
-    Blocks may be nested; the innermost counts. Communication: none.
+    Results in the block have the same bits on every mesh whose axes divide `axes`: of ops, layout changes, gradients,
+    `clip_grad_norm_`, and the updates of torch's elementwise optimizers and of Muon. `weft.models.forward_backward`
+    enters the block by itself, with the plan's `exact`, and clipping and optimizers treat the parameters of
+    such a model as in a block. Use a block of your own for other DTensors, and for a loop without `forward_backward`:
+    around the model's call, backward and `GradientSync.wait()`.
+    axes: the size of each axis, as {"dp": 4, "tp": 2}; an axis left out keeps the real mesh's size. None: no named
+        mesh, so each mesh adds in its own order. Of nested blocks, the innermost counts.
+    Shapes: the local tensor of a Partial DTensor is [*folds, *local shape], with a leading dim for each Partial axis
+        whose named size is above its real size. All other local tensors have their ordinary shapes.
+    Threads: the block holds for all threads of the process, since backward may run on threads of autograd.
+    Communication: none here. In the block, an all-reduce over more than two ranks is an exchange and a gather, with the
+        addition between them: the same bytes, but for padding.
+    Raises ValueError for a size that is no int of at least 1. Code in the block raises ValueError for a mesh with an
+    axis that does not divide the named size, and LayoutError for a number of stacked addends that is no power of two on
+    an axis of several ranks, and for a tensor that the two meshes cut in places of their own.
     """
-    global _named
-    previous, _named = _named, None if axes is None else MappingProxyType(dict(axes))
+    for axis, size in {} if axes is None else axes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"exact names {axis}={size!r}; give the size of an axis, an int of at least 1")
+    previous, NAMED.axes = NAMED.axes, None if axes is None else MappingProxyType(dict(axes))
     try:
         yield
     finally:
-        _named = previous
+        NAMED.axes = previous
 
 
 def exact_axes() -> Mapping[str, int] | None:
-    """The sizes of the named mesh's axes, in a block of `exact_sums`; else None."""
-    return _named
+    """The sizes of the named mesh's axes inside `exact_sums`; None outside."""
+    return NAMED.axes
+
+
+def mark_exact(parameter: Any, axes: Mapping[str, int]) -> None:
+    """Mark a parameter as one of an exact step, for functions that are called after the block: see `marked_axes`."""
+    setattr(parameter, _ATTRIBUTE, MappingProxyType(dict(axes)))
+
+
+def marked_axes(parameters: Iterable[Any]) -> Mapping[str, int] | None:
+    """`exact_axes()`; outside `exact_sums`, the axes of the first parameter marked by `mark_exact`, or None."""
+    marks = (getattr(each, _ATTRIBUTE, None) for each in parameters)
+    return NAMED.axes if NAMED.axes is not None else next((mark for mark in marks if mark is not None), None)
+
+
+def named_axes_key() -> tuple[tuple[str, int], ...] | None:
+    """`exact_axes()` as a hashable key of caches; None outside `exact_sums`."""
+    return None if NAMED.axes is None else tuple(NAMED.axes.items())
 
 
 def folds(mesh: ProcessMesh) -> tuple[int, ...]:
-    """For each axis of `mesh`, how many coordinates of the named mesh a coordinate stands for: 1 without `exact_sums`.
+    """For each axis of `mesh`, the number of named coordinates for each real coordinate; 1 without `exact_sums`.
 
     Raises ValueError for an axis whose named size is no multiple of the mesh's.
     """
-    if _named is None:
+    if NAMED.axes is None:
         return (1,) * mesh.ndim
     return tuple(
-        _fold(axis, _named.get(axis, size), size) for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)
+        _fold(axis, NAMED.axes.get(axis, size), size) for axis, size in zip(mesh.axis_names, mesh.shape, strict=True)
     )
+
+
+def named_size(mesh: ProcessMesh, axis: str) -> int:
+    """The size of an axis of `mesh` on the named mesh; the axis's own size without `exact_sums`."""
+    return mesh.axis_size(axis) * folds(mesh)[mesh.axis_names.index(axis)]
 
 
 def _fold(axis: str, named: int, size: int) -> int:
     if named % size:
         raise ValueError(
-            f"exact names {axis}={named}, which {axis}={size} of the mesh does not divide; choose a divisor"
+            f"exact names {axis}={named}, and {axis}={size} of the mesh does not divide {named}; choose a divisor"
         )
     return named // size

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import ProcessMesh
 from weft.mesh.extension import as_mesh
 
+from .folded import FoldedGroup, FoldedMesh
 from .world import PREFIX, Positions, nontrivial_axes, world
 
 RANKS = "ranks"  # the first word of a group's name in a graph, where the name lists the group's ranks
@@ -87,15 +88,30 @@ def group_along(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[dist.ProcessGrou
     return group_and_positions
 
 
-def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+def group_over(mesh: DeviceMesh | FoldedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     """This rank's group along `axes`, for collectives to which the members' order makes no difference.
 
     Any order of `axes` gives a group of the same ranks, because a group lists its ranks in ascending order. Axes of
     size 1 are left out, so that a single remaining axis needs no new group. Communication: as `group_along`.
+    On a FoldedMesh, a group along a folded axis is a FoldedGroup.
     """
+    if isinstance(mesh, FoldedMesh):
+        folded: Any = _folded_group(mesh, axes)  # its collectives are called as those of any group
+        group: dist.ProcessGroup = folded
+        return group
     process = process_mesh(mesh)
     nontrivial = [axis for axis in axes if process.axis_size(axis) > 1] or [axes[0]]
     return group_along(mesh, nontrivial)[0]
+
+
+def _folded_group(mesh: FoldedMesh, axes: Sequence[str]) -> dist.ProcessGroup | FoldedGroup:
+    """`group_over` on a FoldedMesh."""
+    process = process_mesh(mesh.mesh)
+    if not any(mesh.fold.fold(axis) > 1 for axis in axes):
+        return group_over(mesh.mesh, axes)
+    in_order = tuple(axis for axis in process.axis_names if axis in axes)
+    nontrivial = [axis for axis in in_order if process.axis_size(axis) > 1]
+    return mesh.group(group_along(mesh.mesh, nontrivial) if nontrivial else None, in_order)
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

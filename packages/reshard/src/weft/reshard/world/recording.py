@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.mesh import ProcessMesh
 
 from . import dynamo
+from .calls import Call, Tape
 from .collective_bytes import (
     Collective,
     bytes_of_call,
@@ -33,6 +33,7 @@ from .collective_bytes import (
     received_bytes,
     uneven_bytes,
 )
+from .shape_cache import call_on_shapes
 from .world import Positions, enter_world, nontrivial_axes, world
 
 
@@ -57,23 +58,6 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
             c10d._unregister_process_group(_as_torch(name))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A collective as a rank calls it, with what must agree among the ranks of a group, for `Recorded.listener`."""
-
-    collective: Collective
-    group: str  # the group's name, the same for all calls on the group
-    ranks: tuple[int, ...]  # of the group, in the group's order
-    shapes: tuple[tuple[int, ...], ...]  # of the tensors given
-    dtype: torch.dtype | None  # of the first tensor
-    op: str  # kind of the collective that runs, where `collective.kind` may be the kind for which it stands
-    peer: int | None = None  # rank of the other end, of a send or a receive; the source, of a broadcast
-    tag: int = 0  # of a send or a receive
-    # Rows to and from each member in an all-to-all of uneven parts, in the group's order; () for even parts.
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
-
-
 class Recorded:
     """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`.
 
@@ -94,6 +78,7 @@ class Recorded:
         self._issued: list[Collective] = []
         # Called with each collective; returns a function, to be called where the program waits for the result.
         self.listener: Callable[[Call], Callable[[], None]] | None = None
+        self.tape: Tape | None = None  # of the listener; without one, a listener hears no repeated calls
         # Called with the name and the ranks of each group when it is made. Processes wait there for the other members.
         self.group_listener: Callable[[str, tuple[int, ...]], None] | None = None
 
@@ -110,7 +95,8 @@ class Recorded:
         """Appends a collective to the record. Returns a function to call where the program waits for the collective."""
         name = group.group_name
         collective = counted_collective(kind, self.axes[name], nbytes)
-        self._issued.append(collective)
+        if collective is not None:
+            self._issued.append(collective)
         if self.listener is None:
             return _ignore
         ranks = self.ranks_of(name)
@@ -141,6 +127,26 @@ class Recorded:
         """The collectives recorded since the last call, in order."""
         collectives, self._issued = self._issued, []
         return collectives
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether calls can be repeated: a listener has a tape."""
+        return self.listener is None or self.tape is not None
+
+    def mark(self) -> tuple[int, Any]:
+        """The place after the last call, for `calls_since`. No `take_each` may come between."""
+        return len(self._issued), None if self.tape is None else self.tape.mark()
+
+    def calls_since(self, mark: tuple[int, Any]) -> tuple[tuple[Collective, ...], Any] | None:
+        """The calls after `mark`, for `repeat`; None for calls that the tape cannot repeat."""
+        calls = () if self.tape is None else self.tape.calls_since(mark[1])
+        return None if calls is None else (tuple(self._issued[mark[0] :]), calls)
+
+    def repeat(self, calls: tuple[tuple[Collective, ...], Any]) -> None:
+        """Adds calls of `calls_since` to the record and to the tape, as if the program had issued them again."""
+        self._issued += calls[0]
+        if self.tape is not None:
+            self.tape.repeat(calls[1])
 
     def device_mesh(self, mesh: ProcessMesh, device_type: str) -> DeviceMesh:
         with unset_fake_temporarily():  # ranks are real numbers, also where tensors have no data
@@ -365,12 +371,17 @@ class _Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorded = recorded
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps each call of `__torch_dispatch__` for compilers. None compiles a run on shapes."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor unwraps first, and its collectives then come here
-        output = func(*args, **(kwargs or {}))
+        output = call_on_shapes(func, args, kwargs or {})
         kind = kind_of_op(func.namespace, func.__name__)
         if kind is not None:
             group = self._recorded.groups[str(group_of_call(args))]

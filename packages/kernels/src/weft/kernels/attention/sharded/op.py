@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, infer
+from weft.reshard.extension import exact_axes
 
 from ...dispatch.backend import WIDE, runs_natively
 from ...dispatch.op import Op
@@ -131,7 +132,7 @@ def _torch_is_faster(query: Tensor, key: Tensor, head_dim: int, causal: bool) ->
     On a GPU, unless the table of measurements says otherwise, which has causal calls with as many queries as keys.
     Not for a query sharded on the tokens: a causal call is then not plain on each rank.
     """
-    if not query.is_cuda:
+    if not query.is_cuda or exact_axes() is not None:  # `exact_sums` runs an op for each coordinate, by Weft's backward
         return False
     if isinstance(query, DTensor) and any(each.is_shard(query.ndim - 2) for each in query.placements):
         return False

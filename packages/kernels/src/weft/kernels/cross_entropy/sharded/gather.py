@@ -13,7 +13,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard.extension import Pending, Running, graph_name_of, group_named, start_all_gather, wait_for, world_cache
+from weft.reshard.extension import (
+    Pending,
+    Running,
+    graph_name_of,
+    group_named,
+    start_all_gather,
+    start_sum,
+    wait_for,
+    world_cache,
+)
 
 from ...dispatch.backend import has_data
 
@@ -58,7 +67,7 @@ class TokenAllReduce(_GroupCollective):
 
     def __call__(self, part: Tensor) -> Tensor:
         for group in self.groups:
-            wait_for(dist.all_reduce(part, group=group, async_op=True))
+            wait_for(start_sum(part, group))
         return part
 
 
@@ -133,7 +142,7 @@ def _all_gather(groups: Sequence[dist.ProcessGroup], statistics: Tensor) -> Runn
     """All-gather the statistics [N, C] of each rank to [ranks, N, C]: one all-gather for each group in turn."""
     part = statistics.unsqueeze(0)
     for group in groups:
-        size = dist.get_world_size(group)
+        size = group.size()
         if size > 1:
             gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
             yield start_all_gather(gathered, part, group)

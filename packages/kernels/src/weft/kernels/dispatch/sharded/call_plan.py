@@ -16,10 +16,22 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.mesh.extension import coarsened, parts_of_axes, refined
 from weft.reshard import Slice, layout_of, plan, reshard
-from weft.reshard.extension import dtensor_spec, process_mesh, shape_of, this_rank, world_cache, wrap, wrap_with_spec
+from weft.reshard.extension import (
+    NAMED,
+    Fold,
+    dtensor_spec,
+    named_axes_key,
+    process_mesh,
+    shape_of,
+    this_rank,
+    world_cache,
+    wrap,
+    wrap_with_spec,
+)
 
 from ..backend import is_compiling
 from ..op import Op
+from .folded import FoldedCall
 from .rules import Shapes, Sharding, sharding_of
 
 Layouts = tuple[Layout | None, ...]
@@ -60,12 +72,26 @@ class CallPlan:
         if self._meshes.fine != process_mesh(mesh):
             device_meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
             mesh = next((each for each in device_meshes if process_mesh(each) == self._meshes.fine), mesh)
-        self.sharding: Sharding = sharding_of(op, self._meshes.refine(layouts, self.shapes), self.shapes, fixed_options)
-        self.outputs = self._meshes.coarsen(self.sharding.outputs)  # layout and global shape of each output
+        fine = self._meshes.refine(layouts, self.shapes)
         rank = this_rank()
-        self.is_in_mesh = rank in self.sharding.output.mesh  # whether this rank computes
+        self.is_in_mesh = rank in self._meshes.fine  # whether this rank computes
+        # Inside `exact_sums`, where this rank stands for several coordinates of the named mesh:
+        self._fold = Fold.of(self._meshes.fine)
+        self.folded: FoldedCall | None = None
         # The options of forward and backward which only this rank has.
-        self.local_options = self.sharding.local_options(rank, mesh) if self.is_in_mesh else {}
+        self.local_options: dict[str, Any] = {}
+        if self._fold is None:
+            self.sharding: Sharding = sharding_of(op, fine, self.shapes, fixed_options)
+            outputs = self.sharding.outputs
+            if self.is_in_mesh:
+                self.local_options = self.sharding.local_options(rank, mesh)
+        else:
+            named = tuple(None if layout is None else self._fold.to_named(layout) for layout in fine)
+            self.sharding = sharding_of(op, named, self.shapes, fixed_options)
+            outputs = tuple((self._fold.from_named(layout), shape) for layout, shape in self.sharding.outputs)
+            if self.is_in_mesh:
+                self.folded = FoldedCall(op, self._fold, mesh, self.sharding, named, self.shapes)
+        self.outputs = self._meshes.coarsen(outputs)  # layout and global shape of each output
         self.num_constants, self.overwrites = op.num_constants(options), op.overwrites(options)
         self._gradient_layouts: dict[Any, GradientLayouts] = {}
         self._specs: Specs = {}  # of the outputs
@@ -89,6 +115,8 @@ class CallPlan:
         for item in options.items():
             if item[0] not in op.varying:
                 parts.append(item)
+        if NAMED.axes is not None:
+            parts.append(named_axes_key())
         cache, key = world_cache(), tuple(parts)
         plan: CallPlan | None = cache.get(key)
         if plan is None:
@@ -118,7 +146,17 @@ class CallPlan:
     def operand_gradient_layouts(self, *layouts: Layout | None) -> tuple[Layout | None, ...]:
         """Layouts of the operands' gradients, on the mesh of the computation. layouts: of the outputs' gradients."""
         fine = self._meshes.refine(layouts, tuple(shape for _, shape in self.outputs))
-        return self.sharding.gradient_layouts(*fine)
+        if self._fold is None:
+            return self.sharding.gradient_layouts(*fine)
+        to_named, from_named = self._fold.to_named, self._fold.from_named
+        found = self.sharding.gradient_layouts(*(None if each is None else to_named(each) for each in fine))
+        return tuple(None if each is None else from_named(each) for each in found)
+
+    def named_layouts(self, layouts: Sequence[Layout | None]) -> tuple[Layout | None, ...]:
+        """The layouts of outputs' gradients on the named mesh of a folded call."""
+        assert self._fold is not None, "the call is folded"
+        fine = self._meshes.refine(tuple(layouts), tuple(shape for _, shape in self.outputs))
+        return tuple(None if each is None else self._fold.to_named(each) for each in fine)
 
     def wrap_output(self, i: int, local: Tensor) -> DTensor:
         """Make the DTensor of output i from this rank's local tensor."""

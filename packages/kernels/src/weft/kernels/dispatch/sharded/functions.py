@@ -3,92 +3,31 @@
 `PlainOp`: an op on plain tensors. `ShardedOp`: an op on DTensors. `ToLocal` and `FromLocal`: before and after the
 forward of an op which torch differentiates, on DTensors.
 
-Ops have no second derivatives: asking for a second derivative raises an error.
+Ops have no second derivatives: see `second_derivatives.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from weft.mesh import LayoutError
+from weft.reshard import layout_of
 from weft.reshard.extension import in_graph
 
-from ..autocast import autocast_dtype, autocast_off, is_autocasting
 from ..backend import is_compiling, refuse_jit_trace
 from ..delayed_weight_gradients import compute_gradients
 from ..op import OPS, Op, Tensors
 from ..recomputed_activations import mark_recomputable, replace_recomputable, restore
 from .call_plan import CallPlan, GradientLayouts, slice_gradient
 from .rules import Sharding
+from .second_derivatives import first_order, make_node_link, refuse_second_derivative
 
-
-def make_node_link() -> Tensor:
-    """Make an empty tensor for an autograd function to return as the last output, and to save.
-
-    In backward, this saved tensor's `grad_fn` is the node of the function itself, from which autograd reaches all
-    operands. `first_order` needs the link where an operand is not saved.
-    """
-    return torch.empty(0)
-
-
-def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Decorator for the backward of an autograd function whose last output is the link of `make_node_link`, or None.
-
-    Differentiating the gradients by any tensor t then raises RuntimeError. Autograd runs only the nodes between the
-    gradients and t, and one of these nodes must raise. Therefore `refuse_second_derivative` puts a raising
-    node between the gradients and all tensors from which they were computed: the upstream gradients and the operands.
-    An operand is reached through the saved tensors: either the operand is saved, or the link leads to the function's
-    node and on to the operand. The gradients of a function that saves nothing do not depend on the operands.
-
-    torch's `once_differentiable` may treat the gradients as constants instead of raising.
-    """
-
-    def run_backward(ctx: Any, *grads: Tensor | None) -> Tensors:
-        output_grads, first = grads[:-1], None  # without the link's
-        for grad in output_grads:  # any() with a generator would cost the host more
-            if grad is not None:
-                first = grad
-                break
-        if first is None:  # all upstream gradients are zero; the results are zero too
-            return (None,) * len(ctx.needs_input_grad)
-        # Backward may be called inside an autocast region.
-        if is_autocasting() and autocast_dtype(first) is not None and not is_compiling():
-            with autocast_off(first):
-                return run_backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return backward(ctx, *output_grads)
-        with torch.no_grad():
-            gradients = backward(ctx, *output_grads)
-        return gradients if is_compiling() else refuse_second_derivative(gradients, *ctx.saved_tensors, *output_grads)
-
-    return run_backward
-
-
-def refuse_second_derivative(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
-    """Return the gradients, linked to `sources`: differentiating a gradient by a source raises RuntimeError.
-
-    For a backward run with grad mode on (`create_graph=True`), which has computed the gradients without a graph.
-    """
-    return tuple(
-        _NoSecondDerivative.apply(each, *sources) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
-        for each in gradients
-    )
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        raise RuntimeError(
-            "the ops of weft.kernels have no second derivative; use torch's own ops to differentiate twice"
-        )
+FOLDED = "folded"  # the key of a `Saved` in the options that a folded forward returns
 
 
 class PlainOp(torch.autograd.Function):
@@ -144,7 +83,11 @@ class ShardedOp(torch.autograd.Function):
             ctx.is_tensor = [tensor is not None for tensor in tensors]
         outputs, saved, ctx.options = compute_on_mesh(plan, options, tensors)
         # The saved tensors are local: they do not lead to the DTensor operands.
-        link = _save(ctx, plan.op, saved, ctx.options, outputs[-1].to_local(), needs_link=True)
+        if plan.folded is None:
+            link = _save(ctx, plan.op, saved, ctx.options, outputs[-1].to_local(), needs_link=True)
+        else:
+            link, ctx.recipes = make_node_link(), None
+            ctx.save_for_backward(*saved, link)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[len(outputs) - plan.num_constants :])
         return *outputs, link
@@ -163,11 +106,19 @@ class ShardedOp(torch.autograd.Function):
             assert plan.op.backward is not None, "ops without a backward go through ToLocal and FromLocal"
             grad = local_grads if plan.sharding.is_tuple else local_grads[0]
             backward, saved, options = plan.op.backward, _restore_saved(ctx), ctx.options
-            if plan.op.epilogue_backward is not None:
+            folded = plan.folded
+            if folded is None and plan.op.epilogue_backward is not None:
                 grad = plan.op.epilogue_backward(saved, grad, needed, **options)
 
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
-                return plan.wrap_gradients(backward(saved, grad, needed, **options), layouts)
+                if folded is None:
+                    return plan.wrap_gradients(backward(saved, grad, needed, **options), layouts)
+                own = [
+                    sliced or (None if each is None else layout_of(each))
+                    for each, sliced in zip(grads, layouts.slices, strict=True)
+                ]
+                gradients = folded.backward(saved, options[FOLDED], local_grads, plan.named_layouts(own), needed)
+                return plan.wrap_gradients(gradients, layouts)
 
             gradients = compute_gradients(ctx, plan.op.weights, needed, compute)
             if ctx.overwritten is not None:
@@ -245,6 +196,9 @@ def compute_on_mesh(
     saved: Tensors = ()
     if not plan.is_in_mesh:
         output = _empty_outputs(op, locals_, sharding, options)
+    elif plan.folded is not None:
+        parts, saved, of_forward = plan.folded.forward(locals_, options, saves=saves and op.backward is not None)
+        return [plan.wrap_output(i, local) for i, local in enumerate(parts)], saved, {FOLDED: of_forward}
     else:
         options = {**options, **plan.local_options} if plan.local_options else options
         if saves and op.backward is not None:
@@ -370,6 +324,13 @@ def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], o
         return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
     if op.backward is not None or not plan.is_in_mesh:
         return apply_function(ShardedOp, plan, options, *tensors)
+    if plan.folded is not None:
+        if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
+        raise LayoutError(
+            f"{op.name} is differentiated by torch, which exact cannot run for several coordinates of its mesh; train "
+            f"on the mesh that exact names, or without exact"
+        )
     mailbox: list[GradientLayouts] = []
     locals_ = ToLocal.apply(plan, mailbox, *tensors)  # type: ignore[no-untyped-call]
     output = op.forward(*locals_, **options, **plan.local_options)

@@ -24,7 +24,7 @@ from ...dispatch.backend import is_compiling
 from ...dispatch.op import Tensors
 from ...dispatch.sharded import apply_many, autocasts
 from ...dispatch.sharded.compiled import groups_of
-from ...dispatch.sharded.functions import refuse_second_derivative
+from ...dispatch.sharded.second_derivatives import refuse_second_derivative
 from ..function import cast_form, check_factors
 from ..gradients import Wanted
 from .agreement import Sizes, check_and_size, classes_of, compare_sizes

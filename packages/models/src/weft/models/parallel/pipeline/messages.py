@@ -16,11 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import layout_of
-from weft.reshard.extension import dtensor_spec, group_for, wait_for, world, world_cache, wrap, wrap_with_spec
+from weft.reshard.extension import (
+    dtensor_spec,
+    group_for,
+    memory_of,
+    wait_for,
+    world,
+    world_cache,
+    wrap,
+    wrap_with_spec,
+)
 
 from ..styles import PIPELINE_AXIS
 
@@ -174,6 +184,19 @@ class Handover:
 
     def finish(self) -> None:
         """Nothing to wait for."""
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """torch's `get_gradient_edge`, of a DTensor with stacked addends, too.
+
+    torch keeps the graph alive by the node of a view of the tensor, and cannot view a stack in the global shape; the
+    node of a copy does as well.
+    """
+    node = tensor.grad_fn
+    if node is None or not isinstance(tensor, DTensor) or memory_of(tensor).ndim == tensor.ndim:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():
+        return GradientEdge(node, tensor.output_nr, tensor.clone().grad_fn)
 
 
 def _leaf_form(leaf: Any) -> Any:

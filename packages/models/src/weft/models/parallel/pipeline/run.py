@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import (
     DelayedGradients,
@@ -36,7 +36,8 @@ from ...schedules.schedule import Action, Schedule
 from ...step.communication import Phase
 from ...tracing import traced
 from ..styles import PIPELINE_AXIS
-from .messages import Channel, Handover
+from .messages import Channel, Handover, gradient_edge
+from .repeated_actions import RepeatedActions
 from .stages import Stages
 
 CallContext = Callable[[], AbstractContextManager[Any]]
@@ -93,6 +94,7 @@ class Pipeline:
         self._earlier_gradients: dict[str, Tensor] = {}  # the gradients that shared parameters had before this step
         # Forms of messages that are known beforehand: by direction and the stage entered, then by kind.
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
+        self.repeated: RepeatedActions | None = None  # of the next step, on shapes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise TypeError("a model that is cut into stages cannot be copied; parallelize a new model")
@@ -132,6 +134,7 @@ class Pipeline:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
         self._save_earlier_gradients(model)
         run = _Run(self, model, microbatches, loss_of, call_context)
+        run.repeated, self.repeated = self.repeated, None
         with keep_gathered(model), accumulating(), sharing_casts() if self._shares_casts else nullcontext():
             for action in schedule.actions[self._coordinate[PIPELINE_AXIS]]:
                 phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
@@ -266,7 +269,8 @@ class _Held(NamedTuple):
     """What a stage holds of a microbatch from forward to backward, besides autograd's saved tensors."""
 
     received: list[Tensor]  # the received activations that require grad; backward sends their gradients back
-    outputs: list[GradientEdge]  # where the gradients of the stage's outputs enter; the values went to the next stage
+    # Where the gradients of the stage's outputs enter, whose values went to the next stage; on the last stage the loss.
+    outputs: Sequence[Tensor | GradientEdge]
     first_gradients: list[Tensor] | None  # of the loss, on the last stage
 
 
@@ -293,6 +297,7 @@ class _Run:
         self._held: dict[tuple[int, int], _Held] = {}  # by stage and microbatch
         # By stage and microbatch: gradients of weights to compute in W.
         self._later: dict[tuple[int, int], DelayedGradients] = {}
+        self.repeated: RepeatedActions | None = None
         self.most_held = 0
         self.ran: list[Action] = []
         self.outputs: list[Any] = []
@@ -312,39 +317,52 @@ class _Run:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, self._microbatches[action.microbatch]
         received = self._receive("F", action) if stage else None
-        with self._call_context(), self._recording():
-            output = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
+
+        def work() -> Any:
+            with self._call_context(), self._recording():
+                output = self._pipeline.stages.forward(self._model, stage, received, microbatch.args, microbatch.kwargs)
+            return output if self._loss_of is None or stage < self._last else self._loss_of(output, microbatch)
+
+        output = self._run(action, work)
         if stage < self._last:
             self._pipeline.channel("F", stage + 1, self._device).send(output, self._kinds[action.microbatch])
         elif self._loss_of is None:
             self.outputs.append(output)
-        else:
-            output = self._loss_of(output, microbatch)
         if self._loss_of is not None:
+            ends = differentiable(output)
             self._held[stage, action.microbatch] = _Held(
                 differentiable(received),
-                [get_gradient_edge(x) for x in differentiable(output)],
-                [first_gradient(x) for x in differentiable(output)] if stage == self._last else None,
+                ends if stage == self._last else [gradient_edge(x) for x in ends],  # a loss takes no memory
+                [first_gradient(x) for x in ends] if stage == self._last else None,
             )
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         if action.kind == "W":
-            for add in self._later.pop(key):
-                add()
+            self._run(action, lambda: [add() for add in self._later.pop(key)])
         else:
             received, outputs, first_gradients = self._held[key]
             gradients = self._receive("B", action) if first_gradients is None else first_gradients
             delay: AbstractContextManager[DelayedGradients] = (
                 delay_weight_gradients() if action.kind == "I" else nullcontext([])
             )
-            with delay as later:
-                run_backward(outputs, gradients)
-            self._send_back(action, [x.grad for x in received])
-            if action.kind == "I":
-                self._later[key] = later
+
+            def work() -> list[Any]:
+                with delay as later:
+                    run_backward(outputs, gradients)
+                if action.kind == "I":
+                    self._later[key] = later
+                return [x.grad for x in received]
+
+            self._send_back(action, self._run(action, work))
         if action.kind != "I":
             del self._held[key]
+
+    def _run(self, action: Action, work: Callable[[], Any]) -> Any:
+        """What the work of an action returns."""
+        if self.repeated is None:
+            return work()
+        return self.repeated.run(action, self._kinds[action.microbatch], len(self._microbatches), work)
 
     def _send_back(self, action: Action, gradients: list[Any]) -> None:
         if action.stage:

@@ -80,6 +80,11 @@ class Stages:
         finally:
             self._running = self._received = None
 
+    @property
+    def running(self) -> int | None:
+        """The stage that runs now."""
+        return self._running
+
     def _place_shapes(self, arguments: Any) -> None:
         """Put tensors without data in the places of other stages' parameters.
 

@@ -87,11 +87,16 @@ def keep_standing_blocks(model: nn.Module, names: Sequence[str], ahead: int) -> 
     if not names:
         return []
     standing = standing_blocks([signature(model.get_submodule(name), name) for name in names], ahead)
-    parent, _, own = names[0].rpartition(".")[0].rpartition(".")
+    keep_blocks(model, names[0].rpartition(".")[0], [each.number for each in standing])
+    return standing
+
+
+def keep_blocks(model: nn.Module, name: str, numbers: Sequence[int]) -> None:
+    """Removes from the model's nn.ModuleList `name` all blocks but those of the given numbers."""
+    parent, _, own = name.rpartition(".")
     holder = model.get_submodule(parent)
     members = getattr(holder, own)
-    setattr(holder, own, nn.ModuleList([members[each.number] for each in standing]))
-    return standing
+    setattr(holder, own, nn.ModuleList([members[number] for number in numbers]))
 
 
 def signature(block: nn.Module, block_name: str) -> Hashable:

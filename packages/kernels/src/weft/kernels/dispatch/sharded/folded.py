@@ -1,0 +1,320 @@
+"""An op inside `exact_sums`, on a rank with several coordinates of the named mesh.
+
+The op runs once for each coordinate, on the coordinate's parts of the operands, with the shapes, options and groups of
+a rank of the named mesh. The numbers are therefore the named mesh's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from weft.mesh import Layout, LayoutError, Partial, Replicate, Shard
+from weft.reshard.extension import Fold, FoldedMesh, Index, NeedsTurns, run_in_turn, this_rank
+
+from ..fresh_memory import fresh_memory
+from ..op import Op, Tensors
+from .rules import Sharding
+
+Needed = Sequence[bool]
+_PARTS = "_weft_parts"  # attribute of a joined local tensor: the `Cut`, the tensor's version, and the joined parts
+_MOST_COPIED_TWICE = 1 << 18  # bytes of a part: up to here a call takes longer than a copy
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a rank's local tensor holds the local tensors of the named mesh's coordinates.
+
+    Shards follow each other, a replica is held once, and addends of a Partial value are stacked in leading dims.
+    """
+
+    shape: tuple[int, ...]  # of the rank's local tensor, with the leading dims
+    # By index: the first index whose coordinate has the same part.
+    first: Mapping[Index, Index]
+    # For each folded axis that cuts or stacks: the dim cut by the axis, or None for a stack; and the fold. The field is
+    # None where two axes cut a dim against the mesh's order.
+    dims: tuple[tuple[int | None, int], ...] | None
+    stacked: tuple[int, ...]  # for each leading dim, the axis's position in an `Index`
+    # By index: (dim, start, length) of the coordinate's shard in the local tensor, for each cut dim.
+    boxes: Mapping[Index, tuple[tuple[int, int, int], ...]]
+
+    @classmethod
+    def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> Cut:
+        """The cut of a rank's part of a tensor of global `shape`. layout: on the named mesh.
+
+        Raises LayoutError where the coordinates' parts do not add up to the rank's part.
+        """
+        layout = layout.resolved(shape)
+        own = fold.from_named(layout).local_slices(shape, rank)
+        sharded = [axis for axis in fold.axes if isinstance(layout[axis], Shard)]
+        boxes: dict[Index, tuple[tuple[int, int, int], ...]] = {}
+        volume = 0
+        for index in fold.indices(sharded):
+            box = layout.local_slices(shape, fold.rank(rank, index))
+            volume += math.prod(part.stop - part.start for part in box)
+            if any(part.start < whole.start or part.stop > whole.stop for part, whole in zip(box, own, strict=True)):
+                volume = -1
+                break
+            boxes[index] = tuple(
+                (dim, part.start - whole.start, part.stop - part.start)
+                for dim, (part, whole) in enumerate(zip(box, own, strict=True))
+                if part != whole
+            )
+        local = tuple(part.stop - part.start for part in own)
+        if volume != math.prod(local):
+            raise LayoutError(
+                f"a tensor of shape {tuple(shape)} is laid out ({layout}), and the parts of {fold.named} are no "
+                f"parts of those of {fold.mesh}; choose sizes that both meshes divide, or name the mesh itself in exact"
+            )
+        stacked = tuple(i for i, axis in enumerate(fold.axes) if isinstance(layout[axis], Partial))
+        positions = [fold.axes.index(axis) for axis in sharded]
+        indices = list(fold.indices(fold.axes))
+        by_index = {index: boxes[tuple(at if i in positions else 0 for i, at in enumerate(index))] for index in indices}
+        own_positions = {*positions, *stacked}
+        first = {index: tuple(at if i in own_positions else 0 for i, at in enumerate(index)) for index in indices}
+        dims: list[tuple[int | None, int]] = []
+        for axis, size in zip(fold.axes, fold.sizes, strict=True):
+            placement = layout[axis]
+            if not isinstance(placement, Replicate):
+                dims.append((placement.dim if isinstance(placement, Shard) else None, size))
+        orders = [[axis for axis in axes if axis in fold.axes] for axes in layout.shard_order.values()]
+        in_order = all(axes == sorted(axes, key=fold.axes.index) for axes in orders)
+        sizes = *(fold.sizes[i] for i in stacked), *local
+        return cls(sizes, first, tuple(dims) if in_order else None, stacked, by_index)
+
+    def part(self, local: Tensor, index: Index) -> Tensor:
+        """The local tensor of the coordinate at `index`, in memory as on a rank of the named mesh."""
+        return fresh_memory(self._view(local, index))
+
+    def join(self, parts: Mapping[Index, Tensor]) -> Tensor:
+        """The rank's local tensor, of the parts by index. `_parts_of` finds the parts of an unchanged tensor again."""
+        distinct = {index: part for index, part in parts.items() if self.first[index] == index}
+        first = next(iter(distinct.values()))
+        if len(distinct) == 1 and first.shape == self.shape:
+            return first
+        local = self._joined(distinct) if first.nbytes <= _MOST_COPIED_TWICE else None
+        if local is None:
+            local = first.new_empty(self.shape)
+            for index, part in distinct.items():
+                self._view(local, index).copy_(part)
+        if not local.is_inference():
+            vars(local)[_PARTS] = self, local._version, distinct
+        return local
+
+    def _joined(self, parts: Mapping[Index, Tensor]) -> Tensor | None:
+        """`join` by few calls, axis by axis, the minor axis first; None where the order of the parts forbids this.
+
+        Copies an element once for each axis that cuts or stacks.
+        """
+        if self.dims is None:
+            return None
+        values, leading = list(parts.values()), 0
+        for dim, count in reversed(self.dims):  # the last axis's index counts fastest: neighbours differ there
+            groups = [values[i : i + count] for i in range(0, len(values), count)]
+            values = [torch.stack(each) if dim is None else torch.cat(each, leading + dim) for each in groups]
+            leading += dim is None
+        return values[0]
+
+    def _view(self, local: Tensor, index: Index) -> Tensor:
+        for position in self.stacked:
+            local = local[index[position]]
+        for dim, start, length in self.boxes[index]:
+            local = local.narrow(dim, start, length)
+        return local
+
+
+_cut = lru_cache(maxsize=65536)(Cut.of)
+
+
+def _parts_of(cut: Cut | None, local: Tensor | None) -> Callable[[Index], Tensor] | None:
+    """The parts of a local tensor by index, each made once; None for an operand left out."""
+    if cut is None or local is None:
+        return None
+    by_index: dict[Index, Tensor] = {}
+    joined = vars(local).get(_PARTS)
+    if joined is not None and joined[0] is cut and joined[1] == local._version:
+        by_index = joined[2]  # an earlier op's outputs
+
+    def part(index: Index) -> Tensor:
+        first = cut.first[index]
+        found = by_index.get(first)
+        if found is None:
+            found = by_index[first] = cut.part(local, index)
+        return found
+
+    return part
+
+
+def _as_fresh(local: Tensor | None) -> Tensor | None:
+    """The part of the only coordinate, which is the whole local tensor; None for an operand left out."""
+    return None if local is None else fresh_memory(local)
+
+
+class Saved(NamedTuple):
+    """Values kept by forward for backward, beside the tensors."""
+
+    options: dict[Index, dict[str, Any]]  # of each call of the op
+    counts: tuple[int, ...]  # of saved tensors, for each call
+
+
+class FoldedCall:
+    """How an op runs for each of this rank's coordinates on the named mesh. A part of `CallPlan`.
+
+    sharding: the answer of the op's rule for the operands' layouts on the named mesh.
+    layouts, shapes: of the operands, on the named mesh; None for an operand left out.
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        fold: Fold,
+        mesh: DeviceMesh,
+        sharding: Sharding,
+        layouts: Sequence[Layout | None],
+        shapes: Sequence[tuple[int, ...] | None],
+    ) -> None:
+        self._op, self._fold, self._sharding, self._layouts, self._shapes = op, fold, sharding, layouts, shapes
+        self._axes = self._folded_axes([*layouts, *(layout for layout, _ in sharding.outputs)])
+        self._operands = [self._cut(layout, shape) for layout, shape in zip(layouts, shapes, strict=True)]
+        self._outputs = [self._cut(layout, shape) for layout, shape in sharding.outputs]
+        self._options: dict[Index, dict[str, Any]] = {}
+        self._in_turn: set[str] = set()  # the parts, "forward" or "backward", with communication over a folded axis
+        self._cuts_of_backward: dict[Any, tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]] = {}
+        for index in fold.indices(self._axes):
+            own: Any = FoldedMesh(mesh, fold, index)
+            self._options[index] = sharding.local_options(fold.rank(this_rank(), index), own)
+
+    def forward(
+        self, operands: Sequence[Tensor | None], options: Mapping[str, Any], *, saves: bool
+    ) -> tuple[tuple[Tensor, ...], Tensors, Saved]:
+        """The rank's local outputs, the tensors saved for backward of all calls, and the further values for backward.
+
+        operands: the rank's local tensors. options: of the caller.
+        """
+        lists = [name for name, value in options.items() if isinstance(value, list)]
+        own_options = {
+            index: {**options, **{name: list(options[name]) for name in lists}, **own}
+            for index, own in self._options.items()
+        }
+        if not self._fold.axes:
+            ((_, own),) = own_options.items()
+            outputs, saved = self._call_op([_as_fresh(each) for each in operands], own, saves=saves)
+            present = tuple(each for each, cut in zip(outputs, self._outputs, strict=True) if cut is not None)
+            return present, saved, Saved(own_options, (len(saved),))
+
+        cut_operands = [_parts_of(cut, local) for cut, local in zip(self._operands, operands, strict=True)]
+
+        def call(index: Index) -> tuple[Any, Tensors]:
+            parts = [None if each is None else each(index) for each in cut_operands]
+            return self._call_op(parts, own_options[index], saves=saves)
+
+        results = self._run("forward", call, self._options)
+        joined = tuple(
+            cut.join({index: results[index][0][i] for index in results})
+            for i, cut in enumerate(self._outputs)
+            if cut is not None
+        )
+        of_all = tuple(each for index in results for each in results[index][1])
+        return joined, of_all, Saved(own_options, tuple(len(results[index][1]) for index in results))
+
+    def _call_op(
+        self, parts: Sequence[Tensor | None], options: Mapping[str, Any], *, saves: bool
+    ) -> tuple[Sequence[Tensor], Tensors]:
+        """The op's outputs and what it saves for backward. parts: of the operands, for one coordinate."""
+        if saves:
+            output, saved = self._op.forward(*parts, **options)
+        else:
+            output, saved = self._op.compute_outputs(*parts, **options), ()
+        return output if self._sharding.is_tuple else (output,), saved
+
+    def backward(
+        self,
+        saved: Tensors,
+        of_forward: Saved,
+        grads: Sequence[Tensor | None],
+        grad_layouts: Sequence[Layout | None],
+        needed: Needed,
+    ) -> list[Tensor | None]:
+        """The rank's local gradients of the operands, None where `needed` is false.
+
+        grads, grad_layouts: of the outputs, local, on the named mesh.
+        """
+        if not self._fold.axes:
+            ((_, own_options),) = of_forward.options.items()
+            return self._call_backward(saved, [_as_fresh(each) for each in grads], needed, own_options)
+        by_index: dict[Index, Tensors] = {}
+        start = 0
+        for index, count in zip(of_forward.options, of_forward.counts, strict=True):
+            by_index[index] = saved[start : start + count]
+            start += count
+        cuts, axes, gradient_cuts = self._backward_cuts(tuple(grad_layouts))
+
+        cut_grads = [_parts_of(cut, grad) for cut, grad in zip(cuts, grads, strict=True)]
+
+        def call(index: Index) -> Tensors:
+            parts = [None if each is None else each(index) for each in cut_grads]
+            # Along axes on which forward was the same for all coordinates, forward ran once.
+            own = tuple(at if axis in self._axes else 0 for axis, at in zip(self._fold.axes, index, strict=True))
+            return tuple(self._call_backward(by_index[own], parts, needed, of_forward.options[own]))
+
+        results = self._run("backward", call, list(self._fold.indices(axes)))
+        gradients: list[Tensor | None] = []
+        for i, cut in enumerate(gradient_cuts):
+            parts = {index: part for index in results if (part := results[index][i]) is not None}
+            gradients.append(cut.join(parts) if parts and cut is not None else None)
+        return gradients
+
+    def _call_backward(
+        self, saved: Tensors, grads: Sequence[Tensor | None], needed: Needed, options: Mapping[str, Any]
+    ) -> list[Tensor | None]:
+        """The gradients of the operands for one coordinate. saved, options: of the coordinate's forward."""
+        grad: Any = tuple(grads) if self._sharding.is_tuple else grads[0]
+        if self._op.epilogue_backward is not None:
+            grad = self._op.epilogue_backward(saved, grad, needed, **options)
+        assert self._op.backward is not None, "ops without a backward are refused"
+        return list(self._op.backward(saved, grad, needed, **options))
+
+    def _backward_cuts(
+        self, grad_layouts: tuple[Layout | None, ...]
+    ) -> tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]:
+        """The cuts of the outputs' gradients, the axes along which backward runs, and the cuts of its results."""
+        found = self._cuts_of_backward.get(grad_layouts)
+        if found is None:
+            layouts = self._sharding.gradient_layouts(*grad_layouts)
+            shapes = [shape for _, shape in self._sharding.outputs]
+            axes = {*self._axes, *self._folded_axes([*grad_layouts, *layouts])}
+            found = self._cuts_of_backward[grad_layouts] = (
+                [self._cut(layout, shape) for layout, shape in zip(grad_layouts, shapes, strict=True)],
+                tuple(axis for axis in self._fold.axes if axis in axes),
+                [self._cut(layout, shape) for layout, shape in zip(layouts, self._shapes, strict=True)],
+            )
+        return found
+
+    def _run(
+        self, part: str, call: Callable[[Index], Any], indices: Sequence[Index] | Mapping[Index, Any]
+    ) -> dict[Index, Any]:
+        """The results of the calls by index. part: "forward" or "backward"."""
+        if part not in self._in_turn:
+            try:
+                return {index: call(index) for index in indices}
+            except NeedsTurns:
+                self._in_turn.add(part)
+        results: list[Any] = run_in_turn([partial(call, index) for index in indices])
+        return dict(zip(indices, results, strict=True))
+
+    def _cut(self, layout: Layout | None, shape: tuple[int, ...] | None) -> Cut | None:
+        return None if layout is None or shape is None else _cut(self._fold, layout, shape, this_rank())
+
+    def _folded_axes(self, layouts: Sequence[Layout | None]) -> tuple[str, ...]:
+        """The folded axes on which not all of the layouts are replicated."""
+        return tuple(
+            axis
+            for axis in self._fold.axes
+            if any(layout is not None and layout[axis] != Replicate() for layout in layouts)
+        )

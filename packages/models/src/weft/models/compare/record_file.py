@@ -1,0 +1,180 @@
+"""The file of a run's digests: written line by line, step by step, and read back, also while the run goes on.
+
+Each line is a JSON object. The first is a header of the run; a table names the tensors of the following steps, until
+the next table; a step has the numbers of the step's tensors, as base64 of little-endian arrays. A resumed run appends a
+header, since the mesh may have changed. A last line without a newline is being written, and is not read.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..documents import append, as_type, parse_json, read_plain, write_anew
+from .entries import KINDS, Entry, Header, Key, StepDigests
+from .grid import SKETCHES, parts_of
+
+DIGESTS = "digests.jsonl"
+_VERSION = 1
+_LARGEST = 2**34  # bytes of a readable file
+_REMEDY = "copy the file again, or write it anew by `weft train --digests`"
+
+
+class DigestFile:
+    """Appends to the digests of a run. Made on the writing rank."""
+
+    def __init__(self, folder: Path, header: Header, *, step: int) -> None:
+        """step: steps taken before the run is resumed; later lines are cut off. Raises ValueError, OSError."""
+        self._path = folder / DIGESTS
+        self._table: tuple[Entry, ...] | None = None
+        if os.path.lexists(self._path):
+            write_anew(self._path, b"".join(_lines_until(self._path, step)))
+        self._append({"digests": _VERSION, **dataclasses.asdict(header)})
+
+    def add(self, digests: StepDigests) -> None:
+        """Append a step, after the table of the step's tensors if the table is new. Raises OSError."""
+        if digests.entries != self._table:
+            self._table = digests.entries
+            self._append({"tensors": [_entry_as_json(each) for each in digests.entries], "ops": digests.ops})
+        self._append(
+            {
+                "step": digests.step,
+                "loss": digests.loss,
+                "norm": digests.norm,
+                "disagreeing": sorted(digests.disagreeing),
+                "hashes": _encode(digests.hashes, "<i8"),
+                "sketches": _encode(digests.sketches, "<f8"),
+                "squares": _encode(digests.squares, "<f8"),
+                "largest": _encode(digests.largest, "<f8"),
+            }
+        )
+
+    def _append(self, value: dict[str, Any]) -> None:
+        append(self._path, (json.dumps(value) + "\n").encode())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """The digests of a run, read back."""
+
+    folder: Path
+    headers: dict[int, Header]  # by the header's first step; the first header under 0
+    steps: dict[int, StepDigests]  # by step, in ascending order
+
+    @property
+    def header(self) -> Header:
+        """The newest header."""
+        return self.headers[max(self.headers)]
+
+    def header_of(self, step: int) -> Header:
+        """The header in force at a step."""
+        return self.headers[max(first for first in self.headers if first <= step)]
+
+
+def read_digests(folder: Path) -> Recorded:
+    """The digests of the run in `folder`.
+
+    Raises ValueError for a run without digests, and, with the line's number, for a damaged file.
+    """
+    path = folder / DIGESTS
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no {DIGESTS}; train with --digests to write it, or --digests 10 for every tenth step"
+        )
+    headers: dict[int, Header] = {}
+    steps: dict[int, StepDigests] = {}
+    table: tuple[Entry, ...] | None = None
+    ops: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(_whole_lines(path), 1):
+        where = f"{path}, line {number}"
+        value = parse_json(line, where, _REMEDY)
+        try:
+            if "digests" in value:
+                if value.pop("digests") != _VERSION:
+                    raise ValueError(f"is of another version than {_VERSION}")
+                headers[max(steps, default=-1) + 1] = as_type(Header, value, "the header")
+            elif "tensors" in value:
+                table = tuple(map(_entry_of, value["tensors"]))
+                ops = as_type(dict[str, tuple[str, ...]], value["ops"], "ops")
+            else:
+                if table is None or not headers:
+                    raise ValueError("comes before its header and its table")
+                step = _step_of(value, table, ops)
+                if step.step <= max(steps, default=0):
+                    raise ValueError(f"is of step {step.step}, but follows {max(steps)}")
+                steps[step.step] = step
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{where} is not as it was written: {error}; {_REMEDY}") from None
+    if not headers:
+        raise ValueError(f"{path} has no header; {_REMEDY}")
+    return Recorded(folder, headers, steps)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    try:
+        content = read_plain(path, limit=_LARGEST)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from None
+    yield from content.split(b"\n")[:-1]
+
+
+def _lines_until(path: Path, step: int) -> Iterable[bytes]:
+    """The lines of a file up to a step, with their newlines."""
+    for line in _whole_lines(path):
+        if line.startswith(b'{"step": ') and int(line[9 : line.index(b",")]) > step:
+            return
+        yield line + b"\n"
+
+
+def _encode(array: NDArray[Any], kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).astype(kind).tobytes()).decode()
+
+
+def _decode(text: Any, kind: str, length: int) -> NDArray[Any]:
+    array = np.frombuffer(base64.b64decode(text, validate=True), kind)
+    if len(array) != length:
+        raise ValueError(f"has {len(array)} numbers where {length} are needed")
+    return array
+
+
+def _entry_as_json(entry: Entry) -> list[Any]:
+    return [*entry.key, list(entry.shape), entry.dtype, entry.layout, entry.is_hashed, list(entry.holders)]
+
+
+def _entry_of(value: Any) -> Entry:
+    kind, name, index, shape, dtype, layout, is_hashed, holders = value
+    if kind not in KINDS:
+        raise ValueError(f"has a tensor of the kind {kind!r:.60}")
+    texts, numbers = (name, dtype, layout), (index, *shape, *holders)
+    if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
+        raise ValueError("has a tensor whose entries are of other types")
+    entry = Entry(Key(kind, name, index), tuple(shape), dtype, layout, bool(is_hashed), tuple(holders))
+    if len(parts_of(entry.shape)) != len(shape) or len(holders) != entry.blocks:
+        raise ValueError("has a tensor with other blocks than its shape")
+    return entry
+
+
+def _step_of(value: dict[str, Any], table: tuple[Entry, ...], ops: dict[str, tuple[str, ...]]) -> StepDigests:
+    blocks = sum(each.blocks for each in table)
+    if type(value["step"]) is not int:
+        raise ValueError("has a step that is no number")
+    return StepDigests(
+        step=value["step"],
+        loss=float(value["loss"]),
+        norm=None if value["norm"] is None else float(value["norm"]),
+        entries=table,
+        hashes=_decode(value["hashes"], "<i8", blocks),
+        sketches=_decode(value["sketches"], "<f8", blocks * SKETCHES).reshape(-1, SKETCHES),
+        squares=_decode(value["squares"], "<f8", len(table)),
+        largest=_decode(value["largest"], "<f8", len(table)),
+        disagreeing=frozenset(value["disagreeing"]),
+        ops=ops,
+    )

@@ -1,0 +1,391 @@
+"""`Recorder`: digests the tensors of a step by hooks from outside of the model, and sums the digests over the ranks.
+
+The hooks are torch's global hooks, which see every module and sit on no module: a module with a hook would leave the
+fused ops, and compute different bits. A module skipped by a fused op therefore has no digest; the parent has a digest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+from weft.kernels.extension import Runs, observing
+from weft.mesh import Layout, Partial, Replicate, Shard
+from weft.reshard import layout_of
+from weft.reshard.extension import tensors_of, this_rank
+
+from ..parallel.batch import order_of
+from ..parallel.packed.rows import RowOrders
+from ..parallel.parallelize import pipeline_of
+from ..parallel.pipeline.run import Microbatch
+from .digest import Digest, Place, digest_part, place_of
+from .entries import KINDS, Entry, Key, Kind, StepDigests
+from .grid import SKETCHES, count_blocks
+
+
+class Recorder:
+    """Digests of the steps of a model in training, on this rank. Rank 0 gets the digests of all ranks.
+
+    model: parallel already. batch: the rows and tokens of a whole batch.
+    every: digests step 1 and each multiple of `every`; 0: no step. steps: further steps, counted from 1.
+    For each step call `begin`; where `begin` returns True, run forward and backward in the context `watching`, then
+    call `add_gradients` after synchronization, and `finish` after the update.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: tuple[int, int], *, every: int = 1, steps: Collection[int] = ()
+    ) -> None:
+        self._model, self._batch, self._every, self._steps = model, batch, every, frozenset(steps)
+        self._step = self._last = 0  # the running step, and the last step with digests
+        self.ops: dict[str, tuple[str, ...]] = {}  # Weft's ops called directly by each module's forward, of all ranks
+        self._unread: list[StepDigests] = []
+        self._pipeline = pipeline_of(model)
+        self._names: dict[int, str] = {}
+        for name, module in model.named_modules():
+            self._names.setdefault(id(module), name)
+        self._places: dict[Any, Place] = {}
+        self._found: dict[Key, _Found] = {}  # of the running step
+        self._tokens: list[_Tokens] = []  # of each microbatch
+        self._calls: Counter[tuple[str, bool]] = Counter()
+        self._root_calls = -1
+        self._latest: tuple[Tensor, list[Digest]] | None = None  # the tensor digested last
+        self._hooked: set[tuple[Key, int]] = set()  # gradients digested, with their microbatches
+        self._running: list[str] = []  # modules whose forward runs
+        self._ops: dict[str, dict[str, None]] = {}  # of each module's own forward, in order
+        self._table: tuple[Entry, ...] | None = None  # of the last step, over all ranks
+        self._own: list[Any] | None = None  # this rank's part of the table, as sent last
+
+    def begin(self, step: int) -> bool:
+        """Whether step `step`, counted from 1, has digests. Digests the weights if the step before had none."""
+        is_due = step in self._steps or bool(self._every and (step == 1 or step % self._every == 0))
+        self._step = step
+        if (is_due and self._last != step - 1) or (step == 1 and is_due):
+            self._add_weights("before")
+        return is_due
+
+    @contextmanager
+    def watching(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+        """Inside, outputs of modules and the gradients of these outputs are digested. Communication: none."""
+        self._calls.clear()
+        self._hooked.clear()
+        self._root_calls, self._tokens = -1, _tokens_of(microbatches)
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        try:
+            # ops are named once: each call of each op then takes a little longer
+            with observing(self._observe) if self._table is None else nullcontext():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def add_gradients(self) -> None:
+        """Digest the gradient of each parameter. Communication: none."""
+        for name, parameter in self._own_parameters():
+            if parameter.grad is not None:
+                self._add(Key("gradient", name), parameter.grad)
+
+    def _add_weights(self, kind: Kind) -> None:
+        """Digest each parameter. kind: "before" or "weight". Communication: none."""
+        for name, parameter in self._own_parameters():
+            self._add(Key(kind, name), parameter)
+
+    def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained parameters of this rank; a parameter shared by several stages belongs to the first stage."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and (self._pipeline is None or self._pipeline.is_counted_here(name)):
+                yield name, parameter
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module is self._model and not _in_backward():
+            self._root_calls += 1
+            self._running.clear()  # a stage leaves the model's forward early
+        if id(module) in self._names:
+            self._running.append(self._names[id(module)])
+
+    def _observe(self, op: Any, part: str, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        if part in ("forward", "inference") and self._running and not _in_backward():
+            self._ops.setdefault(self._running[-1], {})[op.name] = None
+        return function(*arguments, **options)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:  # of a further model, as a reference
+            return
+        if self._running and self._running[-1] == name:
+            self._running.pop()
+        recomputed = _in_backward()  # the values equal forward's, but autograd's graph may be this call's
+        call = self._calls[name, recomputed]
+        self._calls[name, recomputed] += 1
+        # A module is called once for a microbatch. Stages run the microbatches in order, and leave the model's forward
+        # before its end, where the model's calls cannot be counted. So a stage counts the calls of each module.
+        number = call if self._pipeline is not None or recomputed else self._root_calls
+        if not 0 <= number < len(self._tokens):
+            return
+        tokens, stage = self._tokens[number], self._stage()
+        outputs = [each for each in tensors_of(output) if _is_digested(each, tokens)]
+        for index, tensor in enumerate(outputs):
+            if not recomputed:
+                self._add(Key("output", name, index), tensor, tokens, stage)
+        # Of several outputs, the last may be computed from the earlier outputs. Whether the earlier outputs' gradients
+        # contain the last output's share depends on the op behind both, which differs between meshes.
+        if outputs and outputs[-1].requires_grad and torch.is_grad_enabled():
+            key = Key("backward", name, len(outputs) - 1)
+            outputs[-1].register_hook(self._on_gradient(key, number, stage))  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, key: Key, number: int, stage: int) -> Any:
+        def digest(grad: Tensor) -> None:
+            if (key, number) not in self._hooked:
+                self._hooked.add((key, number))
+                self._add(key, grad, self._tokens[number], stage)
+
+        return digest
+
+    def _stage(self) -> int:
+        running = None if self._pipeline is None else self._pipeline.stages.running
+        return 0 if running is None else running
+
+    @torch.no_grad()
+    def _add(self, key: Key, tensor: Tensor, tokens: _Tokens | None = None, stage: int = 0) -> None:
+        """Digest this rank's part of a tensor. tokens: of the microbatch, for an activation [B, T, ...]."""
+        layout = layout_of(tensor) if isinstance(tensor, DTensor) else None if tokens is None else tokens.layout
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        share = _share_of(layout)
+        if share is None:
+            return
+        addends = _addends(local, tensor.ndim)
+        share.is_hashed &= len(addends) == 1
+        shape = tuple(tensor.shape)
+        if tokens is not None:
+            shape = (self._batch[0], self._batch[1], *shape[2:])
+        # outside of torch's modes that see ops: selective recomputation counts the matrix products of a block
+        with _disable_current_modes():
+            place = self._place(tensor, layout, shape, tokens)
+            found = self._found.get(key)
+            if found is None:
+                dtype, text = str(local.dtype).removeprefix("torch."), "" if layout is None else str(layout)
+                entry = Entry(key, shape, dtype, text, share.is_hashed, ())
+                found = self._found[key] = _Found(entry, stage, Digest.zeros(place.blocks, local.device))
+            found.touched.update(place.touched)
+            # a module often returns the tensor of the last module within
+            if self._latest is None or self._latest[0] is not tensor:
+                self._latest = tensor, [digest_part(each, place, **share.options) for each in addends]
+            for digest in self._latest[1]:
+                if not share.is_hashed:
+                    digest.hashes.zero_()
+                    digest.disagreement.zero_()
+                found.digest.add(digest)
+
+    def _place(self, tensor: Tensor, layout: Layout | None, shape: tuple[int, ...], tokens: _Tokens | None) -> Place:
+        """Where this rank's part of a tensor is in the global tensor of `shape`."""
+        device = tensor.device
+        if isinstance(tensor, DTensor) and layout is not None:
+            slices = layout.local_slices(tensor.shape, this_rank())
+        elif tokens is not None and layout is not None:  # the local part of rows
+            slices = (*layout.local_slices(tokens.shape, this_rank()), *[slice(0, n) for n in tensor.shape[2:]])
+        else:
+            slices = tuple(slice(0, size) for size in tensor.shape)
+        order = None if tokens is None else tokens.order
+        key = shape, tuple((each.start, each.stop) for each in slices), device, 0 if tokens is None else tokens.first
+        if isinstance(order, RowOrders):
+            return self._make_place(shape, slices, device, tokens)
+        if (key, order) not in self._places:
+            self._places[key, order] = self._make_place(shape, slices, device, tokens)
+        return self._places[key, order]
+
+    def _make_place(
+        self, shape: tuple[int, ...], slices: tuple[slice, ...], device: torch.device, tokens: _Tokens | None
+    ) -> Place:
+        if tokens is None:
+            return place_of(shape, slices, device)
+        return place_of(shape, slices, device, first_row=tokens.first, tokens=tokens.places(slices[1]))
+
+    def finish(self, loss: Tensor, norm: Tensor | None) -> None:
+        """Digest the updated weights, and add the step's digests over all ranks to what `take` returns, on rank 0.
+
+        Waits for the device. loss, norm: of the step.
+        Communication: three all-reduces of the digests, and an all-reduce of a flag; if the tensors have changed since
+        the last digested step, an all-gather of the tensors' keys.
+        """
+        self._latest = None
+        self._add_weights("weight")
+        self._latest = None
+        self._last, device = self._step, loss.device
+        found, self._found = self._found, {}
+        own = [(each.entry, each.stage, tuple(sorted(each.touched))) for each in found.values()]
+        changed = torch.tensor(int(own != self._own), device=device)
+        _all_reduce(changed, dist.ReduceOp.MAX)
+        if changed or self._table is None:
+            of_ranks = _gather((own, {name: tuple(ops) for name, ops in self._ops.items()}))
+            self._own, self._table = own, _join([entries for entries, _ in of_ranks])
+            self.ops = {name: ops for _, of_rank in of_ranks for name, ops in of_rank.items()}
+        zeros = {n: Digest.zeros(n, device) for n in {each.blocks for each in self._table}}
+        digests = [found[e.key].digest if e.key in found else zeros[e.blocks] for e in self._table]
+        whole = torch.stack(
+            [torch.cat([getattr(each, name) for each in digests]) for name in ("hashes", "disagreement")]
+        )
+        sketches = torch.cat([each.sketches for each in digests]).flatten()
+        real = torch.cat([sketches, torch.stack([each.squares for each in digests])])
+        largest = torch.stack([each.largest for each in digests])
+        for tensor, op in ((whole, dist.ReduceOp.SUM), (real, dist.ReduceOp.SUM), (largest, dist.ReduceOp.MAX)):
+            _all_reduce(tensor, op)
+        if this_rank() != 0:
+            return
+        hashes, disagreement = whole.cpu().numpy()
+        numbers, n = real.cpu().numpy(), sketches.numel()
+        disagreeing, start = set(), 0
+        for number, entry in enumerate(self._table):
+            if disagreement[start : start + entry.blocks].any():
+                disagreeing.add(number)
+            start += entry.blocks
+        digests_of_step = StepDigests(
+            step=self._step,
+            loss=float(loss),
+            norm=None if norm is None else float(norm),
+            entries=self._table,
+            hashes=hashes,
+            sketches=numbers[:n].reshape(-1, SKETCHES),
+            squares=numbers[n:],
+            largest=largest.cpu().numpy(),
+            disagreeing=frozenset(disagreeing),
+            ops=self.ops,
+        )
+        self._unread.append(digests_of_step)
+
+    def take(self) -> list[StepDigests]:
+        """On rank 0, the digests of the steps since the last call; elsewhere none."""
+        unread, self._unread = self._unread, []
+        return unread
+
+
+class _Found:
+    """A tensor of the running step: this rank's digest of it."""
+
+    __slots__ = ("digest", "entry", "stage", "touched")
+
+    def __init__(self, entry: Entry, stage: int, digest: Digest) -> None:
+        self.entry, self.stage, self.digest = entry, stage, digest
+        self.touched: set[int] = set()  # blocks of which this rank has elements
+
+
+class _Tokens:
+    """The place of a microbatch's tokens in the batch, and the cut of the tokens over ranks."""
+
+    def __init__(self, tokens: Tensor, first: int) -> None:
+        self.shape = tuple(tokens.shape)
+        self.layout = layout_of(tokens) if isinstance(tokens, DTensor) else None
+        self.first = first  # the microbatch's first row in the batch
+        self.local = tuple((tokens.to_local() if isinstance(tokens, DTensor) else tokens).shape)
+        order = order_of(tokens)
+        self.order: Runs | RowOrders | None = order
+
+    def has_rows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is [B, T, ...] of this microbatch: a DTensor, or the local part of rows."""
+        shape = tuple(tensor.shape)
+        return shape[:2] == (self.shape if isinstance(tensor, DTensor) or self.layout is None else self.local)
+
+    def places(self, cut: slice) -> Tensor | None:
+        """The tokens, in reading order, at the places `cut` of memory: [1 or rows, places]. None: in reading order."""
+        if self.order is None:
+            return None
+        if isinstance(self.order, RowOrders):
+            return self.order.places(torch.device("cpu"))[:, cut]
+        return torch.cat([torch.arange(start, stop) for start, stop in self.order])[cut].unsqueeze(0)
+
+
+def _tokens_of(microbatches: Sequence[Microbatch]) -> list[_Tokens]:
+    found, first = [], 0
+    for each in microbatches:
+        found.append(_Tokens(each.args[0], first))
+        first += each.args[0].shape[0]
+    return found
+
+
+class _Share:
+    """This rank's share of a tensor's digest, by the tensor's layout."""
+
+    __slots__ = ("is_hashed", "options")
+
+    def __init__(self, replicas: int, *, is_first: bool, is_hashed: bool) -> None:
+        self.options: Any = {"replicas": replicas, "is_first": is_first}  # of `digest_part`
+        self.is_hashed = is_hashed
+
+
+def _share_of(layout: Layout | None) -> _Share | None:
+    """None for a Partial value other than a sum or a mean, which has no digest before the reduction."""
+    if layout is None:
+        return _Share(1, is_first=True, is_hashed=True)
+    coordinate = layout.mesh.coordinate(this_rank())
+    replicas, is_first, is_hashed = 1, True, True
+    for axis, size, placement in zip(layout.mesh.axis_names, layout.mesh.shape, layout.placements, strict=True):
+        if size == 1 or isinstance(placement, Shard):
+            continue
+        if isinstance(placement, Partial):
+            is_hashed = False
+            if placement.op not in ("sum", "avg"):
+                return None
+        if isinstance(placement, Replicate) or placement.op == "avg":
+            replicas *= size
+            is_first &= coordinate is not None and coordinate[axis] == 0
+    return _Share(replicas, is_first=is_first, is_hashed=is_hashed)
+
+
+def _is_digested(tensor: Tensor, tokens: _Tokens) -> bool:
+    """Whether an output is real numbers [B, T, ...] of a microbatch."""
+    return not isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tokens.has_rows(tensor)
+
+
+def _addends(local: Tensor, ndim: int) -> list[Tensor]:
+    """The local addends of a Partial value: several where `exact_sums` stacks them in leading dims."""
+    extra = local.ndim - ndim
+    return [local] if extra <= 0 else list(local.flatten(0, extra - 1))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _all_reduce(tensor: Tensor, op: Any) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, op=op)
+
+
+def _gather(own: Any) -> list[Any]:
+    """Each rank's value, by rank. Communication: an all-gather of objects."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
+def _join(of_ranks: Sequence[Sequence[tuple[Entry, int, tuple[int, ...]]]]) -> tuple[Entry, ...]:
+    """The table of all ranks: each tensor once, in the order of computation, with the first rank of each block.
+
+    Stages compute forward in ascending order, and backward in descending.
+    """
+    entries: dict[Key, tuple[Entry, Any]] = {}
+    holders: dict[Key, dict[int, int]] = {}
+    for rank, own in enumerate(of_ranks):
+        for place, (entry, stage, touched) in enumerate(own):
+            kind = KINDS.index(entry.key.kind)
+            order = kind, -stage if entry.key.kind == "backward" else stage, place
+            entries.setdefault(entry.key, (entry, order))
+            for block in touched:
+                holders.setdefault(entry.key, {}).setdefault(block, rank)
+    ordered = sorted(entries.values(), key=lambda each: each[1])
+    return tuple(
+        Entry(
+            *(each.key, each.shape, each.dtype, each.layout, each.is_hashed),
+            tuple(holders.get(each.key, {}).get(block, 0) for block in range(count_blocks(each.shape))),
+        )
+        for each, _ in ordered
+    )

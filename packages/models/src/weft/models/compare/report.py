@@ -1,0 +1,112 @@
+"""The output of `weft compare` about two runs, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .judge import Finding, Judge
+from .record_file import Recorded, read_digests
+
+
+def compare_digests(runs: Sequence[Recorded]) -> Judge:
+    """Judge the steps with digests of both runs, until the first step unexplained by rounding.
+
+    Raises ValueError for runs without a common step, and as `Judge`.
+    """
+    a, b = runs
+    steps = sorted(a.steps.keys() & b.steps.keys())
+    if not steps:
+        shown = [f"{each.folder} of {describe_steps(sorted(each.steps))}" for each in runs]
+        raise ValueError(
+            f"the runs have digests of no common step: {shown[0]}, {shown[1]}; train with the same --digests"
+        )
+    ranks = max(math.prod(header.mesh.values()) for each in runs for header in each.headers.values())
+    judge = Judge((a.header_of(steps[0]), b.header_of(steps[0])), ranks=ranks)
+    for step in steps:
+        if judge.add(a.steps[step], b.steps[step], (a.steps.get(step - 1), b.steps.get(step - 1))):
+            break
+    return judge
+
+
+def read_runs(folders: Sequence[Path]) -> list[Recorded]:
+    """The digests of runs. Raises ValueError for a folder without a run, or a run without digests."""
+    return [read_digests(each) for each in folders]
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """Steps in words: "steps 1, 10, 20 to 200"."""
+    if not steps:
+        return "no step"
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
+def verdict_of(judge: Judge) -> str:
+    """ "the same bits", "rounding" or "not rounding"."""
+    if judge.finding is not None:
+        return "not rounding"
+    return "the same bits" if judge.same == judge.steps else "rounding"
+
+
+def describe(judge: Judge, names: tuple[str, str]) -> str:
+    """The verdict in lines. names: of the two runs."""
+    found, plural = judge.finding, "" if judge.steps == 1 else "s"
+    if found is not None:
+        return "\n".join(_describe_finding(found, names))
+    if judge.same == judge.steps:
+        return f"the same bits in {judge.steps} step{plural}, {judge.tensors} tensors each"
+    largest = judge.largest
+    assert largest is not None, "a step has tensors"
+    return (
+        f"rounding, in {judge.steps} step{plural} of {judge.tensors} tensors each, of which {judge.same} have the same "
+        f"bits: at most {_size(largest)} in {largest.what}, step {largest.step}, where rounding explains "
+        f"{largest.allowed:.1e}"
+    )
+
+
+def _describe_finding(found: Finding, names: tuple[str, str]) -> list[str]:
+    lines = [f"not rounding: step {found.step}, {found.phase}: {found.what}"]
+    lines.append(
+        f"  differs by {_size(found)}; rounding explains {found.allowed:.1e}, since all before differs by at most "
+        f"{found.before:.1e}"
+    )
+    if found.ranks is not None:
+        where = ", ".join(f"{start}:{stop}" for start, stop in found.slices)
+        held = [
+            f"rank {rank} of {name}" + (f" ({layout})" if layout else "")
+            for rank, name, layout in zip(found.ranks, names, found.layouts, strict=True)
+        ]
+        lines.append(f"  {found.share:.0%} of it is in [{where}], on {held[0]} and {held[1]}")
+    if found.ops:
+        lines.append(f"  ops of the module: {', '.join(found.ops)}")
+    return [*lines, *(f"  {note}" for note in found.notes)]
+
+
+def _size(found: Finding) -> str:
+    if math.isinf(found.difference) or math.isnan(found.difference):
+        return "more than can be told: values are not finite, or zero in one run alone"
+    return f"{found.difference:.1e} ({found.ulps:.3g} ulps of {found.dtype})"
+
+
+def as_json(judge: Judge) -> dict[str, Any]:
+    """The comparison as JSON types. Infinite numbers and NaN are null."""
+
+    def plain(found: Finding | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        value = dataclasses.asdict(found) | {"ulps": found.ulps}
+        return {
+            name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in value.items()
+        }
+
+    return {
+        "verdict": verdict_of(judge),
+        "steps": judge.steps,
+        "same_steps": judge.same,
+        "tensors": judge.tensors,
+        "finding": plain(judge.finding),
+        "largest": plain(judge.largest),
+    }

@@ -1,0 +1,112 @@
+"""The forms of the messages between stages on shapes, which real stages publish in the world's store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from weft.reshard import exact_sums
+from weft.reshard.extension import differentiable
+
+from ..losses import first_gradient
+from ..parallel import ParallelPlan, parallelize
+from ..parallel.pipeline.messages import form_of
+from ..parallel.pipeline.run import Microbatch, Pipeline, run_backward
+from ..parallel.plan import exact_of, without_pipeline
+from ..parallel.resolve import module_plans_of
+from .alike import Standing, keep_blocks, signature, standing_blocks
+
+Criterion = Callable[..., Any]
+Forms = dict[tuple[str, int], dict[Any, Any]]  # by direction and the stage entered, then by the microbatch's kind
+
+
+def message_forms(
+    make_copy: Callable[[], nn.Module],
+    pipeline: Pipeline,
+    plan: ParallelPlan,
+    microbatch: Microbatch,
+    criterion: Criterion,
+    *,
+    few_blocks: bool,
+) -> Forms:
+    """The forms of all messages, from a run of all stages at this rank's place in the stage mesh.
+
+    make_copy: makes a copy of the model, not laid out, on the meta device.
+    few_blocks: whether of blocks that are alike few run. Where the outputs, or the gradients of the outputs, of alike
+        blocks that ran have different forms, all blocks run.
+    """
+    layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
+    boundaries = [start - 1 for start, _ in ranges[1:]]  # the layers whose outputs are messages
+    plan = without_pipeline(plan)
+    model = make_copy()
+    everything = [Standing(number, (number,)) for number in range(len(layers))]
+    standing, kinds = everything, list(range(len(layers)))
+    if few_blocks:
+        styles = _styles_of(model, plan)
+        signatures = [(signature(model.get_submodule(name), name), _of_block(styles, name)) for name in layers]
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(signatures))}
+        kinds = [numbers[each] for each in signatures]
+        standing = standing_blocks(kinds)
+        keep_blocks(model, layers[0].rpartition(".")[0], [each.number for each in standing])
+    outputs, gradients = _run(model, pipeline, plan, microbatch, criterion, len(standing), layers[0])
+    of_kind: dict[int, tuple[Any, Any]] = {}
+    for i, each in enumerate(standing[:-1]):  # the model reads the last block's output
+        form = outputs[i], gradients[i]
+        if of_kind.setdefault(kinds[each.number], form) != form and standing is not everything:
+            return message_forms(make_copy, pipeline, plan, microbatch, criterion, few_blocks=False)
+    place = {number: i for i, each in enumerate(standing) for number in each.blocks}
+    forms: Forms = {}
+    for stage, layer in enumerate(boundaries, 1):
+        forms["F", stage] = {microbatch.kind: outputs[place[layer]]}
+        forms["B", stage - 1] = {microbatch.kind: gradients[place[layer]]}
+    return forms
+
+
+def _run(
+    model: nn.Module,
+    pipeline: Pipeline,
+    plan: ParallelPlan,
+    microbatch: Microbatch,
+    criterion: Criterion,
+    count: int,
+    first: str,
+) -> tuple[list[Any], list[Any]]:
+    """The forms of the outputs of `count` blocks, and of these outputs' gradients. first: the first block's name."""
+    parallelize(model, pipeline.stage_mesh, plan)
+    outputs: list[Any] = [None] * count
+    gradients: list[list[Tensor | None]] = [[] for _ in range(count)]
+
+    def note(number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[number] = form_of(output)
+            followed = differentiable(output)
+            gradients[number] = [None] * len(followed)
+            for i, each in enumerate(followed):
+                each.register_hook(partial(gradients[number].__setitem__, i))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    for number in range(count):
+        name = f"{first.rpartition('.')[0]}.{number}"
+        model.get_submodule(name).register_forward_hook(note(number))
+    with exact_sums(exact_of(plan)):
+        loss = differentiable(criterion(model(*microbatch.args, **microbatch.kwargs), microbatch.targets))
+        run_backward(loss, [first_gradient(each) for each in loss])
+    return outputs, [form_of(each) for each in gradients]
+
+
+def _styles_of(model: nn.Module, plan: ParallelPlan) -> list[tuple[str, str]]:
+    """The names of modules, with the styles, prepared inputs and outputs that the plan gives them, as text."""
+    return [
+        (name, repr(style))
+        for each in module_plans_of(model, plan)
+        for styles in (each.styles, each.inputs, each.outputs)
+        for name, style in styles.items()
+    ]
+
+
+def _of_block(styles: Sequence[tuple[str, str]], block: str) -> tuple[tuple[str, str], ...]:
+    prefix = f"{block}."
+    return tuple((name[len(block) :], text) for name, text in styles if f"{name}.".startswith(prefix))

@@ -1,0 +1,92 @@
+"""Sums in a fixed binary tree: a sum has the same bits, however the addends are spread over ranks.
+
+Neighbours are added pairwise, each addition rounded to the tensor's dtype: ((0 + 1) + (2 + 3)). The last of an odd
+number of addends goes up to the next level. A rank with an aligned block of 2^k addends can therefore add its block
+first, and the blocks' sums are added afterwards. Over several mesh axes, `tree_order` says whose tree is innermost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from weft.mesh import ProcessMesh
+
+from ..world.world import Positions
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_INNERMOST = ("dp", "cp", "tp")  # the axes whose addends are added first, in this order
+
+
+def tree_order(axis_names: Sequence[str]) -> tuple[str, ...]:
+    """The axes in the order in which addends are added: dp, cp, tp, then the remaining axes in the order given."""
+    rank = {axis: index for index, axis in enumerate(_INNERMOST)}
+    return tuple(sorted(axis_names, key=lambda axis: rank.get(axis, len(rank))))
+
+
+def tree_sum(stacked: Tensor, dims: int = 1) -> Tensor:
+    """The sum over the first `dims` dims, by the binary tree of each dim; the tree of dim 0 is innermost.
+
+    stacked: [n_0, ..., n_(dims - 1), *shape], each n at least 1; not changed. Returns [*shape], which shares memory
+    with `stacked` where every n is 1.
+    """
+    return tree_reduce("sum", stacked, tuple(range(dims)))
+
+
+def tree_reduce(op: str, stacked: Tensor, order: Sequence[int]) -> Tensor:
+    """Reduces the first `len(order)` dims by a binary tree each, in the dtype of `stacked`.
+
+    op: "sum", "product", "min" or "max". order: the dims, innermost tree first. Otherwise as `tree_sum`.
+    """
+    remaining = [*order]
+    while remaining:
+        dim = remaining.pop(0)
+        stacked = _reduce_dim(op, stacked, dim)
+        remaining = [each - (each > dim) for each in remaining]
+    return stacked
+
+
+def _reduce_dim(op: str, stacked: Tensor, dim: int) -> Tensor:
+    combine = _COMBINE[op]
+    rows = stacked.movedim(dim, 0)
+    while len(rows) > 1:
+        pairs = len(rows) // 2
+        combined = combine(rows[0 : 2 * pairs : 2], rows[1 : 2 * pairs : 2])
+        rows = torch.cat([combined, rows[-1:]]) if len(rows) % 2 else combined
+    return rows[0]
+
+
+class Members(NamedTuple):
+    """The members of a process group as addends: where each stands in the tree. Made by `members_along`."""
+
+    positions: Positions  # of each member, in the order of the group's ranks, along the axes, row-major
+    sizes: tuple[int, ...]  # of the axes
+    order: tuple[int, ...]  # the axes, as indices of `sizes`, innermost tree first
+
+    def reduce(self, op: str, rows: Tensor) -> Tensor:
+        """Reduces the members' rows in the tree. rows: [members, *shape], in the order of the group's ranks."""
+        if not isinstance(self.positions, range):
+            rows = rows[sorted(range(len(self.positions)), key=self.positions.__getitem__)]
+        return tree_reduce(op, rows.reshape(*self.sizes, *rows.shape[1:]), self.order)
+
+
+@lru_cache(maxsize=4096)
+def _sizes_and_order(mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    names = [axis for axis in tree_order(mesh.axis_names) if axis in axes]
+    return tuple(map(mesh.axis_size, axes)), tuple(axes.index(axis) for axis in names)
+
+
+def members_along(mesh: ProcessMesh, axes: Sequence[str], positions: Positions) -> Members:
+    """The members of the group along `axes` as addends. positions: from `group_along` with the same axes."""
+    sizes, order = _sizes_and_order(mesh, tuple(axes))
+    assert math.prod(sizes) == len(positions), "a group along axes has a member for each coordinate"
+    return Members(positions, sizes, order)

@@ -1,0 +1,221 @@
+"""A program's own training loop with `exact`: each part has the same bits on every mesh, or is refused in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import (
+    GPTConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PipelinePlan,
+    RouterLosses,
+    forward_backward,
+    initialize,
+    parallelize,
+)
+from weft.models.config import ModelConfig
+from weft.models.families import make_model
+from weft.reshard import Muon, clip_grad_norm_, to_global
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 33, "hidden_size": 36, "num_layers": 2, "num_heads": 4, "max_seq_len": 16, "intermediate_size": 44,
+    "head_dim": 6, "num_kv_heads": 2,
+}  # fmt: skip
+CONFIGS: dict[str, ModelConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "mixtral": MixtralConfig(**SIZES, num_experts=4, experts_per_token=2),
+}
+EXACT = {"dp": 4, "tp": 2}
+MESHES = [(1, 1), (2, 1), (1, 2)]
+ROWS, LENGTH = 32, 7
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
+    "for-loop": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=False),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "muon": partial(Muon, lr=1e-2),
+}
+
+
+def make(family: str, sizes: tuple[int, int], **plan: Any) -> nn.Module:
+    model = make_model(CONFIGS[family])
+    initialize(model, seed=3)
+    mesh = ProcessMesh.grid(dp=sizes[0], tp=sizes[1])
+    return parallelize(model, mesh, replace(model.parallel_plan(), exact=EXACT, **plan))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 33, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train(sizes: tuple[int, int], optimizer: str, family: str, microbatches: int) -> list[Tensor]:
+    """The losses and the norms of three steps, and the weights."""
+    model = make(family, sizes)
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    step = OPTIMIZERS[optimizer](matrices if optimizer == "muon" else model.parameters())
+    criterion: Any = cross_entropy
+    inputs = {}
+    if family == "mixtral":
+        criterion, inputs = RouterLosses(cross_entropy, balance=0.05, z=0.01), {"router": True}
+    results = []
+    for _ in range(3):
+        results.append(forward_backward(model, criterion, *batch(), microbatches=microbatches, **inputs).detach())
+        results.append(clip_grad_norm_(model.parameters(), 0.1))
+        step.step()
+        step.zero_grad()
+    return [*results, *(to_global(each.detach()) for each in model.parameters())]
+
+
+def check_same(pool: Any, *arguments: Any) -> None:
+    first, *further = [pool.run(train, sizes, *arguments, ranks=sizes[0] * sizes[1])[0] for sizes in MESHES]
+    for sizes, found in zip(MESHES[1:], further, strict=True):
+        for number, (expected, value) in enumerate(zip(first, found, strict=True)):
+            assert torch.equal(expected, value), f"{sizes}: value {number} of {len(first)}"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_norms_and_optimizers_outside_of_the_step_are_exact(pool: Any, optimizer: str) -> None:
+    check_same(pool, optimizer, "llama", 1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 8])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_losses_of_microbatches_and_of_routers_are_exact(pool: Any, family: str, microbatches: int) -> None:
+    check_same(pool, "adamw", family, microbatches)
+
+
+def mean_by_torch(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def sum_by_torch(logits: Tensor, targets: Tensor, denominator: Any = None) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / denominator
+
+
+def error_of(sizes: tuple[int, int], criterion: Any, microbatches: int) -> str:
+    model = make("llama", sizes)
+    with pytest.raises(ValueError) as error:
+        forward_backward(model, criterion, *batch(), microbatches=microbatches)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["one-rank", "dp-2"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("criterion", [mean_by_torch, sum_by_torch])
+def test_criteria_computed_by_torch_are_refused(
+    pool: Any, sizes: tuple[int, int], criterion: Any, microbatches: int
+) -> None:
+    for message in pool.run(error_of, sizes, criterion, microbatches, ranks=sizes[0] * sizes[1]):
+        assert "exact dp=4,tp=2" in message
+        assert "take weft.kernels.cross_entropy" in message or "take an op of weft.kernels" in message
+
+
+def own_loop() -> str:
+    model = make("llama", (1, 1))
+    with torch.no_grad():
+        model(batch()[0])
+    with pytest.raises(RuntimeError) as error:
+        model(batch()[0])
+    return str(error.value)
+
+
+def test_a_forward_that_would_take_other_sums_is_refused(pool: Any) -> None:
+    (message,) = pool.run(own_loop, ranks=1)
+    assert "exact dp=4,tp=2" in message
+    assert "forward_backward" in message
+
+
+def tied_stages() -> str:
+    model = make_model(GPTConfig(vocab_size=33, hidden_size=32, num_layers=2, num_heads=4, max_seq_len=16))
+    plan = replace(model.parallel_plan(), exact={"dp": 2}, pipeline=PipelinePlan(microbatches=2))
+    with pytest.raises(ValueError) as error:
+        parallelize(model, ProcessMesh.grid(pp=2, dp=1), plan)
+    return str(error.value)
+
+
+def test_a_table_tied_across_stages_is_refused(pool: Any) -> None:
+    for message in pool.run(tied_stages, ranks=2):
+        assert "exact dp=2 cannot be kept with pp=2" in message
+
+
+def train_in_context(dp: int, context: str, packed: bool) -> list[Tensor]:
+    config = LlamaConfig(**{**SIZES, "num_kv_heads": 4}, dropout=0.1, attention_dropout=0.1)
+    model = make_model(config)
+    initialize(model, seed=3)
+    plan = replace(model.parallel_plan(), exact={"dp": 2, "cp": 2}, context=context)
+    model = parallelize(model, ProcessMesh.grid(dp=dp, cp=2), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    documents = (torch.arange(LENGTH) >= torch.arange(ROWS)[:, None] % LENGTH).int() if packed else None
+    results = []
+    for step in range(2):
+        given = {} if documents is None else {"documents": documents}
+        loss = forward_backward(model, cross_entropy, *batch(), microbatches=2, dropout_key=step, **given)
+        results += [loss.detach(), clip_grad_norm_(model.parameters(), 0.1)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*results, *(to_global(each.detach()) for each in model.parameters())]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+def test_tokens_over_context_ranks_are_exact(pool: Any, context: str, packed: bool) -> None:
+    first, second = (pool.run(train_in_context, dp, context, packed, ranks=2 * dp)[0] for dp in (1, 2))
+    for number, (expected, value) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(expected, value), f"value {number} of {len(first)}"
+
+
+OUTPUTS: dict[str, Any] = {
+    "mean": lambda x: x * x.mean(1, keepdim=True),
+    "sum": lambda x: x * (1 + x.sum() * 1e-3),
+    "elements": lambda x: x + torch.tanh(x),
+    "rows": lambda x: x + torch.softmax(x, -1),
+}
+
+
+def with_output(output: str, sizes: tuple[int, int]) -> str | list[Tensor]:
+    model = make_model(CONFIGS["llama"])
+    initialize(model, seed=3)
+    model.layers[0].register_forward_hook(lambda module, args, x: OUTPUTS[output](x))
+    parallelize(model, ProcessMesh.grid(dp=sizes[0], tp=1), replace(model.parallel_plan(), exact={"dp": 4}))
+    try:
+        loss = forward_backward(model, cross_entropy, *batch())
+    except ValueError as error:
+        return str(error)
+    return [loss.detach(), *(to_global(each.grad) for each in model.parameters())]
+
+
+@pytest.mark.parametrize("output", ["mean", "sum"])
+def test_sums_of_torch_in_a_model_are_refused(pool: Any, output: str) -> None:
+    for sizes in [(1, 1), (2, 1)]:
+        for message in pool.run(with_output, output, sizes, ranks=sizes[0]):
+            assert f"torch's {output} of a DTensor cannot be kept to exact dp=4" in message
+
+
+@pytest.mark.parametrize("output", ["elements", "rows"])
+def test_torch_on_elements_and_rows_is_exact(pool: Any, output: str) -> None:
+    first, second = (pool.run(with_output, output, (dp, 1), ranks=dp)[0] for dp in (1, 2))
+    for expected, value in zip(first, second, strict=True):
+        assert torch.equal(expected, value)
+
+
+def compiled() -> str:
+    model = make("llama", (1, 1))
+    model.layers[0].compile()
+    with pytest.raises(ValueError) as error:
+        forward_backward(model, cross_entropy, *batch())
+    return str(error.value)
+
+
+def test_a_compiled_model_is_refused(pool: Any) -> None:
+    (message,) = pool.run(compiled, ranks=1)
+    assert "the model is compiled" in message
