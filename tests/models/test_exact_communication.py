@@ -85,9 +85,10 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize("sizes", list(cases()))
 def test_exact_collectives_are_recorded_as_they_are_issued(pool: Any, sizes: dict[str, int]) -> None:
     ranks = math.prod(sizes.values())
-    for number, config in enumerate((LLAMA, GPT, WIDE)):
+    gpt = replace(GPT, tie_embeddings=False) if "pp" in sizes else GPT  # exact refuses a table on two stages
+    for number, config in enumerate((LLAMA, gpt, WIDE)):
         changes = [{"zero": zero, "sequence": bool((number + zero) % 2)} for zero in range(4)]
-        counts = config is GPT and "pp" not in sizes
+        counts = config is GPT
         seen = 0
         for found in pool.run(recorded_and_issued, config, sizes, changes, counts, ranks=ranks):
             for recorded, issued in found:

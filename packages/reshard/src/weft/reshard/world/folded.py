@@ -87,13 +87,18 @@ def _moved(layout: Layout, mesh: ProcessMesh) -> Layout:
 
 
 class FoldedMesh:
-    """A rank's DeviceMesh and one of its coordinates on the named mesh; accepted by `group_over`."""
+    """A rank's DeviceMesh and one of its coordinates on the named mesh; accepted by `group_over`.
+
+    communicates: whether `group_over` was asked for a group along a folded axis.
+    """
 
     def __init__(self, mesh: DeviceMesh, fold: Fold, index: Index) -> None:
         self.mesh, self.fold, self.index = mesh, fold, index
+        self.communicates = False
 
     def group(self, group: tuple[dist.ProcessGroup, Positions] | None, axes: tuple[str, ...]) -> FoldedGroup:
         """The group along folded `axes`. group: the ranks' group, with positions; None for a single rank."""
+        self.communicates = True
         return FoldedGroup(group, axes, self.fold, self.index)
 
 

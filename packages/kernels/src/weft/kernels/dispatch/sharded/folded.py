@@ -187,8 +187,10 @@ class FoldedCall:
         self._in_turn: set[str] = set()  # the parts, "forward" or "backward", with communication over a folded axis
         self._cuts_of_backward: dict[Any, tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]] = {}
         for index in fold.indices(self._axes):
-            own: Any = FoldedMesh(mesh, fold, index)
-            self._options[index] = sharding.local_options(fold.rank(this_rank(), index), own)
+            folded_mesh: Any = FoldedMesh(mesh, fold, index)
+            self._options[index] = sharding.local_options(fold.rank(this_rank(), index), folded_mesh)
+            if folded_mesh.communicates:  # known before the first call, which would else repeat other collectives
+                self._in_turn.add("forward")
 
     def forward(
         self, operands: Sequence[Tensor | None], options: Mapping[str, Any], *, saves: bool
