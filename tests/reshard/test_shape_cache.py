@@ -74,3 +74,14 @@ def test_an_error_is_raised_each_time() -> None:
     for _ in range(2):
         with Cached(), pytest.raises(RuntimeError):
             x(2, 3) @ x(2, 3)
+
+
+def test_results_that_an_op_leaves_out_are_none_each_time() -> None:
+    statistics = x(2, 1), x(2, 1)
+    with Cached():
+        for _ in range(2):
+            found = torch.ops.aten.native_layer_norm_backward(
+                x(2, 3), x(2, 3), [3], *statistics, x(3), x(3), [True, False, False]
+            )
+            assert found[0].shape == (2, 3)
+            assert found[1:] == (None, None)

@@ -85,7 +85,8 @@ def _forms_of(result: Any, args: tuple[Any, ...]) -> list[_Form] | None:
     tensors = [result] if isinstance(result, Tensor) else result
     found = []
     for each in tensors:
-        if each.untyped_storage()._cdata in memory:
+        # An op leaves out results, as gradients that its caller does not need.
+        if not isinstance(each, Tensor) or each.untyped_storage()._cdata in memory:
             return None
         if type(each) is not Tensor or not each.is_meta or each.storage_offset() or each.dtype.is_complex:
             return None
