@@ -1,9 +1,9 @@
-"""The price of `exact`: the time of a step of the recipe llama-tiny with `exact`, over that of the step without.
+"""The price of `exact`: the time of a step of llama-tiny with `exact`, over the time of the step without `exact`.
 
-On the named mesh itself, each process computes its own shards, and only the order of sums differs. On one process that
-stands for a mesh of eight, each op computes eight shards one after another; the step beside it is the ordinary one of
-one process. Steps take turns, and the median counts. Times are CPU time of all processes, which other load on the
-machine changes less than wall-clock time. Python calls of a step are counted, too: they are the host's overhead.
+On the named mesh itself, each process computes its own shards, and the order of sums alone differs. A process standing
+for a mesh of eight computes eight shards in each op, in turn, and is compared with the ordinary step of one process.
+Steps with and without `exact` alternate, and the median counts. Times are the CPU time of all processes: load on the
+machine changes CPU time less than wall-clock time. Python calls of a step, the host's overhead, are counted, too.
 """
 
 from __future__ import annotations

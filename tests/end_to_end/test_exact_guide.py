@@ -1,4 +1,4 @@
-"""The guide to exact runs: its commands print what it shows, and what it calls refused is refused as it says."""
+"""The guide to exact runs: commands print the shown output, and each row of the table of refusals is refused so."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from weft.kernels import all_gather_matmul
 from weft.mesh import Layout, Partial, ProcessMesh
-from weft.reshard import exact_sums, layout_of
+from weft.reshard import distribute, exact_sums, layout_of
 from weft.reshard.extension import wrap
 
 from tests.kernels.cases import FOUR, GRID, TWO, upstream_of
@@ -180,3 +181,18 @@ def test_a_rank_computes_what_its_coordinates_compute_on_the_named_mesh(
                 for i, gradient in enumerate(gradients):
                     assert same(gradient, [each[i] for each in truths]), f"{key}, {text}: the gradient of operand {i}"
     assert compared, "some layout is taken"
+
+
+def product_in_steps() -> str:
+    mesh = ProcessMesh.grid(tp=1)
+    with exact_sums({"tp": 2}):
+        a = distribute(torch.zeros(4, 6), Layout(mesh, "tp: S(0)"))
+        b = distribute(torch.zeros(6, 8), Layout(mesh, "tp: S(1)"))
+        refusal = attempt(lambda: all_gather_matmul(a, b))
+    assert isinstance(refusal, str)
+    return refusal
+
+
+def test_an_op_that_exchanges_operands_in_steps_is_refused(pool: Any) -> None:
+    (refusal,) = pool.run(product_in_steps, ranks=1)
+    assert "'tp' beside its product cannot be kept to exact; reshard the operand" in refusal

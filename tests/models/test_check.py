@@ -98,7 +98,7 @@ Weft = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def weft(capsys: pytest.CaptureFixture[str]) -> Weft:
-    """Runs a command: (exit status, what it prints, what it prints on stderr)."""
+    """Runs a command: (exit status, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:

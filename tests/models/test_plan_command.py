@@ -38,7 +38,7 @@ def configuration(command: str) -> TrainConfig:
     program, train, *arguments = shlex.split(command)
     assert (program, train) == ("weft", "train")
     _, config = read_configuration(arguments, None, command="train", about="{recipes}{default}")
-    dp, cp, tp = mesh_sizes(config.mesh, 4, exact=True)
+    dp, cp, tp = mesh_sizes(config.mesh, 4, every_process=True)
     return with_complete_plan(config, dp=dp, cp=cp, tp=tp)
 
 

@@ -76,7 +76,7 @@ def prepared(tmp_path: Path) -> str:
 def config(family: str, mesh: dict[str, int], plan: dict[str, Any]) -> TrainConfig:
     data = DataConfig(batch_size=BATCH, sequence_length=T)
     whole = TrainConfig(model=MODELS[family], steps=3, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
-    dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
+    dp, cp, tp = mesh_sizes(whole.mesh, 8, every_process=False)
     return replace(whole, plan=complete_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 

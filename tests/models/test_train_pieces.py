@@ -44,7 +44,7 @@ from weft.reshard import distribute, to_global
 def test_the_mesh_follows_from_the_processes(
     dp: int | None, tp: int | None, processes: int, exact: bool, sizes: tuple[int, int]
 ) -> None:
-    assert mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, exact=exact) == (sizes[0], 1, sizes[1])
+    assert mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, every_process=exact) == (sizes[0], 1, sizes[1])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_mesh_follows_from_the_processes(
     ],
 )
 def test_the_mesh_has_a_context_axis_where_it_is_asked_for(mesh, processes: int, sizes: tuple[int, int, int]) -> None:
-    assert mesh_sizes(MeshConfig(**mesh), processes, exact=False) == sizes
+    assert mesh_sizes(MeshConfig(**mesh), processes, every_process=False) == sizes
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_mesh_has_a_context_axis_where_it_is_asked_for(mesh, processes: int,
 )
 def test_a_context_axis_that_does_not_fit_names_what_does(mesh, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mesh_sizes(MeshConfig(**mesh), 4, exact=False)
+        mesh_sizes(MeshConfig(**mesh), 4, every_process=False)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_context_axis_that_does_not_fit_names_what_does(mesh, message: str) ->
 )
 def test_a_mesh_that_does_not_fit_names_those_that_do(dp: int, tp: int | None, processes: int, exact: bool) -> None:
     with pytest.raises(ValueError, match=r"does not fit 4 processes; dp x tp that fit: 4 x 1, 2 x 2, 1 x 4"):
-        mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, exact=exact)
+        mesh_sizes(MeshConfig(dp=dp, tp=tp), processes, every_process=exact)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -30,7 +30,7 @@ def config(mesh: dict[str, int], plan: dict[str, Any], **options: Any) -> TrainC
     settled: dict[str, Any] = {"model": MODEL, "steps": 4, "check": False, **options}
     data = DataConfig(batch_size=8, sequence_length=8)
     whole = TrainConfig(**settled, data=data, mesh=MeshConfig(**mesh), plan=PlanConfig(**plan))
-    dp, cp, tp = mesh_sizes(whole.mesh, 8, exact=False)
+    dp, cp, tp = mesh_sizes(whole.mesh, 8, every_process=False)
     return replace(whole, plan=complete_plan(whole.plan, whole, dp=dp, cp=cp, tp=tp))
 
 

@@ -302,7 +302,7 @@ def one_gradient(sync, weight, layout, named, seed):
 
 
 def from_mode_to_mode(elements):
-    """One GradientSync inside `exact_sums`, outside of it, and on other named meshes: each has its own collectives."""
+    """One GradientSync inside `exact_sums`, outside, and on further named meshes: each mode issues its collectives."""
     mesh = ProcessMesh.grid(dp=4, tp=1)
     weight = nn.Parameter(distribute(torch.zeros(elements), Layout(mesh)))
     module = nn.Module()

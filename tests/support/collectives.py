@@ -1,4 +1,4 @@
-"""Counts the collectives that really start, in a dispatch mode below DTensor and autograd, where nothing is hidden."""
+"""Counts the started collectives, in a dispatch mode below DTensor and autograd, where no collective is hidden."""
 
 from __future__ import annotations
 
@@ -26,33 +26,29 @@ KINDS = {  # name of torch's op -> kind
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Collectives() as seen: ...`; then `seen.kinds` lists the collectives started by this rank, in order.
 
-    On gloo, all-gathers and reduce-scatters are issued as all-to-alls. Their kind here is the kind declared at the
-    call. A collective in two halves has one kind, all its bytes, and two names.
+    On gloo, all-gathers and reduce-scatters are issued as all-to-alls, and listed by the kind declared at the call. A
+    collective in two halves has one kind, all bytes of both halves, and two names.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kinds: list[str] = []
         self.names: list[str] = []  # names of torch's ops, one per collective
-        self.nbytes: list[int] = []  # bytes that each collective receives from other ranks
+        self.nbytes: list[int] = []  # each collective's bytes received from other ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor unwraps the op first, and the collectives of the inner ops are seen
+            return NotImplemented  # DTensor unwraps the op first, and this mode sees the collectives of the inner ops
         namespace, name = func.name().split("::")
         name = name.partition(".")[0]
+        counted_kind = kind_of_op(namespace, name)  # None for a c10d op in the second half of a counted collective
         if namespace in ("c10d", "_c10d_functional"):
             kind = KINDS.get(name, name)
-            counted_kind = kind_of_op(namespace, name)
-            # c10d's ops have no kind where they are the second half of a collective that is counted already.
             if counted_kind is not None or namespace != "c10d":
                 self.kinds.append(str(counted_kind) if kind == "all-to-all" else kind)
             self.names.append(name)
         result = func(*args, **(kwargs or {}))
         group = group_of_call(args)
-        if isinstance(group, dist.ProcessGroup) and namespace == "c10d":
-            kind = kind_of_op(namespace, name)
-            if kind is None:
-                return result
-            self.nbytes.append(bytes_of_call(kind, group.size(), group.rank(), args, result))
+        if isinstance(group, dist.ProcessGroup) and namespace == "c10d" and counted_kind is not None:
+            self.nbytes.append(bytes_of_call(counted_kind, group.size(), group.rank(), args, result))
         return result

@@ -60,6 +60,14 @@ def check_exact(sizes: Mapping[str, int], exact: Mapping[str, int]) -> None:
         )
 
 
+def refuse_compiled(exact: Mapping[str, int]) -> None:
+    """Raise ValueError, for a model whose blocks are compiled."""
+    raise ValueError(
+        f"the model is compiled, but the numbers of a compiled block depend on its shapes, and exact {in_words(exact)} "
+        f"promises the same on each mesh; leave out one of the two"
+    )
+
+
 def check_task(exact: Mapping[str, int], task: str) -> None:
     """Raise ValueError for a task whose loss each rank computes of all its rows at once."""
     if task in ("dpo", "kto"):

@@ -48,7 +48,7 @@ from .world.calls import Call
 from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
 from .world.dynamo import guard_shapes, in_graph, is_compiling
 from .world.exact import NAMED, exact_axes, mark_exact, named_axes_key, named_size
-from .world.folded import Fold, FoldedMesh, Index, NeedsTurns, run_in_turn
+from .world.folded import Fold, FoldedMesh, Index, run_in_turn
 from .world.groups import (
     axes_of_group,
     axis_group,
@@ -77,7 +77,6 @@ __all__ = [
     "GradPlaceholder",
     "Index",
     "LazyText",
-    "NeedsTurns",
     "ParameterSlot",
     "Pending",
     "Recorded",

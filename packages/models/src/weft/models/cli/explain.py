@@ -161,7 +161,7 @@ def complete_configuration(
     model = config.model if config.model_class is not None else None
     base = base_configuration(name, origin_of(config), model, config.task)  # to see whether the batch size was changed
     mesh = config.mesh
-    dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), exact=False)
+    dp, cp, tp = mesh_sizes(mesh, processes_for(mesh, gpus=gpu_count()), every_process=False)
     config = replace(config, mesh=replace(mesh, dp=dp, cp=cp, tp=tp))
     if batch is not None:
         rows, tokens = batch_sizes(batch)

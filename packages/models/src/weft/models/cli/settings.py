@@ -265,11 +265,11 @@ def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
     """
     mesh, world, gpus = config.mesh, launched_processes(), gpu_count()
     if world is not None:
-        return mesh_sizes(mesh, world, exact=True)
+        return mesh_sizes(mesh, world, every_process=True)
     count = gpus or CPU_PROCESSES
     if mesh.dp is not None:
         count = min(processes_for(mesh, gpus=gpus), gpus or sys.maxsize)
-    return mesh_sizes(mesh, count, exact=False)
+    return mesh_sizes(mesh, count, every_process=False)
 
 
 def drop_unusable_mesh(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""Collectives of all ranks of this machine, timed as Weft runs them; and how they slow down work beside them."""
+"""Collectives of all ranks of this machine, timed as Weft runs collectives; and products slowed by collectives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .rounds import FEWEST, MOST
 
 AXIS = "ranks"
 ELEMENTS = tuple(2**k for k in (6, 10, 14, 17, 20, 22))  # of a tensor in float32
-PRODUCT = 512  # rows and columns of the product that is computed beside a collective
+PRODUCT = 512  # rows and columns of the product computed beside a collective
 
 
 def measure_links(device: torch.device, seconds: float) -> tuple[tuple[Level, ...], dict[str, Rate]]:
-    """The level of the machine's links, and the rate of each kind of collective by the bytes that a rank receives.
+    """The level of the machine's links, and the rate of each kind of collective by a rank's received bytes.
 
-    Equal on all ranks, the slowest of which counts. For a world of one rank, links without a cost.
-    Communication: all ranks of the world call this.
+    Equal on all ranks: the slowest rank counts. For a world of one rank, links without a cost.
+    Communication: all ranks of the world call this function.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -51,7 +51,7 @@ def measure_links(device: torch.device, seconds: float) -> tuple[tuple[Level, ..
 
 
 def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[], object]]]:
-    """Kinds of collectives with the bytes that a rank receives, for a tensor of one dim or, as a square, of two."""
+    """Kinds of collectives with a rank's received bytes, for a tensor of one dim or, as a square, of two."""
     ranks, nbytes = mesh.size, whole.nbytes
     layouts = {name: Layout(mesh, f"{AXIS}: {name}") for name in ("R", "S(0)", "P(sum)")}
     sharded, summed = (distribute(whole, layouts[name]) for name in ("S(0)", "P(sum)"))

@@ -1,7 +1,7 @@
 """Branch and bound over plans: the fastest by the model's price, proved by bounds instead of sampled.
 
-`search` knows nothing of models and chips: it takes candidates, lower bounds on their seconds, cheap ones first, and
-a price. `Certificate` counts what became of every candidate.
+`search` knows nothing of models and chips: its arguments are candidates, lower bounds on a candidate's seconds, cheap
+bounds first, and a price. `Certificate` counts the refused, cut, priced and remaining candidates.
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ def search(
     refused: Mapping[str, int] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome[C]:
-    """The `keep` candidates with the least seconds, in order; of equal ones the simpler first.
+    """The `keep` candidates with the least seconds, in order; of candidates with equal seconds the simpler first.
 
-    bounds: cheap ones first, the eager ones before all others. A candidate's bound is the largest of those found for
-        it, so that later bounds need not be above earlier ones.
+    bounds: cheap bounds first, the eager bounds before all further bounds. A candidate's bound is the largest bound
+        found, so a later bound need not be above an earlier bound.
     price: a candidate's seconds, math.inf if it does not fit, and any value to keep with it.
-    fits: whether a candidate fits the memory, for a test that is too dear for a bound: asked of priced candidates that
-        would be among the results.
-    within: seconds after which no further candidate is priced. What is then left is in the certificate.
+    fits: whether a candidate fits the memory, for a test too slow for a bound: called for priced candidates among the
+        results.
+    within: seconds after which no further candidate is priced. The certificate counts the candidates left.
     refused: candidates known to be impossible, by reason, for the certificate.
-    Best first: the candidate with the least bound gets its next bound, or after the last its price. The search ends
-    when the least bound is above the last result's seconds. With bounds that are never above the price, the results
-    are those of pricing everything.
+    Best first: the candidate with the least bound gets the next bound, or after the last bound a price. The search ends
+    when the least bound is above the last result's seconds. Bounds never above the price give the results of pricing
+    every candidate.
     """
     eager = [bound for bound in bounds if bound.is_eager]
     if list(bounds[: len(eager)]) != eager:
@@ -115,7 +115,6 @@ def search(
     begin = clock()
     cut: Counter[str] = Counter()
     queue: list[tuple[float, tuple[int, ...], int, str, C]] = []
-    eager = [bound for bound in bounds if bound.is_eager]
     for candidate in candidates:
         least, name = 0.0, ""
         for bound in eager:

@@ -13,7 +13,7 @@ from weft.mesh import Layout, ProcessMesh, derive_key
 from weft.reshard import GradientSync, exact_sums, layout_of
 from weft.reshard.extension import exact_axes, wrap
 
-from ..exact import in_words
+from ..exact import refuse_compiled
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
 from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import exact_of_model, mesh_and_plan_of, pipeline_of
@@ -71,10 +71,7 @@ def forward_backward(
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
     exact = exact_of_model(model)
     if exact is not None and is_compiled(model):
-        raise ValueError(
-            f"the model is compiled, but the numbers of a compiled block depend on its shapes, and exact "
-            f"{in_words(exact)} promises the same on each mesh; leave out one of the two"
-        )
+        refuse_compiled(exact)
     with exact_sums(exact):
         batch = divide_batch(model, tokens, targets, count, inputs)
     if sync is None:

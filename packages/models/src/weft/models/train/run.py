@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from ..checks import check_head_degrees, divisors
 from ..data.sources import Data
-from ..exact import check_exact, check_microbatches, check_schedule, check_shared, check_task, parse_exact
+from ..exact import (
+    check_exact,
+    check_microbatches,
+    check_schedule,
+    check_shared,
+    check_task,
+    parse_exact,
+    refuse_compiled,
+)
 from ..schedules.pipeline_plan import PipelinePlan
 from .config import MeshConfig, PlanConfig, TrainConfig
 
@@ -76,10 +84,10 @@ def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in ("dp", "tp")}
 
 
-def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, int, int]:
+def mesh_sizes(mesh: MeshConfig, processes: int, *, every_process: bool) -> tuple[int, int, int]:
     """Choose (dp, cp, tp) for a number of processes, given mesh.pp. Given sizes stay; the others use all processes.
 
-    exact: use every process, as under a launcher; otherwise dp and tp, if both given, may use fewer.
+    every_process: use all, as under a launcher; otherwise dp and tp, if both given, may use fewer.
     Raises ValueError for a mesh that does not fit the processes.
     """
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
@@ -90,7 +98,7 @@ def mesh_sizes(mesh: MeshConfig, processes: int, *, exact: bool) -> tuple[int, i
     if dp is None:
         dp = dp_tp // tp
     used = dp * pp_cp * tp
-    if used < 1 or (used != processes if exact or None in (mesh.dp, mesh.tp) else used > processes):
+    if used < 1 or (used != processes if every_process or None in (mesh.dp, mesh.tp) else used > processes):
         sizes = (
             ("pp", mesh.pp if mesh.pp > 1 else None),
             ("dp", mesh.dp),
@@ -118,14 +126,12 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
     mesh.pp above 1, and for options of experts without mesh.ep above 1.
     """
     _check_experts(plan, config, dp=dp, cp=cp, tp=tp)
-    if plan.exact is not None:
-        check_exact({"dp": dp, "cp": cp, "tp": tp, "ep": config.mesh.ep}, parse_exact(plan.exact))
-        check_task(parse_exact(plan.exact), config.task)
+    exact = None if plan.exact is None else parse_exact(plan.exact)
+    if exact is not None:
+        check_exact({"dp": dp, "cp": cp, "tp": tp, "ep": config.mesh.ep}, exact)
+        check_task(exact, config.task)
         if config.compile:
-            raise ValueError(
-                f"compile is on, but the numbers of a compiled block depend on its shapes, and plan.exact {plan.exact} "
-                f"promises the same on each mesh; leave out one of the two"
-            )
+            refuse_compiled(exact)
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
         sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
@@ -138,8 +144,8 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
                     f"plan.{name} is {getattr(plan, name)}, which needs a pipeline; set --mesh.pp above 1 too"
                 )
     else:
-        if plan.exact is not None:
-            check_microbatches(parse_exact(plan.exact), plan.microbatches, rows)
+        if exact is not None:
+            check_microbatches(exact, plan.microbatches, rows)
         most = next((n for n in range(min(8, rows // dp), 0, -1) if rows % (n * dp) == 0), 1)
         completed = replace(
             completed,
@@ -159,10 +165,10 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
             f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
         )
     pipeline = completed.pipeline(pp)
-    if pipeline is not None and plan.exact is not None:
-        check_schedule(parse_exact(plan.exact), pipeline.schedule, plan.zero)
+    if pipeline is not None and exact is not None:
+        check_schedule(exact, pipeline.schedule, plan.zero)
         if getattr(config.model, "tie_embeddings", False) and not config.lora.rank:
-            check_shared(parse_exact(plan.exact), "the table of embedding and output", pp)
+            check_shared(exact, "the table of embedding and output", pp)
     if pipeline is not None:
         stages = pipeline.count_stages(pp)
         if stages > config.model.num_layers:

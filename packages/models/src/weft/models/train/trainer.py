@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from weft.reshard import GradientSync, drop_gathered, exact_sums, fixed_parameters
+from weft.reshard import GradientSync, drop_gathered, fixed_parameters
 from weft.reshard.extension import Collective, WaitTimer, format_ranks
 
 from ..compare.recorder import Recorder
@@ -29,7 +29,6 @@ from ..losses import local_value
 from ..parallel import parallelize
 from ..parallel.batch import cuts_by_documents
 from ..parallel.parallelize import pipeline_of
-from ..parallel.plan import exact_of
 from ..step.communication import Communication, Phase
 from ..step.find_gradients import find_gradients, find_loss
 from ..step.router import update_correction_biases
@@ -162,7 +161,7 @@ class Trainer:
         lr = learning_rate(self._config.optimizer, step, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with traced("optimizer"), exact_sums(exact_of(self.plan)):
+        with traced("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
             if result.parts is not None and self._outline.bias_rate:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-from weft.mesh import Layout, ProcessMesh
+from weft.mesh import Layout, LayoutError, ProcessMesh
 
 from .exact import exact_axes, folds
 from .world import Positions
@@ -101,6 +101,13 @@ class FoldedMesh:
         self.communicates = True
         return FoldedGroup(group, axes, self.fold, self.index)
 
+    def get_group(self, axis: str) -> dist.ProcessGroup:
+        """As DeviceMesh's, for ops that exchange operands in steps. Raises LayoutError: coordinates cannot."""
+        raise LayoutError(
+            f"an op that communicates over {axis!r} beside its product cannot be kept to exact; reshard the operand, "
+            f"and call the product alone"
+        )
+
 
 class FoldedGroup:
     """The members of a group on the named mesh, of which this rank stands for several.
@@ -138,13 +145,8 @@ class FoldedGroup:
         combine: receives the tensors in the order of the members' indices, row-major over the group's axes.
         """
         turns = _current.turns
-        if turns is None:
-            raise NeedsTurns
+        assert turns is not None, "members of a folded group run in turn"
         return turns.meet(self._key, self._place, self._members, tensor, combine)
-
-
-class NeedsTurns(Exception):
-    """Raised in a folded group's collective by a function that does not run in turn with the further members."""
 
 
 class _State(threading.local):

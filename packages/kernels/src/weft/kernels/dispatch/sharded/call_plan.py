@@ -145,17 +145,16 @@ class CallPlan:
 
     def operand_gradient_layouts(self, *layouts: Layout | None) -> tuple[Layout | None, ...]:
         """Layouts of the operands' gradients, on the mesh of the computation. layouts: of the outputs' gradients."""
+        found = self.sharding.gradient_layouts(*self.rule_layouts(layouts))
+        if self._fold is None:
+            return found
+        return tuple(None if each is None else self._fold.from_named(each) for each in found)
+
+    def rule_layouts(self, layouts: Layouts) -> Layouts:
+        """Layouts of the outputs' gradients as the op's rule takes them: on the fine mesh, or the named mesh."""
         fine = self._meshes.refine(layouts, tuple(shape for _, shape in self.outputs))
         if self._fold is None:
-            return self.sharding.gradient_layouts(*fine)
-        to_named, from_named = self._fold.to_named, self._fold.from_named
-        found = self.sharding.gradient_layouts(*(None if each is None else to_named(each) for each in fine))
-        return tuple(None if each is None else from_named(each) for each in found)
-
-    def named_layouts(self, layouts: Sequence[Layout | None]) -> tuple[Layout | None, ...]:
-        """The layouts of outputs' gradients on the named mesh of a folded call."""
-        assert self._fold is not None, "the call is folded"
-        fine = self._meshes.refine(tuple(layouts), tuple(shape for _, shape in self.outputs))
+            return fine
         return tuple(None if each is None else self._fold.to_named(each) for each in fine)
 
     def wrap_output(self, i: int, local: Tensor) -> DTensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from weft.mesh import Layout, LayoutError, Partial, Replicate, Shard
-from weft.reshard.extension import Fold, FoldedMesh, Index, NeedsTurns, run_in_turn, this_rank
+from weft.reshard.extension import Fold, FoldedMesh, Index, run_in_turn, this_rank
 
 from ..fresh_memory import fresh_memory
 from ..op import Op, Tensors
@@ -179,18 +179,17 @@ class FoldedCall:
         layouts: Sequence[Layout | None],
         shapes: Sequence[tuple[int, ...] | None],
     ) -> None:
-        self._op, self._fold, self._sharding, self._layouts, self._shapes = op, fold, sharding, layouts, shapes
+        self._op, self._fold, self._sharding, self._shapes = op, fold, sharding, shapes
         self._axes = self._folded_axes([*layouts, *(layout for layout, _ in sharding.outputs)])
         self._operands = [self._cut(layout, shape) for layout, shape in zip(layouts, shapes, strict=True)]
         self._outputs = [self._cut(layout, shape) for layout, shape in sharding.outputs]
         self._options: dict[Index, dict[str, Any]] = {}
-        self._in_turn: set[str] = set()  # the parts, "forward" or "backward", with communication over a folded axis
+        self._communicates = False  # whether forward does over a folded axis; no backward does
         self._cuts_of_backward: dict[Any, tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]] = {}
         for index in fold.indices(self._axes):
             folded_mesh: Any = FoldedMesh(mesh, fold, index)
             self._options[index] = sharding.local_options(fold.rank(this_rank(), index), folded_mesh)
-            if folded_mesh.communicates:  # known before the first call, which would else repeat other collectives
-                self._in_turn.add("forward")
+            self._communicates |= folded_mesh.communicates
 
     def forward(
         self, operands: Sequence[Tensor | None], options: Mapping[str, Any], *, saves: bool
@@ -212,11 +211,16 @@ class FoldedCall:
 
         cut_operands = [_parts_of(cut, local) for cut, local in zip(self._operands, operands, strict=True)]
 
-        def call(index: Index) -> tuple[Any, Tensors]:
+        def call(index: Index) -> tuple[Sequence[Tensor], Tensors]:
             parts = [None if each is None else each(index) for each in cut_operands]
             return self._call_op(parts, own_options[index], saves=saves)
 
-        results = self._run("forward", call, self._options)
+        results: dict[Index, tuple[Sequence[Tensor], Tensors]] = {}
+        if self._communicates:
+            indices = list(self._options)
+            results |= zip(indices, run_in_turn([partial(call, index) for index in indices]), strict=True)
+        else:
+            results |= {index: call(index) for index in self._options}
         joined = tuple(
             cut.join({index: results[index][0][i] for index in results})
             for i, cut in enumerate(self._outputs)
@@ -265,7 +269,7 @@ class FoldedCall:
             own = tuple(at if axis in self._axes else 0 for axis, at in zip(self._fold.axes, index, strict=True))
             return tuple(self._call_backward(by_index[own], parts, needed, of_forward.options[own]))
 
-        results = self._run("backward", call, list(self._fold.indices(axes)))
+        results = {index: call(index) for index in self._fold.indices(axes)}
         gradients: list[Tensor | None] = []
         for i, cut in enumerate(gradient_cuts):
             parts = {index: part for index in results if (part := results[index][i]) is not None}
@@ -297,18 +301,6 @@ class FoldedCall:
                 [self._cut(layout, shape) for layout, shape in zip(layouts, self._shapes, strict=True)],
             )
         return found
-
-    def _run(
-        self, part: str, call: Callable[[Index], Any], indices: Sequence[Index] | Mapping[Index, Any]
-    ) -> dict[Index, Any]:
-        """The results of the calls by index. part: "forward" or "backward"."""
-        if part not in self._in_turn:
-            try:
-                return {index: call(index) for index in indices}
-            except NeedsTurns:
-                self._in_turn.add(part)
-        results: list[Any] = run_in_turn([partial(call, index) for index in indices])
-        return dict(zip(indices, results, strict=True))
 
     def _cut(self, layout: Layout | None, shape: tuple[int, ...] | None) -> Cut | None:
         return None if layout is None or shape is None else _cut(self._fold, layout, shape, this_rank())

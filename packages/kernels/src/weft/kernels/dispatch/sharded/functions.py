@@ -24,10 +24,9 @@ from ..delayed_weight_gradients import compute_gradients
 from ..op import OPS, Op, Tensors
 from ..recomputed_activations import mark_recomputable, replace_recomputable, restore
 from .call_plan import CallPlan, GradientLayouts, slice_gradient
+from .folded import Saved
 from .rules import Sharding
 from .second_derivatives import first_order, make_node_link, refuse_second_derivative
-
-FOLDED = "folded"  # the key of a `Saved` in the options that a folded forward returns
 
 
 class PlainOp(torch.autograd.Function):
@@ -113,11 +112,11 @@ class ShardedOp(torch.autograd.Function):
             def compute(needed: Sequence[bool]) -> list[Tensor | None]:
                 if folded is None:
                     return plan.wrap_gradients(backward(saved, grad, needed, **options), layouts)
-                own = [
+                own = tuple(
                     sliced or (None if each is None else layout_of(each))
                     for each, sliced in zip(grads, layouts.slices, strict=True)
-                ]
-                gradients = folded.backward(saved, options[FOLDED], local_grads, plan.named_layouts(own), needed)
+                )
+                gradients = folded.backward(saved, options, local_grads, plan.rule_layouts(own), needed)
                 return plan.wrap_gradients(gradients, layouts)
 
             gradients = compute_gradients(ctx, plan.op.weights, needed, compute)
@@ -185,28 +184,31 @@ class FromLocal(torch.autograd.Function):
 
 def compute_on_mesh(
     plan: CallPlan, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, saves: bool = True
-) -> tuple[list[DTensor], Tensors, dict[str, Any]]:
+) -> tuple[list[DTensor], Tensors, dict[str, Any] | Saved]:
     """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options of the call.
 
-    options: as given by the caller. The returned options include this rank's, `CallPlan.local_options`.
+    options: as given by the caller. The returned options include this rank's, `CallPlan.local_options`; of a folded
+        call they are those of each coordinate.
     saves: whether a backward may follow. If not, no tensors are saved.
     """
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     op, sharding = plan.op, plan.sharding
     saved: Tensors = ()
+    used: dict[str, Any] | Saved = options
+    saves = saves and op.backward is not None
     if not plan.is_in_mesh:
         output = _empty_outputs(op, locals_, sharding, options)
+        outputs = output if sharding.is_tuple else (output,)
     elif plan.folded is not None:
-        parts, saved, of_forward = plan.folded.forward(locals_, options, saves=saves and op.backward is not None)
-        return [plan.wrap_output(i, local) for i, local in enumerate(parts)], saved, {FOLDED: of_forward}
+        outputs, saved, used = plan.folded.forward(locals_, options, saves=saves)
     else:
-        options = {**options, **plan.local_options} if plan.local_options else options
-        if saves and op.backward is not None:
+        used = options = {**options, **plan.local_options} if plan.local_options else options
+        if saves:
             output, saved = op.forward(*locals_, **options)
         else:
             output = op.compute_outputs(*locals_, **options)
-    outputs = output if sharding.is_tuple else (output,)
-    return [plan.wrap_output(i, local) for i, local in enumerate(outputs)], saved, options
+        outputs = output if sharding.is_tuple else (output,)
+    return [plan.wrap_output(i, local) for i, local in enumerate(outputs)], saved, used
 
 
 def _as_view(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
@@ -328,8 +330,8 @@ def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], o
         if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
             return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
         raise LayoutError(
-            f"{op.name} is differentiated by torch, which exact cannot run for several coordinates of its mesh; train "
-            f"on the mesh that exact names, or without exact"
+            f"{op.name} is differentiated by torch, which takes the sums of a rank's coordinates at once; leave out "
+            f"exact"
         )
     mailbox: list[GradientLayouts] = []
     locals_ = ToLocal.apply(plan, mailbox, *tensors)  # type: ignore[no-untyped-call]

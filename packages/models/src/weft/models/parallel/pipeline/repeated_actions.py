@@ -1,8 +1,8 @@
-"""The actions of a pipeline on shapes: of microbatches that are alike few run, and their collectives stand for all.
+"""A pipeline's actions on shapes: few of the microbatches run, and the recorded collectives stand for all microbatches.
 
-A stage's forward, and a stage's backward, issue for each microbatch the same collectives, because modules of Weft have
-no state that differs between microbatches of equal shapes: the modules' calls follow from parameters and shapes alone.
-The messages between stages are not repeated: every microbatch sends and receives its own, in the schedule's order.
+A module of Weft has the same state for all microbatches of equal shapes: parameters and shapes alone decide its calls.
+So a stage's forward issues the same collectives for each microbatch, and so does a stage's backward. The messages
+between stages are not copied: every microbatch sends and receives, in the schedule's order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weft.reshard.extension import Recorded
 
 from ...schedules.schedule import Action
 
-FIRST = 0  # the microbatch that makes gradients, to which later ones add
-_OWN = ("weft.", "torch.nn.")  # packages whose modules have no state that differs between microbatches
+FIRST = 0  # the microbatch whose gradients are new; later microbatches add to these
+_OWN = ("weft.", "torch.nn.")  # packages whose modules have the same state for all microbatches
 
 
 class RepeatsDiffer(Exception):
-    """A microbatch issued other collectives than the one that stands for it, or collectives that cannot be repeated."""
+    """A microbatch's collectives differ from the second microbatch's, or cannot be copied."""
 
 
 @dataclass(slots=True)
 class RepeatedActions:
-    """Runs the actions of a step's first, second and last microbatch; of the others, copies those of the second.
+    """Runs the actions of a step's first, second and last microbatch; copies the second's for all between.
 
-    recorded: the recording in which the actions run, to which the copies are added.
-    The last microbatch runs, and its collectives are compared with the second's: a sample of what the copies assume.
+    recorded: the recording of the actions that run; the copies are added there.
+    The last microbatch's collectives are compared with the second's, as a sample of the microbatches between.
     """
 
     recorded: Recorded
@@ -38,11 +38,10 @@ class RepeatedActions:
     _copied: set[tuple[int, int]] = field(default_factory=set)  # stages and microbatches whose forward did not run
 
     def run(self, action: Action, kind: Any, count: int, work: Callable[[], Any]) -> Any:
-        """What `work`, the action without its messages, returns for this microbatch or for the one standing for it.
+        """The result of `work` for this microbatch; for a copied action, the second microbatch's result.
 
-        kind: of the microbatch: `Microbatch.kind`. count: the microbatches of the step.
-        Raises RepeatsDiffer where the collectives of the action cannot be repeated, or are not those of the second
-        microbatch.
+        work: the action without messages. kind: `Microbatch.kind`. count: the number of microbatches in the step.
+        Raises RepeatsDiffer where the action's collectives cannot be copied, or differ from the second microbatch's.
         """
         key = action.kind, action.stage, kind
         place, is_last = (action.stage, action.microbatch), action.microbatch == count - 1
@@ -68,7 +67,7 @@ class RepeatedActions:
 def can_repeat(model: nn.Module, criterion: Any) -> bool:
     """Whether microbatches of equal shapes issue the same collectives: model and criterion are Weft's own.
 
-    A model with hooks, or with a forward of other code, may count its calls, and is run for every microbatch.
+    A hook, or a forward of foreign code, may count calls; such a model runs for every microbatch.
     model: not laid out yet.
     """
     return _is_own(criterion) and all(_is_own_module(each) for each in model.modules())
@@ -81,7 +80,7 @@ def _is_own_module(module: nn.Module) -> bool:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether a class, a function or a criterion is Weft's or torch's, with all that it calls by its attributes."""
+    """Whether a class, a function or a criterion is Weft's or torch's, and so is the criterion in its attribute."""
     if function is None:
         return True
     if isinstance(function, partial):

@@ -269,8 +269,7 @@ class _Held(NamedTuple):
     """What a stage holds of a microbatch from forward to backward, besides autograd's saved tensors."""
 
     received: list[Tensor]  # the received activations that require grad; backward sends their gradients back
-    # Where the gradients of the stage's outputs enter, whose values went to the next stage; on the last stage the loss.
-    outputs: Sequence[Tensor | GradientEdge]
+    outputs: list[GradientEdge]  # where the gradients of the stage's outputs enter; the values went to the next stage
     first_gradients: list[Tensor] | None  # of the loss, on the last stage
 
 
@@ -332,7 +331,7 @@ class _Run:
             ends = differentiable(output)
             self._held[stage, action.microbatch] = _Held(
                 differentiable(received),
-                ends if stage == self._last else [gradient_edge(x) for x in ends],  # a loss takes no memory
+                [gradient_edge(x) for x in ends],
                 [first_gradient(x) for x in ends] if stage == self._last else None,
             )
 
