@@ -49,5 +49,5 @@ def observed_microbatches(
             **options,
         )
     communication = Communication.of(issued)
-    assert Counter(seen.kinds) == communication.counts
+    assert Counter(seen.kinds) == communication.counts, f"{seen.kinds}\nissued by phase:\n{communication}"
     return found, communication

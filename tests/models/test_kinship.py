@@ -29,7 +29,7 @@ from weft.models import (
 )
 from weft.models.blocks import GatedMLP
 from weft.models.families import FAMILIES, family_of
-from weft.models.layers import Linear
+from weft.models.layers import Head, Linear
 
 from tests.models.cases import SMALL, make, some_tokens
 
@@ -163,8 +163,12 @@ STRANGERS = {
         "its norm is a LayerNorm, not a RMSNorm",
     ),
     "swapped-size": (
-        changed(lambda model: swap(model, "lm_head", Linear(32, 70, bias=False))),
+        changed(lambda model: swap(model, "lm_head", Head(32, 70, bias=False))),
         r"its lm_head.weight has shape \(70, 32\)",
+    ),
+    "swapped-head": (
+        changed(lambda model: swap(model, "lm_head", Linear(32, 61, bias=False))),
+        "its lm_head is a Linear, not a Head",
     ),
     "set-forward": (changed(set_forward), "its layers.0.mlp has a forward that was set from outside"),
     "fewer-layers": (changed(drop_layer), "it has no layers.1"),

@@ -190,13 +190,14 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     """torch's `get_gradient_edge`, of a DTensor with stacked addends, too.
 
     torch keeps the graph alive by the node of a view of the tensor, and cannot view a stack in the global shape; the
-    node of a copy does as well.
+    node of a view of this rank's memory does as well. Communication: none.
     """
     node = tensor.grad_fn
     if node is None or not isinstance(tensor, DTensor) or memory_of(tensor).ndim == tensor.ndim:
         return get_gradient_edge(tensor)
     with torch.enable_grad():
-        return GradientEdge(node, tensor.output_nr, tensor.clone().grad_fn)
+        memory = tensor.to_local()
+        return GradientEdge(node, tensor.output_nr, memory.view_as(memory).grad_fn)
 
 
 def _leaf_form(leaf: Any) -> Any:
