@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -266,6 +266,15 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
         raise ValueError("it holds no list of objects")
     return raw
+
+
+def keep_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> bool:
+    """Writes a list of objects, an object a line. Returns False, and writes nothing, if the file has these rows."""
+    text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
+    if file.exists() and file.read_text() == text:
+        return False
+    file.write_text(text)
+    return True
 
 
 def _parsed(file: Path) -> Any:

@@ -7,14 +7,18 @@ machines are `weft/models/predict/chips.toml`. No number belongs to a row. Needs
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 
 import pytest
 
+from benchmarks import history
 from benchmarks.conftest import Tell
 from benchmarks.published.predicted import activations_gib, memory_gib, predict, program_of, trace_of
 from benchmarks.published.rows import GIB, Row, published_rows
 from benchmarks.published.stacks import Program, Stack, stacks
+from benchmarks.record import keep_rows
 
 MEAN, MOST = 0.08, 0.20  # of the errors of seconds
 MEMORY = 0.08  # of the error of a row's memory
@@ -26,49 +30,90 @@ MEMORY_IS_OPEN = {
 }
 
 
-def compare(rows: Sequence[Row], predicted: Callable[[Row], float], reported: Callable[[Row], float]) -> list[float]:
-    """Prints a line for each row, and returns the ratios of predicted to reported."""
-    ratios = []
-    for row in rows:
-        value, truth = predicted(row), reported(row)
-        ratios.append(value / truth)
-        print(f"{row.name:36} {value:9.2f} {truth:9.2f} {value / truth:7.3f}{'  held out' if row.held_out else ''}")
-    errors = [abs(ratio - 1) for ratio in ratios]
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A figure of a published step: `seconds`, `memory` or `activations` in bytes, as predicted and as reported."""
+
+    row: str
+    figure: str
+    predicted: float
+    reported: float
+    held_out: bool
+    source: str
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.reported
+
+    @property
+    def error(self) -> float:
+        return abs(self.ratio - 1)
+
+
+@cache
+def predictions() -> tuple[Prediction, ...]:
+    """Each reported figure of each published row, with Weft's prediction."""
+    return tuple(
+        Prediction(row.name, figure, predicted, reported, row.held_out, row.source)
+        for row in published_rows()
+        for figure, predicted, reported in _figures(row)
+    )
+
+
+def _figures(row: Row) -> list[tuple[str, float, float]]:
+    """The row's reported figures: name, predicted and reported value."""
+    found = []
+    if row.seconds is not None:
+        found.append(("seconds", predict(row).seconds, row.seconds))
+    if row.memory_gib is not None:
+        found.append(("memory", memory_gib(row) * GIB, row.memory_gib * GIB))
+    if row.activations_gib is not None:
+        found.append(("activations", activations_gib(row) * GIB, row.activations_gib * GIB))
+    return found
+
+
+def predicted(figure: str, held_out: bool | None = None) -> list[Prediction]:
+    """The predictions of a figure, of all rows or of those given or held out; prints a line for each."""
+    found = [each for each in predictions() if each.figure == figure and held_out in (None, each.held_out)]
+    for each in found:
+        note = "  held out" if each.held_out else ""
+        print(f"{each.row:36} {each.predicted:12.5g} {each.reported:12.5g} {each.ratio:7.3f}{note}")
+    errors = [each.error for each in found]
     print(f"{len(errors)} rows: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
-    return ratios
+    return found
+
+
+def mean_error(found: Sequence[Prediction]) -> float:
+    return statistics.mean(each.error for each in found)
 
 
 @pytest.mark.parametrize("held_out", [False, True], ids=["given", "held-out"])
 def test_seconds_are_predicted(held_out: bool, tell: Tell) -> None:
-    rows = [row for row in published_rows() if row.seconds is not None and row.held_out is held_out]
-    ratios = compare(rows, lambda row: predict(row).seconds, lambda row: row.seconds or 0.0)
-    for row, ratio in zip(rows, ratios, strict=True):
-        assert row.seconds is not None
-        tell(row.name, "Weft", "count", predicted_seconds=ratio * row.seconds, reported_seconds=row.seconds)
-    errors = [abs(ratio - 1) for ratio in ratios]
-    assert statistics.mean(errors) <= MEAN
-    assert max(errors) <= MOST
+    found = predicted("seconds", held_out)
+    for each in found:
+        tell(each.row, "Weft", "count", predicted_seconds=each.predicted, reported_seconds=each.reported)
+    assert mean_error(found) <= MEAN
+    assert max(each.error for each in found) <= MOST
 
 
 @pytest.mark.parametrize("held_out", [False, True], ids=["given", "held-out"])
 def test_memory_is_predicted(held_out: bool, tell: Tell) -> None:
-    rows = [row for row in published_rows() if row.memory_gib is not None and row.held_out is held_out]
-    ratios = compare(rows, memory_gib, lambda row: row.memory_gib or 0.0)
-    for row, ratio in zip(rows, ratios, strict=True):
-        assert row.memory_gib is not None
-        nbytes = row.memory_gib * GIB
-        tell(f"{row.name}, memory", "Weft", "count", predicted_bytes=ratio * nbytes, reported_bytes=nbytes)
-    assert statistics.mean(abs(ratio - 1) for ratio in ratios) <= MEMORY
-    far = {row.name for row, ratio in zip(rows, ratios, strict=True) if abs(ratio - 1) > MEMORY}
-    assert far <= MEMORY_IS_OPEN.keys()
+    found = predicted("memory", held_out)
+    for each in found:
+        tell(f"{each.row}, memory", "Weft", "count", predicted_bytes=each.predicted, reported_bytes=each.reported)
+    assert mean_error(found) <= MEMORY
+    assert {each.row for each in found if each.error > MEMORY} <= MEMORY_IS_OPEN.keys()
 
 
 def test_activations_are_predicted() -> None:
-    rows = [row for row in published_rows() if row.activations_gib is not None]
-    ratios = compare(rows, activations_gib, lambda row: row.activations_gib or 0.0)
-    assert all(abs(ratio - 1) <= MEMORY for ratio in ratios)
-    for row in rows:  # the paper's own count, which shares no code with the trace
-        assert activations_by_formula(row) == pytest.approx(row.activations_gib, rel=0.01)
+    assert all(each.error <= MEMORY for each in predicted("activations"))
+    for row in published_rows():
+        if row.activations_gib is not None:  # the paper's own count, which shares no code with the trace
+            assert activations_by_formula(row) == pytest.approx(row.activations_gib, rel=0.01)
+
+
+def test_predictions_are_kept_for_the_page_of_results() -> None:
+    keep_rows(history.RESULTS / "predicted.json", map(asdict, predictions()))
 
 
 def activations_by_formula(row: Row) -> float:

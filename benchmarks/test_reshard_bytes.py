@@ -8,29 +8,27 @@ time.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import plan
 
-from benchmarks import picture
+from benchmarks import history, picture
 from benchmarks.conftest import Tell
 from benchmarks.dtensor_bytes import Counted, counted, placements
+from benchmarks.record import keep_rows
 from benchmarks.reshard_cases import CASES, Case, Pair, lower_bound_bytes
 from benchmarks.timing import Timed
 
 MATRIX_PAIRS, OTHER_PAIRS = 6561, 729  # the most pairs of a case; for matrices all pairs
 SEARCHED_PAIRS = 100  # for DTensor's search, which takes tens of milliseconds a pair on four axes
 WEFT, DEFAULT, SEARCH = "Weft", "DTensor", "DTensor, min-cost"
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,9 @@ def test_reshard_bytes(tell: Tell) -> None:
     rows = [asdict(summary) for summary in summaries]
     for row in rows:
         del row["planning"]  # times would make the file differ between machines
-    _keep(rows)
+    # An unchanged file and its picture are left alone.
+    if keep_rows(file := history.RESULTS / "reshard_bytes.json", rows):
+        print(picture.draw(file))
     worse = [row for row in summaries if row.engine == WEFT and (row.max > 1 or row.unneeded)]
     assert not worse, "Weft receives more than the bound on " + ", ".join(f"{row.mesh} {row.shape}" for row in worse)
 
@@ -137,11 +137,3 @@ def _print(summaries: Sequence[Summary]) -> None:
 
 def _place(mesh: str) -> int:
     return [str(case) for case in CASES].index(mesh)
-
-
-def _keep(rows: Sequence[dict[str, object]]) -> None:
-    """Writes the rows to the results file, and draws the picture. An unchanged file and its picture are left alone."""
-    file, text = RESULTS / "reshard_bytes.json", "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
-        print(picture.draw(file))

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from weft.kernels.attention.plain import TABLE, CallClass, Measurement, read
+from weft.kernels.attention.plain import TABLE, CallClass, Measurement
 from weft.kernels.dispatch.backend import chip_of
-from weft.kernels.matmul.configurations import write
+from weft.kernels.launching.measured import write_table
 
 from benchmarks.attentions import KERNEL, TORCH, Case, truth_of, ways_of
 from benchmarks.measure_gpu import UNFINISHED
@@ -57,7 +57,7 @@ def measure(
     again: bool = False,
 ) -> int:
     """Measures the cases, and adds each row to the table at once. Returns the number of cases left at `end`."""
-    rows, chip, left = read(table), chip_of(torch.device(device))[0], 0
+    rows, chip, left = Measurement.read(table), chip_of(torch.device(device))[0], 0
     for case in cases:
         known = rows.get(CallClass.of(chip, dtype, case.head_dim, case.tokens))
         if known is not None and known.where == where and not again:
@@ -67,7 +67,7 @@ def measure(
             continue
         row = timed(case, dtype, device, clock, where)
         rows[row.of] = row
-        write(rows, table)
+        write_table(rows, table)
         print(f"{row.torch_seconds / row.seconds:6.1%} of torch's speed: {row.of}", flush=True)
     return left
 

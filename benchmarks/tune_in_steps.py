@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from weft.kernels import all_gather_matmul, linear, matmul_reduce_scatter
-from weft.kernels.matmul.configurations import write
-from weft.kernels.matmul.sharded.choice import TABLE, Form, Product, Timing, chip_of, read
+from weft.kernels.launching.measured import write_table
+from weft.kernels.matmul.sharded.choice import TABLE, Form, ProductClass, Timing, chip_of
 from weft.mesh import Layout, ProcessMesh
 from weft.reshard import distribute, layout_of, reshard
 
@@ -80,7 +80,7 @@ def timed(
     found = in_turn(ways, clock, rounds=rounds, replayed=())
     slowest = torch.tensor([found[STEPS].median, found[PAIR].median], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    of = Product.of(form, chip_of(slowest.device), dtype, dist.get_world_size(), M, N, K)
+    of = ProductClass.of(form, chip_of(slowest.device), dtype, dist.get_world_size(), M, N, K)
     return Timing(of=of, seconds=float(slowest[0]), pair_seconds=float(slowest[1]), where=where)
 
 
@@ -104,9 +104,9 @@ def measure(
     products: Iterable[tuple[Form, int, int]] = PRODUCTS,
 ) -> None:
     """Times the products, and adds each row to the table at once. Every rank must call this."""
-    rows, chip = read(table), chip_of(torch.device(device))
+    rows, chip = Timing.read(table), chip_of(torch.device(device))
     for M, (form, N, K) in itertools.product(tokens, products):
-        known = rows.get(Product.of(form, chip, dtype, dist.get_world_size(), M, N, K))
+        known = rows.get(ProductClass.of(form, chip, dtype, dist.get_world_size(), M, N, K))
         if (
             known is not None and known.where == where
         ):  # all ranks agree: all read the same table, and add the same rows
@@ -114,7 +114,7 @@ def measure(
         row = timed(form, M, N, K, device, dtype, clock, where)
         rows[row.of] = row
         if dist.get_rank() == 0:
-            write(rows, table)
+            write_table(rows, table)
             print(f"{row.pair_seconds / row.seconds:6.1%} of the pair's speed: {row.of}", flush=True)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from weft.kernels.launching.measured import write_table
 from weft.kernels.matmul.configurations import (
     BY_POINTERS,
     FLAT,
@@ -34,8 +35,6 @@ from weft.kernels.matmul.configurations import (
     Measurement,
     ProductClass,
     adapt_to_kind,
-    read,
-    write,
 )
 
 from benchmarks import grouped_products
@@ -218,7 +217,7 @@ def measure(
 
     Returns the number of cases left when the time was over.
     """
-    rows, seen = read(table), set[ProductClass]()
+    rows, seen = Measurement.read(table), set[ProductClass]()
     for number, make in enumerate(makers):
         if end is not None and time.monotonic() >= end:
             return len(makers) - number
@@ -233,7 +232,7 @@ def measure(
             print(f"no candidate runs here: {case.of}", flush=True)
             continue
         rows[case.of] = row
-        write(rows, table)
+        write_table(rows, table)
         print(f"{row.torch_seconds / row.seconds:6.1%} of torch's speed: {case.of}, {row.configuration}", flush=True)
     return 0
 

@@ -85,11 +85,14 @@ def _shown(device: Device, budgets: int) -> Mapping[str, Any]:
 
 
 def _shared(results: Results) -> list[Section]:
-    """Sections about every device: layout changes, and compiled kernels."""
+    """Sections about every device: layout changes, predictions of published steps, and compiled kernels."""
     made = []
     if results.engines:
         title, drawn = "Bytes of layout changes, over the fewest possible", figures.reshard(results.engines)
         made.append(Section("every-ratio", title, drawn, [tables.engines(results.engines)]))
+    if rows := results.predictions:
+        title = "Predicted steps, beside those that others have published"
+        made.append(Section("predicted", title, [figures.predicted(rows)], [tables.predictions(rows)]))
     if rows := results.variants:
         spills = sum(row["spill_bytes"] > 0 for row in rows)
         registers, shared = (max(row[key] for row in rows) for key in ("registers", "shared_bytes"))
@@ -107,7 +110,11 @@ def _shared(results: Results) -> list[Section]:
 def _raw(results: Results) -> dict[str, str]:
     """The files to download, by name: each device's newest run, and the files about every device."""
     found = {f"{printable(device.name)}/{list(device.runs)[-1]}": device.newest.text() for device in results.devices}
-    shared = {"reshard_bytes.json": results.engines, f"aot/triton-{results.triton}.json": results.variants}
+    shared = {
+        "reshard_bytes.json": results.engines,
+        "predicted.json": results.predictions,
+        f"aot/triton-{results.triton}.json": results.variants,
+    }
     return found | {name: "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n" for name, rows in shared.items() if rows}
 
 

@@ -12,6 +12,9 @@ from benchmarks.history import History
 from benchmarks.record import HistoryError, Run, is_number, naming, rows_of, taken
 
 ENGINE = {"engine": str, "mesh": str, "shape": list, "pairs": int, "mean": float, "max": float, "ratios": dict}
+PREDICTION = {
+    "row": str, "figure": str, "predicted": float, "reported": float, "held_out": bool, "source": str
+}  # fmt: skip
 VARIANT = {"variant": str, "target": str, "registers": int, "spill_bytes": int, "shared_bytes": int, "accesses": dict}
 Rows = tuple[Mapping[str, Any], ...]
 T = TypeVar("T")
@@ -30,10 +33,15 @@ class Device(NamedTuple):
 
 
 class Results(NamedTuple):
-    """devices: a GPU's first.  engines: rows of reshard_bytes.json.  variants: rows of the newest aot/triton-*.json."""
+    """All that was read.
+
+    devices: a GPU's first. engines: rows of reshard_bytes.json. predictions: rows of predicted.json. variants: rows of
+    the newest aot/triton-*.json.
+    """
 
     devices: tuple[Device, ...]
     engines: Rows
+    predictions: Rows
     variants: Rows
     triton: str
     budgets: int
@@ -56,11 +64,15 @@ def read(results: Path, budgets_file: Path = compare.BUDGETS) -> Results:
     problems += [line for found in histories for line in found.unreadable]
     devices = [_device(found, budgets) for found in histories if found.runs]
     compiled = max(results.glob("aot/triton-*.json"), key=_version, default=None)
-    file = results / "reshard_bytes.json"
+
+    def shared(file: Path | None, wanted: Mapping[str, type]) -> Rows:
+        return attempted(lambda: _rows(file, wanted), ()) if file and file.exists() else ()
+
     return Results(
         devices=tuple(sorted(devices, key=lambda device: (device.newest.on_cpu, device.name))),
-        engines=attempted(lambda: _rows(file, ENGINE), ()) if file.exists() else (),
-        variants=attempted(lambda: _rows(compiled, VARIANT), ()) if compiled else (),
+        engines=shared(results / "reshard_bytes.json", ENGINE),
+        predictions=shared(results / "predicted.json", PREDICTION),
+        variants=shared(compiled, VARIANT),
         triton=compiled.stem.removeprefix("triton-") if compiled else "",
         budgets=len(budgets.counts) if budgets else 0,
         problems=tuple(line.replace(f"{results}/", "") for line in problems),
@@ -80,7 +92,8 @@ def _rows(file: Path, wanted: Mapping[str, type]) -> Rows:
             for name, kind in wanted.items():
                 taken(row, name, kind)
             ratios = row.get("ratios", {})
-            for number in (row.get("mean", 1), row.get("max", 1), *map(float, ratios), *ratios.values()):
+            told = (row.get(name, 1) for name in ("mean", "max", "predicted", "reported"))
+            for number in (*told, *map(float, ratios), *ratios.values()):
                 if not is_number(number) or number <= 0:
                     raise ValueError(f"{number!s:.60} is among its numbers, and one above 0 is wanted")
         return tuple(rows)

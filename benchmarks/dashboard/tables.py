@@ -191,6 +191,20 @@ def engines(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table("engines", "Bytes over the fewest possible, by mesh, shape and engine", head, made)
 
 
+def predictions(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Predicted beside reported figures of published steps, with their sources."""
+    made = []
+    for each in rows:
+        unit = "time" if each["figure"] == "seconds" else "bytes"
+        values = [quantity(unit, each[key]) for key in ("predicted", "reported")]
+        use = Cell("held out" if each["held_out"] else "given", missing=True)
+        ratio, source = times(each["predicted"] / each["reported"]), Cell(printable(each["source"]), missing=True)
+        cells: list[Cell | str] = [*values, ratio, use, source]
+        made.append(row((each["row"], each["figure"]), cells))
+    head = ("step", "figure", "predicted", "reported", "predicted / reported", "use", "source")
+    return table("predictions", "Steps that others have published: predicted beside reported", head, made)
+
+
 def compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("registers", "spilt", "shared", "loads and stores by their bits")
     made, targets = [], list(dict.fromkeys(each["target"] for each in rows))

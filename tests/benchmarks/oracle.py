@@ -121,6 +121,8 @@ def shared(folder: Path) -> Cells:
     for row in json.loads((folder / "reshard_bytes.json").read_text()):
         heads = ("engines", row["mesh"], " x ".join(map(str, row["shape"])), row["engine"])
         found |= {(*heads, "pairs"): [row["pairs"]], (*heads, "mean"): [row["mean"]], (*heads, "most"): [row["max"]]}
+    for row in json.loads((folder / "predicted.json").read_text()):
+        found |= {("predictions", row["row"], row["figure"], key): [row[key]] for key in ("predicted", "reported")}
     for row in json.loads((folder / "aot/triton-3.7.1.json").read_text()):
         for word, key in (("registers", "registers"), ("spilt", "spill_bytes"), ("shared", "shared_bytes")):
             found["compiled", row["variant"], f"{row['target']} {word}"] = [row[key]]

@@ -22,7 +22,7 @@ LIGER = ("Liger, where the upstream gradient is 1", "Liger, where it is another 
 def of_a_cpu(folder: Path) -> Path:
     """One run of all that is counted and timed without a GPU, and the files that all devices share."""
     (folder / "aot").mkdir()
-    for name in ("aot/triton-3.7.1.json", "reshard_bytes.json"):
+    for name in ("aot/triton-3.7.1.json", "reshard_bytes.json", "predicted.json"):
         shutil.copy(ROOT / "benchmarks/results" / name, folder / name)
     cpu_run().write(folder / "cpu")
     return folder
@@ -63,6 +63,8 @@ def hostile(folder: Path) -> Path:
         run(*cases, minute=minute, ceilings={HOSTILE: 1}, **rest).write(folder / folder_name(rest["device"]))
     row = {"engine": HOSTILE, "mesh": HOSTILE, "shape": [2, 2], "pairs": 1, "mean": 1.0, "max": 1.0, "ratios": {"1": 1}}
     (folder / "reshard_bytes.json").write_text(json.dumps([row]))
+    row = {"row": HOSTILE, "figure": HOSTILE, "predicted": 1.0, "reported": 2.0, "held_out": True, "source": HOSTILE}
+    (folder / "predicted.json").write_text(json.dumps([row]))
     return folder
 
 
@@ -72,6 +74,7 @@ def broken(folder: Path) -> Path:
     for number, text in enumerate(["", "{", "[]", '{"schema": 0}', run(minute=7, device="NVIDIA A100").text()]):
         (folder / "NVIDIA-H200" / f"20260301T13000{number}Z_broken.json").write_text(text)
     (folder / "reshard_bytes.json").write_text('[{"engine": "Weft"}]')
+    (folder / "predicted.json").write_text('[{"row": "a", "predicted": 0.0}]')
     (folder / "aot").mkdir()
     (folder / "aot" / "triton-3.7.1.json").write_text("{}")
     return folder

@@ -58,6 +58,7 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_bare_machine_collects_all_benchmarks_and_runs_one() -> None:
     done = bare("benchmarks", "-k", "slow_axis", "-q")
     assert done.returncode == 0, done.stdout

@@ -54,6 +54,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pag
     return {name: (folder, Page(folder)) for name, folder in folders.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MADE)
 def test_every_number_of_a_table_is_that_of_the_json(pages: dict[str, tuple[Path, Page]], name: str) -> None:
     folder, page = pages[name]
@@ -72,6 +73,7 @@ def test_every_number_of_a_table_is_that_of_the_json(pages: dict[str, tuple[Path
     assert all("failed" in page.cells[key][0] or "absent" in page.cells[key][0] for key in untold)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MADE[:3])
 def test_what_a_mark_tells_is_in_a_table(pages: dict[str, tuple[Path, Page]], name: str) -> None:
     """But for ratios and differences over runs and steps, whose two numbers the tables have."""
@@ -84,6 +86,7 @@ def test_what_a_mark_tells_is_in_a_table(pages: dict[str, tuple[Path, Page]], na
     assert not [tip for tip in tips if not set(number.findall(tip.split(": ")[-1])) <= shown]
 
 
+@pytest.mark.exhaustive
 def test_every_word_of_the_results_is_text(pages: dict[str, tuple[Path, Page]]) -> None:
     _, page = pages["hostile"]
     assert not page.soup.select("script, img")
@@ -236,9 +239,9 @@ def test_what_cannot_be_read_is_told_in_a_line_and_the_rest_is_shown(
 ) -> None:
     page = Page(results.broken(tmp_path))
     lines = [line.removeprefix("not read: ") for line in capsys.readouterr().err.splitlines()]
-    assert len(lines) == 7 and all(line in page.text for line in lines)
-    assert all(line.startswith(("NVIDIA-H200/2", "reshard_bytes.json: ", "aot/")) for line in lines)
-    assert "7 files could not be read" in page.text and "NVIDIA H200" in page.text
+    assert len(lines) == 8 and all(line in page.text for line in lines)
+    assert all(line.startswith(("NVIDIA-H200/2", "reshard_bytes.json: ", "predicted.json: ", "aot/")) for line in lines)
+    assert "8 files could not be read" in page.text and "NVIDIA H200" in page.text
 
 
 @pytest.mark.parametrize("ratios", ['{"x": 1}', '{"1": 0}', '{"NaN": 1}', "1"])

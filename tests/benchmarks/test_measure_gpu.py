@@ -162,6 +162,7 @@ def test_a_piece_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "no piece is named tune-int4; give one of test-products" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_benchmark_that_ends_early_says_so(tmp_path: Path) -> None:
     """By pytest's exit status."""
     piece = Piece("a", ("-m", "pytest", "-q", "--within=0", "benchmarks/test_mesh.py"), 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 
@@ -85,6 +86,17 @@ def test_the_table_of_layout_changes(kept: dict[tuple[str, str, str], Case], mes
     means = " / ".join(f"{each['bytes_over_bound_mean']:.2f}" for each in found)
     most = " / ".join(f"{each['bytes_over_bound_max']:.3g}" for each in found)
     assert re.search(rf"^\| {mesh}[^|]* \| {shares} \| {means} \| {most} \|$", RESHARD, re.MULTILINE)
+
+
+def test_predicted_steps() -> None:
+    errors: dict[str, list[float]] = {}
+    for each in json.loads((ROOT / "benchmarks/results/predicted.json").read_text()):
+        figure = each["figure"] + (", held out" if each["held_out"] else "")
+        errors.setdefault(figure, []).append(abs(each["predicted"] / each["reported"] - 1))
+    shown = [
+        f"| {name} | {len(some)} | {statistics.fmean(some):.1%} | {max(some):.1%} |" for name, some in errors.items()
+    ]
+    assert "\n".join(["|---|---|---|---|", *shown, ""]) in (ROOT / "docs/results.md").read_text()
 
 
 ENGINES = ("Weft", "DTensor", "DTensor, min-cost")

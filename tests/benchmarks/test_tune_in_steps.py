@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.matmul.configurations import write
-from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, Product, Timing, read
+from weft.kernels.launching.measured import write_table
+from weft.kernels.matmul.sharded.choice import MEASURED, TABLE, Form, ProductClass, Timing
 
 from benchmarks import tune_in_steps
 from benchmarks.timing import Host
@@ -21,13 +21,14 @@ def found(form: Form) -> Timing:
     return tune_in_steps.timed(form, 6, 12, 8, "cpu", torch.float32, Host(), "here", rounds=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_both_ways_are_compared_and_timed(pool: Pool, form: Form, tmp_path: Path) -> None:
     first, second = pool.run(found, form, ranks=2)
     assert first == second and min(first.seconds, first.pair_seconds) > 0
-    assert first.of == Product(form, "cpu", "float32", 2, 8, 16, 8)
-    write({first.of: first}, tmp_path / "table.json")
-    assert read(tmp_path / "table.json") == {first.of: first}
+    assert first.of == ProductClass(form, "cpu", "float32", 2, 8, 16, 8)
+    write_table({first.of: first}, tmp_path / "table.json")
+    assert Timing.read(tmp_path / "table.json") == {first.of: first}
 
 
 def measured(table: Path) -> list[str]:
@@ -46,16 +47,17 @@ def measured(table: Path) -> list[str]:
     return names
 
 
+@pytest.mark.exhaustive
 def test_what_is_in_the_table_is_not_measured_again(pool: Pool, tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     table.write_text("[]")
     first, again = ({*map(tuple, pool.run(measured, table, ranks=2))} for _ in range(2))
     assert first == {("all_gather_matmul", "matmul_reduce_scatter")} and again == {()}
-    assert len(read(table)) == 2
+    assert len(Timing.read(table)) == 2
 
 
 def test_the_table_is_as_it_is_written(tmp_path: Path) -> None:
-    write(MEASURED, tmp_path / "table.json")
+    write_table(MEASURED, tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == TABLE.read_text()
 
 

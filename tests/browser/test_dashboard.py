@@ -107,7 +107,7 @@ def test_the_theme_is_chosen_by_keyboard_for_page_and_charts(made: dict[str, Pat
 def test_the_files_are_in_the_page(made: dict[str, Path], chromium: Any) -> None:
     with opened(chromium, made["ours"]) as page:
         links = page.locator("a[data-file]")
-        assert links.count() == 3
+        assert links.count() == 4
         for at in range(links.count()):
             with page.expect_download() as download:
                 links.nth(at).click()

@@ -152,6 +152,7 @@ def test_bad_input_takes_less_than_a_second(arguments: tuple[str, ...], untraine
     assert min(found) < 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "3"}
     done = weft_preloaded("train", "--mesh.dp", "2", "--mesh.tp", "2", cwd=tmp_path, **world)
@@ -159,6 +160,7 @@ def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path: Path) 
     assert "mesh dp=2 x tp=2 does not fit 3 processes; dp x tp that fit: 3 x 1, 1 x 3" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mistake",
     [

@@ -30,6 +30,7 @@ def pair(i: int) -> dict:
     return {"prompt": some_words(i, 4), "chosen": some_words(i + 2, 1 + i % 7), "rejected": some_words(i + 3, 8)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("task", "record", "name"),
     [pytest.param("sft", conversation, "loss", id="sft"), pytest.param("dpo", pair, "dpo_loss", id="dpo")],

@@ -64,8 +64,24 @@ def all_equal(recipe: str, options: dict[str, str], exact: str, steps: int, fold
         assert found[1] == truth[1], f"weights on {name}, beside {first}"
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_two_processes_has_the_bytes_of_a_run_on_one(tmp_path: Path) -> None:
     all_equal("llama-tiny", {name: MESHES[name] for name in ("1x1", "2x1")}, NAMED, 3, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_held_out_rows_that_meshes_would_cut_elsewhere_are_read_in_parts(tmp_path: Path) -> None:
+    """18 held-out rows in batches of 12: of the last 6, dp=4 cuts off 2, and dp=2 would cut off 3."""
+    text, file = " ".join(str(number / 7) for number in range(1400)), tmp_path / "text.txt"
+    assert len(text) // 64 // 20 == 18, "a sequence in 20 is held out"
+    file.write_text(text)
+    options = f"--data.path {file} --data.batch-size 12 --data.sequence-length 64 --eval-every 1 --mesh.tp 1"
+    losses = []
+    for dp in (1, 2):
+        run("llama-tiny", f"{options} --mesh.dp {dp}", "dp=4", 1, tmp_path / f"{dp}")
+        lines = (tmp_path / f"{dp}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["held_out_loss"] for line in lines])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.exhaustive

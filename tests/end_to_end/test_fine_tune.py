@@ -84,6 +84,7 @@ def test_paddlenlp_9412_a_folder_learns_conversations_then_preferences_by_the_co
     assert re.search(r"^reward accuracy +1$", evaluated, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 def test_every_option_of_the_guides_trainings_is_accepted(
     base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -98,6 +99,7 @@ def test_every_option_of_the_guides_trainings_is_accepted(
         assert f'task = "{arguments[arguments.index("--task") + 1]}"' in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 def test_every_record_of_the_guides_table_is_an_example(base: Path, tmp_path: Path) -> None:
     tokenizer = find_tokenizer(base / "base")

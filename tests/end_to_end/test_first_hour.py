@@ -46,7 +46,8 @@ SAID = {
 def commands(markdown: str) -> list[str]:
     """The shell blocks' commands, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
-    return [line.partition("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    lines = (line.partition("#")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line]
 
 
 def inline(markdown: str) -> list[str]:
@@ -127,7 +128,7 @@ def exact(shown: str) -> list[str]:
 
 
 def test_commands_are_read_from_the_readme() -> None:
-    text = "```sh\n./run train   # a model\n\n./run test\n```\n```text\n./run nothing\n```\n"
+    text = "```sh\n# both\n./run train   # a model\n\n./run test\n```\n```text\n./run nothing\n```\n"
     assert commands(text) == ["./run train", "./run test"]
     assert {command.split()[1] for command in commands(README)} >= {"train", "test", "benchmark", "dashboard"}
     assert [command for command in commands(README) if not command.startswith(tuple(SAID))] == []

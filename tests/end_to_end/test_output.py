@@ -71,6 +71,7 @@ def test_a_run_ends_well_whatever_becomes_of_its_output(line: str, changes: dict
     assert is_whole(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_reader_goes_away_ends_well(folder: Path) -> None:
     with preloaded.Popen(RUN, cwd=folder, env=environment(), stdout=preloaded.PIPE, stderr=preloaded.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -81,6 +82,7 @@ def test_a_run_whose_reader_goes_away_ends_well(folder: Path) -> None:
     assert is_whole(folder)
 
 
+@pytest.mark.exhaustive
 def test_characters_that_an_encoding_lacks_are_question_marks(folder: Path) -> None:
     done = preloaded.run(RUN, cwd=folder, env=environment(PYTHONIOENCODING="ascii"))
     assert "  | w?rp " in done.stdout, "the sample begins with the prompt"

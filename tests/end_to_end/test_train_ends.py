@@ -65,6 +65,7 @@ def test_an_interrupted_run_leaves_no_process(how: signal.Signals, status: int, 
 MESHES = {"tp": ("--mesh.dp=1", "--mesh.tp=2"), "dp": DP2, "zero": (*DP2, "--plan.zero=3")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mesh", ["dp", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("tp", "zero"))])
 def test_a_rank_that_is_stopped_ends_the_run_in_time_and_is_named(mesh: str, victim: int, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_the_ranks_of_torchrun_end_with_it(tmp_path: Path) -> None:
     assert (tmp_path / "run/metrics.jsonl").read_text() == lines
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seconds", [0.5, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.0, 2.0))])
 def test_ctrl_c_while_torch_is_imported_is_one_line(seconds: float, tmp_path: Path) -> None:
     with subprocess.Popen(

@@ -173,6 +173,7 @@ def test_the_newest_that_is_whole_is_resumed(folder: Path) -> None:
         find_to_resume(folder.parent.parent)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("missing", [False, True], ids=["cut-short", "without-manifest"])
 def test_a_run_goes_on_past_damaged_checkpoints_to_its_end(missing: bool, tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "text.txt").write_text("what was saved is whole. " * 40)

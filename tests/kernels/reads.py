@@ -31,7 +31,7 @@ CHECKING = tuple(
 )
 
 READING_ON_A_CPU = (
-    "weft.kernels.attention.options.batch_for",
+    "weft.kernels.attention.options.fused_calls_for",
     "weft.kernels.attention.compute.are_finite",
     "weft.kernels.attention.blocks.forward",
     "weft.kernels.attention.blocks.backward",

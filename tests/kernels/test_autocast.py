@@ -170,6 +170,7 @@ def compiled_as_eager(name: str, mesh: ProcessMesh | None) -> None:
 COMPILED = ("attention", "linear", "linear_cross_entropy", "rms_norm")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in COMPILED[1:3])) for name in COMPILED]
 )  # each op once; each is on DTensors, too, below

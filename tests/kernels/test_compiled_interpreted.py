@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
@@ -74,6 +75,7 @@ def recording(names: set[str]) -> Callable[..., Any]:
     return compiler
 
 
+@pytest.mark.exhaustive
 def test_each_launch_is_an_op_in_the_graph(interpreted: None) -> None:
     torch._dynamo.reset()
     forward: set[str] = set()

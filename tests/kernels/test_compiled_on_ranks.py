@@ -196,6 +196,7 @@ BY_LAYOUT = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["logits", "product"])
 @pytest.mark.parametrize(("of_logits", "options"), BY_LAYOUT)
 def test_by_the_layout_it_compiles_to_one_graph(pool: Pool, form, of_logits, options):

@@ -80,6 +80,7 @@ def reshards() -> None:
     compiles(lambda xs: [reshard(x, placements=form) for (x,), form in zip(xs, forms, strict=True)], laid)
 
 
+@pytest.mark.exhaustive
 def test_reshard_by_every_form_of_placements(pool: Pool) -> None:
     pool.run(reshards)
 

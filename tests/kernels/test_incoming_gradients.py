@@ -259,6 +259,7 @@ def every_op() -> dict[str, int]:
     return {name: check_every_layout(name) for name in OPS}
 
 
+@pytest.mark.exhaustive
 def test_a_backward_takes_every_layout_that_says_enough(pool: Pool) -> None:
     """For outputs sharded over both axes of a mesh: gradients whole on either axis, or on both."""
     for counts in pool.run(every_op, ranks=4):

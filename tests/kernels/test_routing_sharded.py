@@ -50,6 +50,7 @@ def on_the_cube(text: str) -> list[str]:
     return [str(layout_of(each)) for each in (rows, *found)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", TOKENS)
 def test_tokens_over_several_axes_equal_one_process(text: str, pool: Pool) -> None:
     first, *others = pool.run(on_the_cube, text, ranks=8)

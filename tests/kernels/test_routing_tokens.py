@@ -173,6 +173,7 @@ def test_float64_is_differentiated_exactly() -> None:
     assert check(lambda *t: router_statistics(t[0], experts, t[1], layer=1, layers=2), (logits, before))
 
 
+@pytest.mark.exhaustive
 def test_bytes_of_rows_sorted_and_back(interpreted: None) -> None:
     N, k, E, H = 160, 4, 64, 256
     R, blocks = N * k, N * k // 128

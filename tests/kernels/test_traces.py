@@ -76,6 +76,7 @@ def losses(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", OTHERS)
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 def test_make_fx_of_tensors_without_data_decides_nothing_by_values(mode, change):

@@ -146,7 +146,7 @@ def loss_divided_by_local_tokens(trainer: Trainer, patch: MonkeyPatch) -> None:
 
 @fault("*", "gradients", cp=2)
 def gradients_not_reduced_over_cp(trainer: Trainer, patch: MonkeyPatch) -> None:
-    def own_part(parts: list[Tensor], group: dist.ProcessGroup) -> Any:
+    def own_part(parts: list[Tensor], group: dist.ProcessGroup, members: Any) -> Any:
         return immediate_result(torch.cat([each.reshape(-1) for each in parts]))
 
     patch.setattr(buckets, "sum_parts", own_part)

@@ -91,6 +91,7 @@ def their_loss(folder: Path, name: str) -> float:
     return F.cross_entropy(logits.flatten(0, 1).double(), rows.targets.flatten()).item()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["folder", "checkpoint", "resumed"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", KINDS)

@@ -32,7 +32,7 @@ def test_no_block_makes_bounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     expected = model(TOKENS, documents=DOCUMENTS)
     alone = model(TOKENS[:1, 2:], positions=torch.arange(2, 6)[None])
     monkeypatch.setattr(options, "document_bounds", refuse)
-    options._cached_batch.cache_clear()
+    options._cached_fused_calls.cache_clear()
     found = model(TOKENS, documents=DOCUMENTS)
     found.sum().backward()
     assert torch.equal(found, expected)
@@ -45,7 +45,7 @@ def on_a_mesh() -> dict[str, Any]:
     plan = model.parallel_plan()
     parallelize(model, mesh, plan)
     batch = lay_out_batch(mesh, plan, TOKENS, documents=DOCUMENTS, positions=POSITIONS)
-    options._cached_batch.cache_clear()
+    options._cached_fused_calls.cache_clear()
     with patch.object(options, "document_bounds", refuse):
         logits = model(batch.tokens, positions=batch.positions, documents=batch.documents)
     torch.testing.assert_close(to_global(logits.detach()), alone(TOKENS, documents=DOCUMENTS, positions=POSITIONS))

@@ -123,6 +123,7 @@ def line_of(text: str, part: str) -> int:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before_and_after", "who", "count"),
     [
@@ -193,6 +194,7 @@ def test_github_gets_annotations_and_a_table(weft: Weft, folder: Path, monkeypat
     assert "GITHUB_STEP_SUMMARY" in err and err.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_has_a_rank_of_each_stage(weft: Weft, folder: Path) -> None:
     options = ("--mesh.pp", "2", "--mesh.dp", "2", "--mesh.tp", "1", "--model.num-layers", "2", "--batch", "8,32")
     status, out, _ = weft("explain", *options, "--save", "golden.json")
@@ -211,6 +213,7 @@ def test_a_pipeline_has_a_rank_of_each_stage(weft: Weft, folder: Path) -> None:
     assert "\n  rank 2: -1 send over pp" in out
 
 
+@pytest.mark.exhaustive
 def test_options_of_a_file_are_read_anew_and_paths_are_relative_to_the_golden_file(
     weft: Weft, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +253,7 @@ def test_what_a_user_allows_is_kept_when_the_file_is_saved_again(weft: Weft, fol
     assert json.loads(path.read_text())["allow"] == {"count": 0, "bytes_percent": 0.0, "memory_percent": 60.0}
 
 
+@pytest.mark.exhaustive
 def test_several_files_are_checked_and_one_of_them_fails(weft: Weft, folder: Path) -> None:
     for name in ("a", "b"):
         weft("explain", *SMALL, "--save", f"{name}.json")

@@ -25,6 +25,7 @@ def test_a_run_that_does_not_hang(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("no rank waits for another: 2 ranks, ") and out.endswith(" at most\n"), out
 
 
+@pytest.mark.exhaustive
 def test_a_golden_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     golden = str(tmp_path / "golden.json")
     assert status(["explain", *RUN, "--save", golden]) == 0

@@ -82,6 +82,7 @@ def weft(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     return call
 
 
+@pytest.mark.exhaustive
 def test_runs_on_two_meshes_differ_by_rounding(weft: Any) -> None:
     status, out, err = weft("compare", "a", "b")
     assert (status, err) == (0, "")
@@ -94,6 +95,7 @@ def test_runs_on_two_meshes_differ_by_rounding(weft: Any) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_has_the_bits_of_itself(weft: Any) -> None:
     status, out, _ = weft("compare", "a", "a")
     assert status == 0
@@ -102,6 +104,7 @@ def test_a_run_has_the_bits_of_itself(weft: Any) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_bug_is_shown_with_its_place(weft: Any) -> None:
     status, out, _ = weft("compare", "a", "bug")
     assert status == 1
@@ -195,6 +198,25 @@ def test_a_resumed_run_goes_on_in_the_same_file(folder: Path) -> None:
         assert (after.steps[step].sketches == before.steps[step].sketches).all()
 
 
+def with_turned_matrix(text: bytes) -> bytes:
+    """A file of digests in which a matrix has the other shape, with as many blocks."""
+    lines = text.splitlines(keepends=True)
+    number = next(i for i, line in enumerate(lines) if line.startswith(b'{"tensors": '))
+    table = json.loads(lines[number])
+    shape = next(entry[3] for entry in table["tensors"] if len(set(entry[3])) == 2 and len(entry[3]) == 2)
+    shape.reverse()
+    lines[number] = (json.dumps(table) + "\n").encode()
+    return b"".join(lines)
+
+
+def test_a_run_against_tensors_of_another_shape_ends_with_an_error(folder: Path, pool: Pool) -> None:
+    edited(folder, "turned", with_turned_matrix)
+    options = {"against": folder / "turned", "digests": 0}
+    (error,) = pool.run(trained, str(folder / "text.txt"), "square", {"dp": 1, "tp": 1}, options, ranks=1)
+    assert re.search(r" has the shape \(.*\) in one run and \(.*\) in the other; compare two runs of one model$", error)
+
+
+@pytest.mark.exhaustive
 def test_a_run_against_another_stops_at_a_bug(folder: Path, pool: Pool) -> None:
     against = {"against": folder / "a", "digests": 0}
     text = str(folder / "text.txt")

@@ -60,6 +60,7 @@ def compiled_op(name: str, dynamic: bool | None) -> None:
         torch.testing.assert_close(*(each.to_local() for each in gradients))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["unsaid", "dynamic"])
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_is_compiled_anew_for_another_whole_shape(name: str, dynamic: bool | None, pool: Pool) -> None:

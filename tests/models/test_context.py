@@ -186,21 +186,21 @@ def scores(cp: int, length: int, natural: bool) -> int:
     tokens = torch.zeros(1, length, dtype=torch.long)
     laid = lay_out_batch(grid, plan, tokens)
     count = 0
-    batch_of = stretches.batch_of
+    fused_calls_of = stretches.fused_calls_of
 
     def counting(seen: Tensor, *rest: Any) -> Any:
         nonlocal count
         count += int((seen[..., 1] - seen[..., 0]).sum())
-        return batch_of(seen, *rest)
+        return fused_calls_of(seen, *rest)
 
-    stretches.batch_of = counting
-    options._cached_batch.cache_clear()
+    stretches.fused_calls_of = counting
+    options._cached_fused_calls.cache_clear()
     try:
         model(distribute(tokens, Layout(grid, {"cp": Shard(1)}))) if natural else model(
             laid.tokens, positions=laid.positions
         )
     finally:
-        stretches.batch_of = batch_of
+        stretches.fused_calls_of = fused_calls_of
     return count
 
 

@@ -324,7 +324,6 @@ def table() -> Iterator[Any]:
 
 
 @pytest.mark.table
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("sizes", "cases"), list(table()))
 def test_paddlenlp_9412_loss_and_gradients_of_one_process_with_recomputation_and_weights_after_steps(
     sizes: Sizes,

@@ -55,7 +55,7 @@ FAMILIES: dict[str, ModelConfig] = {
     "mixtral": MixtralConfig(**GATED, num_experts=4, experts_per_token=2),
     "qwen3-moe": QwenMoeConfig(**GATED, **EXPERTS, moe_intermediate_size=24, shared_expert_size=16),
 }
-ROWS, LENGTH, STEPS = 8, 12, 3
+ROWS, LENGTH, STEPS = 32, 12, 3  # rows of 4 microbatches over dp=8
 CLIP = 0.1  # the norms are above it
 Sizes = tuple[int, int, int, int]  # of pp, dp, cp, tp
 Named = tuple[tuple[str, int], ...]
@@ -144,10 +144,8 @@ def plans(sizes: Sizes, named: Named) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     schedules = [*NAMES] if pp > 1 else [None]
     for number, (schedule, zero) in enumerate(product(schedules, range(4))):
-        if schedule == "zero_bubble" and zero > 1:
-            continue  # refused
-        pipeline = None if schedule is None else PipelinePlan(schedule=schedule, microbatches=2)
-        each: dict[str, Any] = {"zero": zero, "pipeline": pipeline, "microbatches": 2 if pp > 1 else 1}
+        pipeline = None if schedule is None else PipelinePlan(schedule=schedule, microbatches=4)
+        each: dict[str, Any] = {"zero": zero, "pipeline": pipeline, "microbatches": 4 if pp > 1 else 1}
         each["recompute"] = ("none", "full", "selective")[number % 3]
         each["context"] = ("all_gather", "ulysses")[number % 2] if dict(named).get("cp", 1) > 1 else None
         each["sequence"] = bool(number % 2)
@@ -160,8 +158,6 @@ def meshes(named: Named, family: str) -> list[Sizes]:
     of = [[n for n in (1, 2, 4, 8) if sizes.get(axis, 1) % n == 0] for axis in ("dp", "tp")]
     cp = sizes.get("cp", 1)
     flat = [(1, dp, cp, tp) for dp, tp in product(*of) if dp * cp * tp <= 8]
-    if FAMILIES[family].tie_embeddings:
-        return flat  # a table tied across stages is refused
     return flat + [(2, dp, cp, tp) for dp, tp in product(*of) if 2 * dp * cp * tp <= 8]
 
 

@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from weft.kernels import cross_entropy
 from weft.mesh import ProcessMesh
 from weft.models import (
-    GPTConfig,
     LlamaConfig,
     MixtralConfig,
-    PipelinePlan,
     RouterLosses,
     forward_backward,
     initialize,
@@ -88,6 +86,7 @@ def test_norms_and_optimizers_outside_of_the_step_are_exact(pool: Any, optimizer
     check_same(pool, optimizer, "llama", 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [1, 8])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_losses_of_microbatches_and_of_routers_are_exact(pool: Any, family: str, microbatches: int) -> None:
@@ -135,19 +134,6 @@ def test_a_forward_that_would_take_other_sums_is_refused(pool: Any) -> None:
     assert "forward_backward" in message
 
 
-def tied_stages() -> str:
-    model = make_model(GPTConfig(vocab_size=33, hidden_size=32, num_layers=2, num_heads=4, max_seq_len=16))
-    plan = replace(model.parallel_plan(), exact={"dp": 2}, pipeline=PipelinePlan(microbatches=2))
-    with pytest.raises(ValueError) as error:
-        parallelize(model, ProcessMesh.grid(pp=2, dp=1), plan)
-    return str(error.value)
-
-
-def test_a_table_tied_across_stages_is_refused(pool: Any) -> None:
-    for message in pool.run(tied_stages, ranks=2):
-        assert "exact dp=2 cannot be kept with pp=2" in message
-
-
 def train_in_context(dp: int, context: str, packed: bool) -> list[Tensor]:
     config = LlamaConfig(**{**SIZES, "num_kv_heads": 4}, dropout=0.1, attention_dropout=0.1)
     model = make_model(config)
@@ -166,6 +152,7 @@ def train_in_context(dp: int, context: str, packed: bool) -> list[Tensor]:
     return [*results, *(to_global(each.detach()) for each in model.parameters())]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("context", ["all_gather", "ulysses"])
 def test_tokens_over_context_ranks_are_exact(pool: Any, context: str, packed: bool) -> None:
@@ -206,6 +193,27 @@ def test_torch_on_elements_and_rows_is_exact(pool: Any, output: str) -> None:
     first, second = (pool.run(with_output, output, (dp, 1), ranks=dp)[0] for dp in (1, 2))
     for expected, value in zip(first, second, strict=True):
         assert torch.equal(expected, value)
+
+
+def norms(sizes: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
+    """The norm of each parameter's gradient: by Weft, and by torch."""
+    model = make("llama", sizes)
+    forward_backward(model, cross_entropy, *batch())
+    by_weft = [clip_grad_norm_([each], 1e9) for each in model.parameters()]
+    by_torch = [to_global(torch.nn.utils.get_total_norm([each.grad])) for each in model.parameters()]
+    clipped = [to_global(torch.nn.utils.clip_grad_norm_([each], 1e9)) for each in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(clipped, by_torch, strict=True))
+    return by_weft, by_torch
+
+
+@pytest.mark.exhaustive
+def test_the_norm_by_torch_depends_on_the_mesh(pool: Any) -> None:
+    """Torch has no place where the norm of such gradients could be refused; the guide warns."""
+    (weft, own), *further = [pool.run(norms, sizes, ranks=sizes[0] * sizes[1])[0] for sizes in MESHES]
+    for by_weft, by_torch in further:
+        assert all(torch.equal(a, b) for a, b in zip(weft, by_weft, strict=True))
+        torch.testing.assert_close(by_torch, by_weft)
+    assert any(not torch.equal(a, b) for _, by_torch in further for a, b in zip(own, by_torch, strict=True))
 
 
 def compiled() -> str:

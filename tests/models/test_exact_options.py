@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.models import GPTConfig, LlamaConfig
+from weft.models import LlamaConfig
 from weft.models.train.arithmetic import arithmetic_of, end_of_bits
 from weft.models.train.config import DataConfig, MeshConfig, PlanConfig, TrainConfig
 from weft.models.train.run import complete_plan
@@ -36,13 +36,6 @@ def test_a_pipeline_needs_the_number_of_microbatches() -> None:
         complete(config_of(mesh=PIPELINE))
     assert complete(config_of(mesh=PIPELINE, microbatches=4)).microbatches == 4
     assert complete(config_of(mesh=PIPELINE, exact=None)).microbatches == 8
-
-
-def test_a_pipeline_takes_no_tied_table() -> None:
-    with pytest.raises(ValueError, match="pp=2 and the table of embedding and output on several stages"):
-        complete(config_of(GPTConfig(**SIZES), PIPELINE, microbatches=4))
-    complete(config_of(GPTConfig(**SIZES), microbatches=4))
-    complete(config_of(GPTConfig(**SIZES, tie_embeddings=False), PIPELINE, microbatches=4))
 
 
 @pytest.mark.parametrize(

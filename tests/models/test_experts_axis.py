@@ -129,7 +129,7 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", ["gather", "exchange"])
 @pytest.mark.parametrize("case", CASES)
@@ -148,13 +148,19 @@ def in_order(case: str) -> list[str]:
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["pp2-dp2-ep2-zero-bubble", "pp2-dp2-ep2-interleaved"])
 def test_stages_exchange_tokens_in_one_order_on_all_ranks(case: str, pool: Any) -> None:
     assert not any(pool.run(in_order, case, ranks=4))
 
 
+# Each token goes to all experts: otherwise the rounding of bfloat16 decides where a token near two experts goes. The
+# sizes give a token's hidden state, its coefficients and its choices different numbers of bytes.
+EVERY_EXPERT = replace(FAMILIES["qwen3-moe"], hidden_size=32, num_experts=4, experts_per_token=4)
+
+
 def in_bfloat16(ep: int | None) -> tuple[float, dict[str, Tensor], list[Any]]:
-    config = FAMILIES["qwen3-moe"]
+    config = EVERY_EXPERT
     model = make(config)
     if ep is not None:
         parallelize(model, ProcessMesh.grid(dp=2), plan_of(model, ep, {"tokens": "gather"}))
@@ -175,8 +181,8 @@ def test_tokens_move_in_the_dtype_of_autocast(pool: Any) -> None:
         assert found == pytest.approx(loss, rel=1e-2)
         for name, each in own.items():
             assert (each - gradients[name]).abs().max() <= 0.1 * gradients[name].abs().max(), name
-        hidden = FAMILIES["qwen3-moe"].hidden_size
-        assert sum(each.nbytes == rows * hidden * 2 for each in moved) == 4 * len(FAMILIES["qwen3-moe"].sparse_layers)
+        hidden = EVERY_EXPERT.hidden_size
+        assert sum(each.nbytes == rows * hidden * 2 for each in moved) == 4 * len(EVERY_EXPERT.sparse_layers)
 
 
 def adapted(ep: int | None) -> dict[str, Tensor]:

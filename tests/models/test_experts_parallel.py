@@ -143,7 +143,6 @@ def one_step(axes: dict[str, int], options: dict[str, Any], config: MixtureConfi
     }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("axes", "options"), MESHES)
 def test_loss_its_parts_and_gradients_are_those_of_one_process(

@@ -84,7 +84,7 @@ def load(after: str, folder: Path, zero: int) -> tuple[dict[str, Tensor], dict[s
     return values(model, optimizer), {name: whole(each) for name, each in read.named_parameters()}
 
 
-@pytest.mark.few(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("after", MESHES)
 @pytest.mark.parametrize("before", MESHES)
@@ -115,7 +115,7 @@ def generated(mesh: str, use_cache: bool) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["dp4-ep4", "dp2-tp2-ep2", "dp2-tp2-ep4"])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generates_the_tokens_of_one_process_and_so_does_a_copy(mesh: str, use_cache: bool, pool: Any) -> None:

@@ -61,7 +61,7 @@ def two_steps(text: str, axes: dict[str, int], plan: dict[str, Any]) -> dict[str
     return {"metrics": [[getattr(m, n) for n in ROUTER_METRICS] for m in metrics], "load": trainer.load} | biases
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "plan"),
     [

@@ -141,7 +141,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, str], list[ExpertPlan]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [PlainExperts, Experts])
 @pytest.mark.parametrize("case", MESHES)
 def test_values_and_gradients_of_one_process_for_any_shape_and_any_choices(case: str, kind: Any, pool: Any) -> None:

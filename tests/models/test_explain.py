@@ -61,6 +61,7 @@ def test_memory_of_one_process_is_16_bytes_a_parameter_with_adam(capsys: pytest.
     assert whole == expected
 
 
+@pytest.mark.exhaustive
 def test_the_peak_has_the_activations_of_the_microbatches_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--mesh.pp", "2", "--mesh.dp", "1", "--mesh.tp", "1", "--model.num-layers", "8", "--batch", "8,64")
     first, last = (at_peak(explained(capsys, *options, "--rank", rank)) for rank in ("0", "1"))
@@ -131,6 +132,7 @@ def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: 
     assert message in line
 
 
+@pytest.mark.exhaustive
 def test_packed_rows_under_context_parallelism_exchange_at_most_what_is_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

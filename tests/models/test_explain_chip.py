@@ -28,6 +28,7 @@ def values(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return _VALUES[arguments]
 
 
+@pytest.mark.exhaustive
 def test_the_parts_add_up_to_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     found = values(capsys, *TINY, "--chip", "h100")
     assert {"seconds", "tokens_per_second", "mfu", "memory_bytes", "parts"} <= found.keys()
@@ -36,6 +37,7 @@ def test_the_parts_add_up_to_the_step(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["processes"] == 4 and found["fits"]
 
 
+@pytest.mark.exhaustive
 def test_the_lines_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     found = values(capsys, *TINY, "--chip", "h100")
     out, _ = weft(capsys, *TINY, "--chip", "h100")
@@ -45,6 +47,7 @@ def test_the_lines_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) ->
         assert f"  {number}  {change['options']}: {change['seconds']:.4g} s" in out
 
 
+@pytest.mark.exhaustive
 def test_changes_are_faster_and_are_options_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny model on a large chip waits for the host, so compiled blocks are faster."""
     found = values(capsys, *TINY, "--chip", "h100")
@@ -67,6 +70,7 @@ def _with(arguments: tuple[str, ...], options: list[str]) -> list[str]:
     return [*unchanged, *options]
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_does_not_fit_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     run = ("llama3-8b", "--mesh.dp", "8", "--mesh.tp", "1", "--batch", "8,8192", "--chip", "h100")
     found = values(capsys, *run)
@@ -75,6 +79,7 @@ def test_a_plan_that_does_not_fit_says_what_fits(capsys: pytest.CaptureFixture[s
     assert found["changes"]
 
 
+@pytest.mark.exhaustive
 def test_the_timeline_is_a_picture_or_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("step.svg", "step.json"):
         weft(capsys, *TINY, "--chip", "h100", "--timeline", str(tmp_path / name))
@@ -86,8 +91,8 @@ def test_the_timeline_is_a_picture_or_a_trace(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (("--chip", "h1000"), r"h1000.*h100"),
-        (("--json",), r"--json is of a prediction on a chip; add --chip"),
-        (("--timeline", "step.svg"), r"--timeline is of a prediction on a chip"),
+        (("--json",), r"--json needs a prediction on a chip; add --chip"),
+        (("--timeline", "step.svg"), r"--timeline needs a prediction on a chip"),
         (("--chip", "h100", "--timeline", "step.png"), r"step\.png is neither \.svg nor \.json"),
         (("--chip", "h100", "--timeline", "no-folder/step.svg"), r"there is no folder no-folder"),
         (("--chip", "h100", "--mesh.pp", "2", "--plan.split", "layers.1"), r"stages of equally many layers"),

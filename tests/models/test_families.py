@@ -8,6 +8,7 @@ from tests.models.folders import CLASSES, alone, check_agreement, drawn, pairs
 from tests.support.sample import number_of
 
 
+@pytest.mark.exhaustive
 def test_each_option(portion, tmp_path):
     for kind, names in portion.of(alone(), every=3):
         check_agreement(kind, names, tmp_path / f"{kind}-{names[0]}")
@@ -20,6 +21,7 @@ def test_each_option_in_several_files_with_other_weights(seed, tmp_path):
         check_agreement(kind, names, tmp_path / f"{kind}-{names[0]}", seed=seed, sharded=True)
 
 
+@pytest.mark.exhaustive
 def test_pairs_of_options(portion, tmp_path):
     for kind, names in portion.of(pairs(), every=100):
         folder, number = tmp_path / kind / "-".join(names), number_of(names)

@@ -31,6 +31,7 @@ def both(name, tmp_path):
     return theirs, from_pretrained(tmp_path / "model").eval()
 
 
+@pytest.mark.exhaustive
 @each
 def test_greedy_generation_is_that_of_transformers(both):
     theirs, ours = both
@@ -40,6 +41,7 @@ def test_greedy_generation_is_that_of_transformers(both):
         assert torch.equal(generate(ours, prompt, max_new_tokens=12, use_cache=use_cache), expected)
 
 
+@pytest.mark.exhaustive
 @each
 def test_prompts_of_different_lengths_are_each_as_alone_also_where_a_context_is_full(both):
     _, ours = both

@@ -28,6 +28,7 @@ def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return begin(capsys, monkeypatch, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("converted", [False, True], ids=["folder", "checkpoint"])
 @pytest.mark.parametrize(
     "config",
@@ -53,6 +54,7 @@ def test_the_model_is_the_folders(config: ModelConfig, converted: bool, asked: A
     assert asked("qwen3-tiny", "--from", folder, *TEXT).config.optimizer.lr == 4e-3
 
 
+@pytest.mark.exhaustive
 def test_every_config_that_transformers_writes_is_taken(asked: Asked) -> None:
     import transformers  # here, as the import takes a second, also in workers that run none of these tests
 
@@ -66,6 +68,7 @@ def test_every_config_that_transformers_writes_is_taken(asked: Asked) -> None:
         assert run.config.model.initializer_range == theirs.initializer_range
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
@@ -223,6 +226,7 @@ def trained(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_without_the_folder_that_it_began_with(asked: Asked) -> None:
     """A run's checkpoints hold the whole model, including the rope scaling, which no option can give.
 
@@ -275,6 +279,7 @@ def test_a_path_without_a_model_is_refused(asked: Asked) -> None:
         assert said in asked.refusal("--from", name, *TEXT), name
 
 
+@pytest.mark.exhaustive
 def test_a_text_is_not_trained_as_bytes_where_the_folder_has_another_tokenizer(asked: Asked) -> None:
     for name in ("one", "two"):
         Path(f"{name}.txt").write_text(f"{name} text of its own kind, {name}; " * 60)
@@ -327,6 +332,7 @@ def main_ends(*arguments: str) -> None:
     assert not end.value.code
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_it_waits_for_torch(asked: Asked) -> None:
     """A contradiction is told before torch is imported, of every family."""
     for name, config in {"llama": LLAMA, "qwen": QWEN, "gpt": GPT2}.items():

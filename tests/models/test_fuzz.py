@@ -14,6 +14,7 @@ from tests.support.limits import PATIENCE
 CASES, SEED = 42, 20
 
 
+@pytest.mark.exhaustive
 def test_a_sample_of_damaged_files_ends_in_the_right_answer_or_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """In a fork of a process without threads: the cases fork, and torch's threads do not survive a fork."""
     command = [sys.executable, "-m", "tests.faults.fuzz", "--count", str(CASES), "--seed", str(SEED)]

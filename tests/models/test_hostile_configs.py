@@ -212,6 +212,7 @@ def test_a_run_that_is_as_it_was_goes_on(run: dict[str, Any], capsys: pytest.Cap
     assert read_saved(Path("run/checkpoint-2"))["step"] == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -253,6 +254,7 @@ def test_a_checkpoint_under_a_name_of_its_own_is_gone_on_with(run: dict[str, Any
         assert read_saved(Path(name))["step"] == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "lines",
     [
@@ -293,6 +295,7 @@ def test_metrics_that_are_no_plain_file(run: dict[str, Any], capsys: pytest.Capt
     assert "run/metrics.jsonl is no plain file" in refused(capsys, "--output", "run", "--resume")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "line",
     [

@@ -62,6 +62,7 @@ DOORS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("place", "value", "said"),
@@ -139,6 +140,7 @@ def test_counts_that_the_files_do_not_have_are_not_read(capsys: pytest.CaptureFi
         assert f"and the manifest says {2 * tokens}; copy it again" in refused(capsys, "train", "--data.path", "out")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/b", ".hidden", "..", ""])
 def test_a_name_of_a_tokenizers_file_stays_in_the_folder(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("outside").write_text("not of the data")
@@ -215,7 +217,7 @@ def test_a_token_outside_of_the_vocabulary(place: int, token: int, capsys: pytes
     tokens = np.frombuffer(TOKENS.read_bytes(), dtype="<u2").copy()
     tokens[place] = token
     rewritten(TOKENS, tokens.tobytes(), 0)
-    said = f"out/{TOKENS.name} is not what was prepared: it has the token {token}, and there are 257"
+    said = f"out/{TOKENS.name} is not what was prepared: it has the token {token} in a vocabulary of 257"
     assert said in refused(capsys, "data", "verify", "out")
     stream = find_data(Path("out")).open()
     with pytest.raises(ValueError, match=f"it has the token {token}"):

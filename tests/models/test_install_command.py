@@ -51,6 +51,7 @@ def test_it_is_of_the_pip_that_there_is(
     assert install_command("wandb") == said.format(python=sys.executable)
 
 
+@pytest.mark.exhaustive
 def test_it_runs_here() -> None:
     command = install_command("pip").replace(" install ", " install --dry-run --no-index ", 1)
     done = subprocess.run(command, shell=True, env=os.environ, capture_output=True, text=True, check=False)

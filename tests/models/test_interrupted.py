@@ -140,6 +140,7 @@ class TestRecords:
         for name, content in self.whole.items():
             Path("out", name).write_bytes(content)
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("name", ["progress.json", "part-00000.json"])
     def test_any_flipped_bit_changes_nothing_in_the_end(self, name: str, portion: Portion) -> None:
         """Work whose record does not fit is done again."""

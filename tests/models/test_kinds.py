@@ -143,6 +143,7 @@ def test_batches_of_records_are_those_of_the_same_texts_in_files() -> None:
         assert one.tokens.tolist() == other.tokens.tolist() and one.targets.tolist() == other.targets.tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_field_that_is_missing_is_an_error_that_lists_those_there_are(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -158,6 +159,7 @@ def test_a_field_that_is_missing_is_an_error_that_lists_those_there_are(
     assert documents() == TEXTS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_failed_leaves_nothing_that_is_in_the_way(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where a part was complete, and where the failed preparation had been interrupted."""
@@ -171,6 +173,7 @@ def test_what_failed_leaves_nothing_that_is_in_the_way(workers: str, capsys: pyt
 
 
 class TestRefused:
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
@@ -192,8 +195,8 @@ class TestRefused:
             ("a.csv", b"\xfe\xff\x00t", "a.csv is text in UTF-16"),
             ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl is text in UTF-16 or UTF-32"),
             ("a", b"text\x00text", "a is binary (byte 4 is 0), not text in UTF-8"),
-            ("data", lines, "data holds JSON, and its suffix '' does not say so; name it .jsonl"),
-            ("a.jsonlines", lines, "a.jsonlines holds JSON, and its suffix '.jsonlines' does not say so"),
+            ("data", lines, "data holds JSON, but has the suffix ''; name it .jsonl"),
+            ("a.jsonlines", lines, "a.jsonlines holds JSON, but has the suffix '.jsonlines'; name it .jsonl"),
             ("a.dat", lambda: json.dumps(records()), "a.dat holds JSON"),
             ("a.geojson", '{\n "type": "FeatureCollection"\n}', "a.geojson holds JSON"),
             (
@@ -255,6 +258,7 @@ class TestRefused:
         assert message in refused(capsys, "data", "prepare", name, "--output", "out", "--workers", "1")
         assert message in refused(capsys, "train", "--data.path", name)
 
+    @pytest.mark.exhaustive
     def test_the_number_of_a_line_is_that_of_the_file(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Also where the file is read in parts."""
         write("a.jsonl", '{"text": "a"}\n' * 200_000 + "{\n")

@@ -54,6 +54,7 @@ def both(name: str, tmp_path: Path) -> tuple[Any, Any, int]:
     return theirs, from_pretrained(tmp_path / "model").eval(), longest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize("name", KINDS)
 def test_generation_is_that_of_transformers_up_to_the_longest_context(
@@ -81,6 +82,7 @@ def test_beyond_the_longest_context_its_last_half_is_read(both: tuple[Any, Any, 
     assert torch.equal(theirs(found[:, start : longest + 1]).logits[:, -1].argmax(-1), found[:, longest + 1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize(
     "scaling",

@@ -94,6 +94,7 @@ def test_the_input_is_dropped_as_in_peft_and_each_adapter_has_a_mask_of_its_own(
     assert not torch.equal(*same_input)
 
 
+@pytest.mark.exhaustive
 def test_masks_differ_by_step_leave_the_mean_and_end_in_eval_mode() -> None:
     model, tokens = dropping(make()).requires_grad_(False), batch()[0]
     layer: Any = model.layers[0].self_attn.q_proj
@@ -171,6 +172,7 @@ def test_compiled_blocks_under_full_recompute_refuse_dropout() -> None:
         model.layers[0].compile(backend="aot_eager")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_compiled_blocks_draw_the_same_masks(recompute: Any) -> None:
     torch._dynamo.reset()

@@ -183,6 +183,7 @@ def trained_in_parallel(axes, plan, after, folder):
     return trained(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_number_moves_under_every_layout(pool, name, after, tmp_path):

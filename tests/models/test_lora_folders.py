@@ -227,6 +227,7 @@ def trained(folder: Path, axes: dict[str, int], changes: dict[str, Any], steps: 
     return {name: whole(each).detach() for name, each in model.named_parameters()}
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_adapters_is_resumed_with_the_same_bits_and_on_another_mesh(tmp_path: Path, pool: Any) -> None:
     axes: dict[str, int] = {"dp": 2}
     straight = pool.run(trained, tmp_path, axes, {}, range(4), "", "straight", ranks=2)[0]

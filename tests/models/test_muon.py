@@ -192,6 +192,7 @@ def resumed_elsewhere(folder: Path, config: OptimizerConfig) -> list[tuple[bool,
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", [MUON, BY_HEADS], ids=["whole", "heads"])
 def test_a_checkpoint_of_a_mesh_goes_on_under_another(config: OptimizerConfig, tmp_path: Path, pool: Pool) -> None:
     for found in pool.run(resumed_elsewhere, tmp_path, config, ranks=4):
@@ -334,6 +335,7 @@ def trained_by_command(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_run_issues_what_was_predicted_and_is_resumed_on_another_mesh(tmp_path: Path) -> None:
     sizes = ("--data.batch-size", "4", "--data.sequence-length", "16", "--model.num-layers", "1")
     mesh = ("--mesh.dp", "2", "--mesh.tp", "2", "--plan.zero", "2")

@@ -161,6 +161,7 @@ def saved_and_read(names: list[str], folder: Path) -> dict[str, dict[str, dict[s
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", with_others("asgd", "rprop"))
 def test_the_state_of_every_optimizer_is_saved_and_read(names: list[str], tmp_path: Path, pool: Pool) -> None:
     for found in pool.run(saved_and_read, names, tmp_path, ranks=2):

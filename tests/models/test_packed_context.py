@@ -183,6 +183,7 @@ def test_packed_rows_on_one_process_equal_their_documents(length: int, family: s
         check(name, parameter.grad, gradients[name])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "family", "plan"),
     [

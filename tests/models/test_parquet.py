@@ -26,6 +26,7 @@ class TestParquet:
         parts = find_parts([Path("a.parquet")], columns, 1 << 20)
         return sum(1 for part in parts for _ in read_part(part, columns, left_out))
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         ("texts", "options"),
         [

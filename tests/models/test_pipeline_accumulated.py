@@ -79,6 +79,7 @@ def each_way(axes: Mapping[str, int], zero: int, schedule: Any, own_sync: bool) 
     return {between: steps(axes, zero, schedule, between, own_sync) for between in BETWEEN}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "zero", "schedule", "own_sync"),
     [

@@ -128,6 +128,7 @@ FIVE_LAYERS = replace(CONFIG, num_layers=5)
 FEW, MORE = {"pp": 2, "dp": 2}, pytest.mark.exhaustive
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "zero", "pipeline"),
     [
@@ -181,6 +182,7 @@ def test_microbatches_in_flight_save_one_cast_of_each_weight() -> None:
     assert weights <= 1.1 * 2 * 2 * block  # two blocks, two bytes
 
 
+@pytest.mark.exhaustive
 def test_blocks_that_run_again_share_no_casts() -> None:
     """Their graphs save no casts, and shared ones would stay in memory to the end of the step."""
     with torch.device("meta"):

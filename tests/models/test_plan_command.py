@@ -42,6 +42,7 @@ def configuration(command: str) -> TrainConfig:
     return with_complete_plan(config, dp=dp, cp=cp, tp=tp)
 
 
+@pytest.mark.exhaustive
 def test_each_row_has_a_command_that_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     found = json.loads(planned(capsys, *SMALL, "--json", "--output", str(file)))
@@ -116,6 +117,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytes
     assert message in err
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_fits_nowhere_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["plan", *SMALL, "--memory", "5MiB", "--mesh.pp", "1"])

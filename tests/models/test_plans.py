@@ -217,7 +217,7 @@ def conflicts() -> list[Any]:
             id="two-styles",
         ),
         pytest.param(
-            {"left": own, "": other}, "'left' with sequence=False, and by that of '' with sequence=True", id="flags"
+            {"left": own, "": other}, "'left' with sequence=False, and by the plan of '' with sequence=True", id="flags"
         ),
         pytest.param(
             {"left": own, "rigth": own},
@@ -242,7 +242,7 @@ def test_plans_that_contradict_each_other_are_refused_naming_both(plans: dict[st
 def test_a_merged_plan_has_no_options_of_its_own() -> None:
     own = make(CONFIG).parallel_plan()
     with pytest.raises(
-        ValueError, match=r"sequence=True beside the parts; give it to the parts to which it applies, of 'left'"
+        ValueError, match=r"sequence=True beside its parts; set sequence in the plans of parts, among 'left'"
     ):
         ParallelPlan(parts={"left": own}, sequence=True)
     with pytest.raises(ValueError, match="was given no plans"):

@@ -79,14 +79,28 @@ def alone(text: str, pool: Pool) -> Any:
     return run
 
 
+# Faults above the rounding of bfloat16, some of each phase. Small ones, as another eps of a norm, are below.
+ABOVE_BFLOAT16 = (
+    "slices-of-a-weight-swapped",
+    "reduction-of-attention-missed",
+    "attention-off-by-one",
+    "loss-divided-by-local-tokens",
+    "gradient-halved-on-one-rank",
+    "gradients-of-the-step-before-kept",
+    "learning-rate-doubled-on-one-rank",
+)
+
+
 @pytest.mark.every_value
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found_where_it_is(name: str, text: str, alone: Any, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in FAULTS), *((name, "bfloat16") for name in ABOVE_BFLOAT16)]
+)
+def test_a_planted_fault_is_found_where_it_is(name: str, dtype: str, text: str, alone: Any, pool: Pool) -> None:
     fault = FAULTS[name]
     mesh = {"dp": 1, "tp": 1, **fault.mesh}
-    options = {"model": FAMILIES[fault.family]}
+    options = {"model": FAMILIES[fault.family], "dtype": dtype}
     faulty = pool.run(digested, text, mesh, fault.plan, options, name, ranks=2)[0]
-    judge = judged(alone(fault.family), faulty)
+    judge = judged(alone(fault.family, dtype), faulty)
     found = judge.finding
     assert found is not None, describe(judge, ("a", "b"))
     assert (found.step, found.phase) == (fault.step, fault.phase) and fnmatch(found.name, fault.name), found
@@ -131,6 +145,7 @@ def laid_out(text: str, pool: Pool) -> Any:
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_meshes_are_never_accused(family: str, dtype: str, portion: Portion, alone: Any, laid_out: Any) -> None:

@@ -40,6 +40,7 @@ def taken_up(folder: Path) -> Results:
 NAMES = ("config.toml", "plan.txt", "versions.json", "metrics.jsonl", "curves.svg")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("name", [*NAMES, *(f".{name}" for name in NAMES)])
 def test_nothing_is_written_through_a_link(name: str, is_there: bool, folder: Path) -> None:

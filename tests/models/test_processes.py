@@ -129,6 +129,7 @@ def wait_for_the_end(session: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP], ids=lambda how: how.name
 )
@@ -233,5 +234,6 @@ def test_one_that_fails_ends_the_others_and_is_told_of(tmp_path: Path, how: str,
     assert re.match(told, said(tmp_path, "fail", how)[1])
 
 
+@pytest.mark.exhaustive
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert said(tmp_path, "stay", "")[1].startswith("7: rank 1 exited with status 7")

@@ -82,6 +82,7 @@ def test_the_gradient_of_the_pad_tokens_embedding_alone_is_not_that_of_transform
     close(found / wanted.abs().max(), wanted / wanted.abs().max())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.exhaustive), *NAMES[2:]])
 def test_a_run_begins_with_it_and_generates(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

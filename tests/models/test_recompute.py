@@ -181,6 +181,7 @@ def on_a_grid(
     return results
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", [{}, {**DROPPING, "tie_embeddings": True}], ids=["plain", "dropout-tied"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("bucket_bytes", [2**20, 3_000], ids=["one-bucket", "overlapped"])
@@ -203,6 +204,7 @@ COMPILED = [pytest.param("full"), pytest.param("selective", marks=BY_SISTER)]
 COMPILED_ON_A_MESH = [pytest.param("full", marks=BY_SISTER), pytest.param("selective")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", COMPILED)
 def test_each_block_is_compiled_to_one_graph(kind: str) -> None:
     torch._dynamo.reset()
@@ -244,6 +246,7 @@ def compiled_on_a_grid(
     return results
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("change", "context"),
     [

@@ -107,6 +107,7 @@ def test_a_mesh_for_which_there_are_no_processes_gives_way(
 PLACES = 'output = "elsewhere"\nprofile = "elsewhere/traces"\nresume = "elsewhere"\n'
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "what",
     [
@@ -208,6 +209,7 @@ def test_metrics_with_a_flipped_bit_are_refused_and_left(
     assert Path("run/metrics.jsonl").read_text() == written
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("left", [0, 40, None], ids=["empty", "in-line-1", "missing"])
 def test_metrics_that_are_lost_are_not_taken_for_none_yet(
     left: int | None, config: TrainConfig, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from weft.mesh import ProcessMesh
@@ -70,5 +71,6 @@ def changed_later() -> None:
         torch.testing.assert_close(found, alone(tokens), **TOLERANCE, msg=name)
 
 
+@pytest.mark.exhaustive
 def test_what_is_changed_after_a_call_is_seen_by_the_next(pool: Any) -> None:
     pool.run(changed_later, ranks=2)

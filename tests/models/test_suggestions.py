@@ -127,6 +127,7 @@ RUNS = [
     pytest.param(f"{TEXT} --mesh.dp 2 --mesh.cp 2 --mesh.tp 2 --plan.context ulysses", id="eight"),
     pytest.param(f"{TEXT} --mesh.dp 3", id="three"),
     pytest.param(f"{TEXT} --mesh.dp 1 --mesh.tp 1", id="one"),
+    pytest.param(f"{TEXT} --mesh.dp 2 --mesh.tp 1 --plan.exact dp=4", id="exact"),
     pytest.param("--mesh.pp 2 --plan.schedule interleaved", id="stages"),
     pytest.param("--mesh.pp 3 --mesh.dp 1 --mesh.tp 1 --plan.split 1,2,1", id="split"),
     pytest.param(f"{TEXT} --data.batch-size 6 --plan.microbatches 3 --plan.zero 3 --plan.sequence", id="plan"),

@@ -128,6 +128,7 @@ def waits_for_data(prepared: str) -> tuple[list[float], list[float]]:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_step_waits_for_its_data_for_less_than_a_hundredth_of_its_time(tmp_path: Path, pool: Pool) -> None:
     """With the default recipe on one process and slow reading: a batch is read before it is asked for."""
     (tmp_path / "in.jsonl").write_text(
@@ -278,6 +279,7 @@ def begun(prepared: str, verify: bool) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit_of_a_shard_ends_the_run_before_it_begins(verify: bool, prepared: str, pool: Pool) -> None:
     """A bit of the second shard, which the second rank reads."""

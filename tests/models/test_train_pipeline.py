@@ -126,6 +126,7 @@ def ran(text: str) -> tuple[int, str]:
     return ended, printed.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_a_run_prints_its_schedule_and_saves_what_generate_reads(pool, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "text.txt").write_text("a stage gives what the next one takes " * 30)
     (ended, printed), other = pool.run(ran, str(tmp_path / "text.txt"), ranks=2)

@@ -102,12 +102,14 @@ def each_way(request: pytest.FixtureRequest, pool: Pool, text: str) -> list[Ran]
     return pool.run(steps_without_reading, text, sizes, plan, ranks=math.prod(sizes))
 
 
+@pytest.mark.exhaustive
 def test_a_step_reads_nothing_on_the_host(each_way: list[Ran]) -> None:
     losses = [rank.losses for rank in each_way]
     assert losses == [losses[0]] * len(losses)
     assert len(losses[0]) == 3
 
 
+@pytest.mark.exhaustive
 def test_the_held_out_loss_is_that_of_the_whole_text_on_one_process(each_way: list[Ran], text: str) -> None:
     """With 5 sequences in batches of 4 one data-parallel rank has no row of the last batch. Without dropout."""
     batches = Batches(find_corpus(Path(text)), sequence_length=8, batch_size=4, seed=CONFIG.seed)
@@ -138,6 +140,7 @@ def test_the_first_step_that_is_not_finite_is_named_when_the_losses_are_read(poo
         assert "the loss is nan at step 3, on ranks 0, 1" in message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_on_a_mesh_runs_on_tensors_without_data(zero: Literal[0, 2], microbatches: int) -> None:

@@ -114,6 +114,7 @@ def test_adapters_of_experts(case: str | None, pool: Any) -> None:
     assert all(found == [True, False] for found in pool.run(of_experts, case, ranks=1 if case is None else 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["base", "adapted"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_compiled_blocks(recompute: Any, first: str) -> None:

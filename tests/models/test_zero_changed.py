@@ -141,6 +141,7 @@ def after_changes(zero: int | None) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("zero", LEVELS)
 def test_a_forward_pass_computes_with_what_the_parameters_are(zero: int, pool: Any) -> None:
     truth = after_changes(None)

@@ -144,6 +144,7 @@ def measured(axes: dict[str, int], plan: dict[str, Any], config: LlamaConfig) ->
 UNEVEN = replace(CONFIG, vocab_size=63)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "config"),
     [

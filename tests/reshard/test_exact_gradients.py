@@ -147,6 +147,7 @@ def unsharded(mesh_shape, dtype_name, passes):
     return found[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_gradients_are_the_named_meshes(pool, passes, dtype):
@@ -161,6 +162,7 @@ def on_the_named_mesh():
     return unsharded((4, 2), "bfloat16", 3), unsharded((4, 2), "float32", 1)
 
 
+@pytest.mark.exhaustive
 def test_the_named_mesh_itself(pool):
     pool.run(on_the_named_mesh, ranks=8)
 
@@ -190,6 +192,7 @@ def gathered(mesh_shape, dtype_name, passes):
             sync.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)], ids=str)
 def test_gathered_parameters(pool, mesh, passes):
@@ -320,6 +323,7 @@ def from_mode_to_mode(elements):
     return names
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "elements", [pytest.param(7, id="sockets"), pytest.param(300_001, id="shared-memory"), pytest.param(0, id="empty")]
 )

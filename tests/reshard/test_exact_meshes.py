@@ -31,6 +31,7 @@ def on_shuffled_ranks(ranks, named):
             assert same_bits(found, expected), f"({src}) -> ({dst})"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "ranks, named",
     [
@@ -68,6 +69,7 @@ def with_other_collectives(named):
     assert split
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("named", [NAMED, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 8}], ids=str)
 def test_other_collectives(pool, named):
     pool.run(with_other_collectives, named, ranks=4)

@@ -98,6 +98,7 @@ def on_one_rank(name: str, dtype: torch.dtype, exact: bool) -> list[list[Tensor]
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", FUSED)

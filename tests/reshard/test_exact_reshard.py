@@ -95,12 +95,14 @@ def every_change(mesh_shape, named, dtype_name):
     return count
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)], ids=str)
 def test_every_change_of_layout_has_the_bits_of_the_named_mesh(pool, mesh, dtype):
     assert set(pool.run(every_change, mesh, NAMED, dtype, ranks=math.prod(mesh))) == {512}
 
 
+@pytest.mark.exhaustive
 def test_the_named_mesh_itself(pool):
     assert set(pool.run(every_change, (4, 2), NAMED, "float32", ranks=8)) == {512}
 
@@ -136,6 +138,7 @@ def backward_of_changes(mesh_shape, named):
             assert same_bits(got.to_local(), expected), f"({src}) -> ({dst}), gradient ({gradient})"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)], ids=str)
 def test_gradients_have_the_bits_of_the_named_mesh(pool, mesh):
     pool.run(backward_of_changes, mesh, NAMED, ranks=math.prod(mesh))
@@ -257,6 +260,7 @@ def may_take_more(text, mesh):
     return stays or ("dp: P" in src and "tp: P" in src and mesh[0] > 1 and mesh[1] == 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (4, 1), (2, 2), (4, 2)], ids=str)
 def test_bytes_are_at_most_the_ordinary_plans(pool, mesh):
     for rows in pool.run(bytes_of_changes, mesh, NAMED, ranks=math.prod(mesh)):

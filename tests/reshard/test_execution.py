@@ -70,6 +70,7 @@ def sample(mesh, count, portion):
     return results
 
 
+@pytest.mark.exhaustive
 def test_a_sample_of_pairs_on_eight_ranks(pool, portion):
     """Even and uneven shards, empty ones, no elements; with and without a slow axis."""
     for same in zip(*pool.run(sample, CUBE, 40, portion, ranks=8), strict=True):
@@ -257,6 +258,7 @@ def one_rank_stays_away():
     reshard(x)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_missing_fails_the_others(pool):
     """The remaining ranks fail when their connections break, not at the time limit, and say so."""
     with pytest.raises(RanksFailed) as failed:

@@ -33,6 +33,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "used",
     [

@@ -275,6 +275,7 @@ def each_way_partly_outside():
                     partly_outside(way, wait_between, layouts, options)
 
 
+@pytest.mark.exhaustive
 def test_ranks_outside_of_the_mesh_accumulate_nothing(pool):
     pool.run(each_way_partly_outside, ranks=4)
 

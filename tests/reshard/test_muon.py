@@ -166,6 +166,7 @@ def on_shards(mesh: ProcessMesh, cases: list[tuple[tuple[int, ...], int | None]]
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}], ids=str)
 def test_weights_on_every_layout_equal_one_process_to_the_bit(sizes: dict[str, int], pool: Pool) -> None:
     for found in pool.run(on_shards, ProcessMesh.grid(**sizes), CASES, LAYOUTS, ranks=math.prod(sizes.values())):

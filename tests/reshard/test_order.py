@@ -122,6 +122,7 @@ def after_rank_0():
             announce("A", (1, 2))
 
 
+@pytest.mark.exhaustive
 def test_rank_0_keeps_the_store_until_all_have_left(pool):
     pool.run(after_rank_0, ranks=3)
 

@@ -100,6 +100,7 @@ def repeated(program: Callable[[random.Random], None], runs: list[int]) -> None:
         dist.barrier()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", [part_of_torch, parts_of_ours, shuffled_parts])
 def test_each_rank_gets_the_values_of_its_own_part(pool: Pool, portion: Portion, program) -> None:
     pool.run(repeated, program, list(portion.of(range(RUNS), every=25)), ranks=8, timeout=PATIENCE)
@@ -117,6 +118,7 @@ def other_groups() -> str:
     return told
 
 
+@pytest.mark.exhaustive
 def test_members_that_make_another_group_are_named(pool: Pool) -> None:
     first, second, *_ = pool.run(other_groups, ranks=4)
     assert first.startswith(

@@ -2,7 +2,7 @@
 
 1. A test with several parameters runs with each value of each parameter, a device included. Other combinations of
    values are left out.
-   A test has at most 6 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 6 are in
+   A test has at most 4 cases in the sample, chosen to have as many values as possible: of a list of 30 errors, 4 are in
    the sample. A test whose every value is a rule of its own, such as an op or a source file, is marked
    `@pytest.mark.every_value`, and has no such limit.
 2. A test that loops over a list of cases takes the cases from the fixture `portion`. The test becomes two items: with
@@ -39,7 +39,7 @@ Value = tuple[str, tuple[int, ...]]  # the name of a parameter, and the ids of i
 
 # Marks of tests that are never sampled.
 ELSEWHERE = {"exhaustive", "gpu", "browser", "first_hour", "faults"}
-AT_MOST = 6  # cases taken of a test that is not marked `every_value`
+AT_MOST = 4  # cases taken of a test that is not marked `every_value`
 A_FEW = 1  # cases taken of a test of models on several processes that is not marked `few`
 
 

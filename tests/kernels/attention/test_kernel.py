@@ -59,6 +59,7 @@ def test_an_option(name: str, dtype: torch.dtype, device: str) -> None:
     assert_correct(merged(OPTIONS[name]), dtype, device)
 
 
+@pytest.mark.exhaustive
 def test_pairs_of_options(portion: Portion, device: str) -> None:
     dtypes = itertools.cycle(DTYPES)
     for pair in portion.of(PAIRS, every=12):
@@ -85,6 +86,7 @@ def test_dropout(S: int, p: float, device: str) -> None:
     assert_correct(Case(T=24, S=S, dropout=p, documents=((0,) * 3 + (1,) * (S - 3),) * 2), torch.float32, device)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("block_t", "block_s"), [(32, 16), (16, 32), (64, 64)], ids=str)
 def test_block_sizes(block_t: int, block_s: int, interpreted: None) -> None:
     from weft.kernels.attention.launch import Launch
@@ -96,6 +98,7 @@ def test_block_sizes(block_t: int, block_s: int, interpreted: None) -> None:
         assert_correct(case, torch.float32, "cpu", (launch, (launch, launch)))
 
 
+@pytest.mark.exhaustive
 def test_repeats_give_the_same_bits(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case = merged({"kv_heads": 1, "sinks": True, "dropout": 0.2, "documents": DOCUMENTS})

@@ -80,7 +80,7 @@ def test_finite_numbers_take_torchs_fused_attention(monkeypatch: pytest.MonkeyPa
     ids = torch.tensor([[0] * 4 + [1] * 5])
     tensors = [torch.randn(1, 9, D) for _ in range(4)]
     monkeypatch.setattr(compute, "blocks", None)
-    monkeypatch.setattr(compute, "module_for", lambda query: None)
+    monkeypatch.setattr(compute, "select_passes", lambda query: None)
     output_and_gradients(tensors, ids, {})
 
 
@@ -110,6 +110,7 @@ class Spoiled(Case):
         return made
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad"])
 @pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS)

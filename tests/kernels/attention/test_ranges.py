@@ -14,7 +14,6 @@ from weft.kernels.attention.ranges import (
     Ranges,
     document_bounds,
     explicit_ranges,
-    keys_among,
     keys_seen,
     ranges_from_keys,
     ranges_of,
@@ -53,6 +52,11 @@ def assert_sees(ranges: Ranges, seen: Tensor) -> None:
         assert (side[..., 0] <= side[..., 1]).all()
     for mask in mask_of(ranges):
         assert torch.equal(mask, seen.expand_as(mask) if len(mask) > 1 else seen)
+
+
+def keys_among(keys: Tensor, held: Tensor) -> Tensor:
+    """`Ranges.keys` for a selection of the keys, counted from 0. held: the selected keys, int32, ascending."""
+    return torch.searchsorted(held, keys, out_int32=True)
 
 
 @pytest.mark.parametrize("T", [7, 4, 1, 0], ids=["as-many-queries", "fewer-queries", "one-query", "none"])

@@ -76,9 +76,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(stretches, name, number)
     for name, number in {"LEAST": 2, "MOST": 4}.items():
         monkeypatch.setattr(blocks, name, number)
-    options._cached_batch.cache_clear()
+    options._cached_fused_calls.cache_clear()
     yield
-    options._cached_batch.cache_clear()
+    options._cached_fused_calls.cache_clear()
 
 
 @pytest.mark.parametrize(("given", "expected"), PIECES.values(), ids=PIECES)
@@ -272,7 +272,7 @@ class Largest(TorchDispatchMode):
     ],
 )
 def test_nothing_of_tokens_by_tokens_is_in_memory(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SCORES", 2**14)
+    monkeypatch.setattr(blocks, "MOST_SCORES", 2**14)
     tokens, heads, head_dim = 1024, 1, 16
     if "documents" in given:
         given = {**given, "documents": numbers_of(given["documents"])[None]}

@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from weft.kernels.attention.ranges import Ranges, document_bounds, keys_among, keys_seen, ranges_from_keys
+from weft.kernels.attention.ranges import Ranges, document_bounds, keys_seen, ranges_from_keys
 from weft.kernels.launching.traffic import counted_traffic
 
 from tests.kernels.attention.cases import Case, launched
+from tests.kernels.attention.test_ranges import keys_among
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -144,6 +144,7 @@ def test_more_choices_than_rows_are_refused_where_the_host_counts() -> None:
         compiled(x, of.experts, weights, *matrices)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["pointers", "in-parts"])
 def test_each_way_to_cut_the_tiles(interpreted: None, way: str) -> None:
     """Each tile of the first product reads its tokens' rows once, for both matrices, and stores three tiles."""
@@ -168,6 +169,7 @@ def test_each_way_to_cut_the_tiles(interpreted: None, way: str) -> None:
         assert_as_good_as_eager(each, other, truth)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("operand", "dim"), [(0, 0), (0, 1), (2, 0), (4, 0), (4, 1)])
 def test_offsets_beyond_32_bits(interpreted: None, operand: int, dim: int) -> None:
     """x by token and by column; gate and up, or down, by expert; down by row. The memory between is not touched."""

@@ -37,6 +37,7 @@ def test_odd_shapes(device, tokens, V):
     check(case, *run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("options", ASKED)
 def test_gradcheck_of_loss_and_lse(options, reduction):

@@ -42,6 +42,7 @@ def multiplications(report: dict[str, Any]) -> dict[str, int]:
     return {kind: count for kind, count in report["inner_tensor_core"].items() if kind not in others}
 
 
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_products_are_made_by_tensor_cores_of_their_dtype(target: str) -> None:
     """float32 is multiplied without tensor cores on NVIDIA's chips, unless tf32 is asked for."""
@@ -52,6 +53,7 @@ def test_products_are_made_by_tensor_cores_of_their_dtype(target: str) -> None:
         assert multiplications(report).keys() == ({f"{MULTIPLIES[target]} {of}"} if of else set()), name
 
 
+@pytest.mark.exhaustive
 @EACH_TARGET
 def test_float32_is_cut_to_tf32_by_choice_alone(target: str) -> None:
     """In no part of the code, not in the inner loop alone."""
@@ -101,6 +103,7 @@ def test_a_launch_cuts_to_tf32_where_torch_is_told_so(
     assert compiled.pop("matmul.product/tf32") == "tf32" and set(compiled.values()) == {"ieee"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", BY_DESCRIPTORS)
 def test_aligned_factors_are_loaded_by_tma(name: str) -> None:
     report = reports_for(FIRST)[f"matmul.product/{name}", FIRST]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.kernels import grouped_matmul, linear
+from weft.kernels.launching.measured import write_table
 from weft.kernels.matmul import configurations, function
 from weft.kernels.matmul.configurations import (
     MIDDLE,
@@ -21,8 +22,6 @@ from weft.kernels.matmul.configurations import (
     ProductClass,
     find_measured,
     is_kernel_faster,
-    read,
-    write,
 )
 
 from .cases import assert_as_good_as_eager, normal
@@ -40,8 +39,8 @@ def test_a_class_has_sizes_up_to_powers_of_two() -> None:
 
 
 def test_the_faster_of_two_is_taken(tmp_path: Path) -> None:
-    write({each.of: each for each in (ROW, SLOWER)}, tmp_path / "table.json")
-    table = read(tmp_path / "table.json")
+    write_table({each.of: each for each in (ROW, SLOWER)}, tmp_path / "table.json")
+    table = Measurement.read(tmp_path / "table.json")
     assert table == {ROW.of: ROW, SLOWER.of: SLOWER}
     assert is_kernel_faster(OF, table) and not is_kernel_faster(SLOWER.of, table)
     assert find_measured(OF, table) == find_measured(SLOWER.of, table) == MIDDLE
@@ -58,7 +57,7 @@ def test_a_row_is_of_its_class_alone(other: dict[str, Any]) -> None:
 
 
 def test_a_row_is_read_by_people(tmp_path: Path) -> None:
-    write({OF: ROW}, tmp_path / "table.json")
+    write_table({OF: ROW}, tmp_path / "table.json")
     (row,) = json.loads((tmp_path / "table.json").read_text())
     assert row["of"] == {
         "chip": "sm_90", "dtype": "bfloat16", "kind": "plain",

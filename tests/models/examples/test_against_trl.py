@@ -46,8 +46,7 @@ def ours(path: Path, records: list[dict[str, Any]], task: Task) -> list[Example]
     encoded = [encode_record(each, "a", task=task, tokenizer=tokenizer, template=template) for each in records]
     previous = [each.completions[0] for each in encoded]
     return [
-        join_example(each, "a", length=LENGTH, previous=previous[i - 1] if task == "kto" else None)
-        for i, each in enumerate(encoded)
+        join_example(each, "a", previous=previous[i - 1] if task == "kto" else None) for i, each in enumerate(encoded)
     ]
 
 
@@ -227,7 +226,7 @@ def test_templates_that_end_prompts_otherwise_than_wholes_continue(tmp_path: Pat
     assert "<think>" in config.read_text()
     records = pairs(PROMPTED)
     assert [list(map(row, each.segments)) for each in ours(path, records, "dpo")] == dpo(path, records)
-    with pytest.raises(ValueError, match="does not follow the messages"):
+    with pytest.raises(ValueError, match="is no beginning of the whole text"):
         ours(path, PROMPTED, "sft")
 
 

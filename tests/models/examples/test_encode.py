@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.models.data.examples.encode import Counts, encode_example, encode_examples, encode_record, join_example
-from weft.models.data.examples.example import Task
+from weft.models.data.examples.encode import Encoded, encode_examples, encode_record, join_example
+from weft.models.data.examples.example import Segment
 from weft.models.data.examples.forms import BadExample
 from weft.models.data.examples.template import find_template
+from weft.models.data.inputs import LeftOut
 from weft.models.data.tokenizer import BYTE_END, byte_tokenizer, find_tokenizer
 
 from tests.models.examples.chats import CHATML, CHATS, folder, template, turns
@@ -20,10 +21,14 @@ from tests.models.examples.chats import CHATML, CHATS, folder, template, turns
 pytestmark = pytest.mark.every_value
 
 
+def left_out() -> LeftOut:
+    return LeftOut(empty=0, skipped=[], bad=0, passed=[])
+
+
 def test_text_as_bytes() -> None:
     record = {"prompt": "wä ", "completion": "☃"}
-    example = encode_example(record, "a", task="sft", tokenizer=byte_tokenizer(), template=None, length=100)
-    (segment,) = example.segments
+    encoded = encode_record(record, "a", task="sft", tokenizer=byte_tokenizer(), template=None)
+    (segment,) = join_example(encoded, "a").segments
     assert segment.tokens.dtype == np.int64
     assert segment.learned.dtype == np.bool_
     assert segment.tokens.tolist() == [*"wä ☃".encode(), BYTE_END]
@@ -36,7 +41,8 @@ def test_messages_as_bytes_by_a_template_file(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     found = find_template(tokenizer, tmp_path / "chat.jinja")
     record = {"messages": turns("ä", "☃")}
-    (segment,) = encode_example(record, "a", task="sft", tokenizer=tokenizer, template=found, length=100).segments
+    encoded = encode_record(record, "a", task="sft", tokenizer=tokenizer, template=found)
+    (segment,) = join_example(encoded, "a").segments
     before = [*"<|im_start|>user\nä".encode(), BYTE_END, *b"\n<|im_start|>assistant\n"]
     assert segment.tokens.tolist() == [*before, *"☃".encode(), BYTE_END, *b"\n"]
     assert np.flatnonzero(segment.learned).tolist() == [len(before) + i for i in range(4)]
@@ -50,56 +56,32 @@ def test_special_tokens_in_a_chat_are_tokens_and_nothing_is_added(tmp_path: Path
     assert tokenizer.end_name == "<|eot|>"
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo", "kto"])
-def test_long_examples_are_cut_at_their_end_and_counted(task: Task) -> None:
-    record: dict[str, Any] = {"prompt": "abc", "completion": "defg", "chosen": "defg", "rejected": "d", "label": True}
-    previous = encode_record(record, "a", task=task, tokenizer=byte_tokenizer(), template=None).completions[0]
-    counts = Counts()
-    for length, number in ((100, 0), (8, 0), (7, 1), (4, 1)):
-        counts.cut = 0
-        example = encode_example(
-            record,
-            "a",
-            task=task,
-            tokenizer=byte_tokenizer(),
-            template=None,
-            length=length,
-            previous=previous if task == "kto" else None,
-            counts=counts,
-        )
-        assert counts.cut == number
-        assert bytes(example.segments[0].tokens[:7].tolist()) == b"abcdefg"[:length]
-        assert all(len(each.tokens) == len(each.learned) <= length for each in example.segments)
-
-
-def test_an_answer_cut_away_is_refused() -> None:
-    record = {"prompt": "abc", "completion": "d"}
-    encoded = encode_record(record, "a.jsonl: line 7", task="sft", tokenizer=byte_tokenizer(), template=None)
-    message = r"a\.jsonl: line 7 has no token to learn among the first 3 of its 5 tokens; give a longer --data\.s"
+def test_an_example_without_a_token_to_learn_is_refused() -> None:
+    encoded = Encoded(
+        np.zeros(0, dtype=np.int64), (Segment(np.array([5]), np.array([True])),)
+    )  # a first token is no target
+    message = r"a\.jsonl: line 7 has no token to learn behind the first of its 1 tokens; mend the record, or skip bad"
     with pytest.raises(BadExample, match=message):
-        join_example(encoded, "a.jsonl: line 7", length=3)
-    lone = encode_record({"prompt": "", "completion": "d"}, "a", task="sft", tokenizer=byte_tokenizer(), template=None)
-    with pytest.raises(BadExample, match="no token to learn"):
-        join_example(lone, "a", length=1)  # the first token is no target
+        join_example(encoded, "a.jsonl: line 7")
 
 
-def test_the_mismatched_completion_is_cut_behind_this_prompt() -> None:
+def test_the_mismatched_completion_follows_this_prompt() -> None:
     records = [
         {"prompt": "a long prompt", "completion": "b", "label": True},
-        {"prompt": "c", "completion": "a long completion", "label": False},
+        {"prompt": "c", "completion": "all", "label": False},
     ]
     first, second = (
         encode_record(each, "a", task="kto", tokenizer=byte_tokenizer(), template=None) for each in records
     )
-    example = join_example(first, "a", length=16, previous=second.completions[0])
-    assert bytes(example.segments[1].tokens.tolist()) == b"a long prompta l"
-    assert example.segments[1].learned.tolist() == [False] * 13 + [True] * 3
+    example = join_example(first, "a", previous=second.completions[0])
+    assert example.segments[1].tokens.tolist() == [*b"a long promptall", BYTE_END]
+    assert example.segments[1].learned.tolist() == [False] * 13 + [True] * 4
 
 
 def test_messages_without_a_template_are_refused_even_where_bad_records_are_left_out() -> None:
     records = [("a.jsonl: line 1", CHATS[0])]
     message = r"a\.jsonl: line 1 has messages, and the tokenizer has no chat template; .* or --data\.template FILE"
-    options: dict[str, Any] = {"task": "sft", "tokenizer": byte_tokenizer(), "template": None, "counts": Counts()}
+    options: dict[str, Any] = {"task": "sft", "tokenizer": byte_tokenizer(), "template": None, "left_out": left_out()}
     with pytest.raises(ValueError, match=message) as refused:
         list(encode_examples(records, skip_bad=True, **options))
     assert not isinstance(refused.value, BadExample)
@@ -112,14 +94,13 @@ def test_bad_records_are_named_or_counted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"task": "sft", "tokenizer": tokenizer, "template": find_template(tokenizer)}
     message = "a.jsonl: line 2 is refused by the chat template of tokenizer_config.json: a chat begins with a user, not"
     with pytest.raises(BadExample) as refused:
-        list(encode_examples(records, counts=Counts(), **options))
+        list(encode_examples(records, left_out=left_out(), **options))
     assert str(refused.value).startswith(message)
     assert str(refused.value).endswith("; mend the record, or skip bad records with weft data prepare --skip-bad")
-    counts = Counts()
-    found = list(encode_examples(records, counts=counts, skip_bad=True, **options))
+    counts = left_out()
+    found = list(encode_examples(records, left_out=counts, skip_bad=True, **options))
     assert [place for place, _ in found] == ["a.jsonl: line 1", "a.jsonl: line 4"]
-    assert (counts.examples, counts.bad) == (2, 2)
-    assert counts.first_bad.startswith(message)
+    assert counts.bad == 2
 
 
 def test_torch_is_not_imported() -> None:

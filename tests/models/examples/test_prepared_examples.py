@@ -151,7 +151,7 @@ def test_files_of_other_sizes_and_examples_without_learned_tokens_are_refused(
     masks.write_bytes(content)
     tokens = Path("out/tokens-00000.bin")
     tokens.write_bytes(b"\xff\xff" + tokens.read_bytes()[2:])
-    with pytest.raises(ValueError, match="it has the token 65535, and there are 257"):
+    with pytest.raises(ValueError, match="it has the token 65535 in a vocabulary of 257"):
         open_prepared(Path("out"), "kto").read(0)
     Path("out/labels-00000.bin").unlink()
     assert "out/labels-00000.bin is missing" in refused(capsys, "data", "show", "out")

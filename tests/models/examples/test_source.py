@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.models.data.examples import source as source_module
-from weft.models.data.examples.contents import Records
+from weft.models.data.examples.contents import ExampleRecords
 from weft.models.data.examples.example import SEGMENTS, Task
 from weft.models.data.examples.rows import ExampleBatches
 from weft.models.data.examples.source import ExampleMixture, Examples, find_examples
@@ -194,7 +194,7 @@ def test_bad_records_are_refused_by_line_or_left_out_and_counted() -> None:
         find("in.jsonl", "kto")
     found = find("in.jsonl", "kto", skip_bad=True)
     assert (len(found), found.num_bad) == (6, 2)
-    assert Records("kto", byte_tokenizer(), None).task == "kto"
+    assert ExampleRecords("kto", byte_tokenizer(), None).task == "kto"
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["records", "prepared"])

@@ -152,7 +152,8 @@ def test_marks_inside_macros_and_captured_text() -> None:
 def test_templates_without_prefixes_are_refused(source: str) -> None:
     chat = turns("a", "<think>1</think>b", "c", "<think>2</think>d")
     with pytest.raises(
-        BadExample, match=r"chat\.jinja so that the assistant's message \d does not follow .* --data\.template"
+        BadExample,
+        match=r"so that the text of the first \d or \d messages is no beginning .* --data\.template",
     ):
         named(source).render_learned(chat)
 

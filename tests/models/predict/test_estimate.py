@@ -269,6 +269,7 @@ def test_parts_add_up_to_the_step(compiled: bool) -> None:
     assert again == result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 @pytest.mark.parametrize(
     ("sizes", "options"),

@@ -13,9 +13,9 @@ from weft.models.predict.changes import annotation, as_markdown, find_changes, s
 from weft.models.predict.golden import (
     Allow,
     Golden,
-    Issued,
     Parameter,
     RankRecord,
+    SitedCollectives,
     dump,
     join_names,
     read_golden,
@@ -23,11 +23,11 @@ from weft.models.predict.golden import (
     write_golden,
 )
 
-DOWN = Issued(
+DOWN = SitedCollectives(
     phase="forward", kind="all-reduce", axes=("tp",), modules="layers.[0-3].mlp.down_proj", count=1, bytes=100,
     file="weft/models/blocks.py", line=131, code="output = self.down_proj(hidden)",
 )  # fmt: skip
-SUMS = Issued(
+SUMS = SitedCollectives(
     phase="gradients", kind="all-reduce", axes=("dp",), modules=None, count=2, bytes=64, file="weft/buckets.py",
     line=7, code="wait()",
 )  # fmt: skip
@@ -43,7 +43,7 @@ GOLDEN = Golden(
 )
 
 
-def with_collectives(*collectives: Issued, memory: dict[str, int] | None = None) -> Golden:
+def with_collectives(*collectives: SitedCollectives, memory: dict[str, int] | None = None) -> Golden:
     record = GOLDEN.ranks[0]
     return replace(GOLDEN, ranks=(replace(record, collectives=collectives, memory=memory or record.memory),))
 

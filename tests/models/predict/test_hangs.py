@@ -228,7 +228,6 @@ def test_plans_of_the_table_are_not_accused(family: str, sizes: Sizes, changes: 
 
 @pytest.mark.exhaustive
 @pytest.mark.table
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("sizes", "cases"), list(table()))
 def test_no_plan_of_the_table_is_accused(
     sizes: Sizes, cases: list[tuple[str, int]], combinations: Callable[[int], None]
@@ -266,6 +265,7 @@ EVEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "sizes", "changes", "config", "kinds"),
     [
@@ -285,6 +285,7 @@ def test_some_ranks_of_each_kind_stand_for_all(
     assert f"{count} ranks in {kinds} kind" in str(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("culprit", [0, 5, 7])
 def test_a_rank_of_a_kind_that_does_something_else_is_found(culprit: int) -> None:
     """Where the first or the last rank of a kind differs, further ranks are recorded, and the kind is divided."""
@@ -309,7 +310,6 @@ def run_and_stay(program: Callable[[], None]) -> None:
     time.sleep(30)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("program", "waiting"),
     [(hanging.condition_on_rank, [0]), (hanging.receive_without_send, [1]), (hanging.sends_in_a_circle, [0, 1])],

@@ -277,6 +277,7 @@ def test_what_was_found_is_printed_and_written(
     assert out.endswith("wrote chip-here.toml; weft explain --chip chip-here.toml predicts a step here\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_short_measurement_writes_a_file_for_predictions(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

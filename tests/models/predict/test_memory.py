@@ -48,6 +48,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("axes", "changes", "microbatches", "clip_norm"), PLANS)
 def test_composed_memory_is_the_whole_steps(
@@ -66,6 +67,7 @@ def test_composed_memory_is_the_whole_steps(
     assert (composed.parameters, composed.states) == (whole.parameters, whole.states)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [

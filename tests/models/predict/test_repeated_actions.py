@@ -60,6 +60,7 @@ def recorded(model: Any, axes: dict[str, int], plan: Any, rank: int, *, repeats:
     return step.communication, tuple(recorder.events), step.layouts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("mesh", MESHES)
@@ -86,6 +87,7 @@ def test_three_microbatches_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.microbatch for each in ran if each.kind == "F"] == [0, 1, MICROBATCHES - 1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "gpt", "qwen3_moe"])
 def test_forms_of_messages_from_few_blocks_are_those_of_all(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
@@ -166,6 +168,7 @@ def assert_found(found: NoHang | Hang) -> None:
     assert isinstance(found, Hang) and "all-reduce of [3] float32" in str(found), found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatch", [3, MICROBATCHES - 1])
 def test_a_hang_in_one_microbatch_alone(microbatch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = _Run._forward
@@ -181,6 +184,7 @@ def test_a_hang_in_one_microbatch_alone(microbatch: int, monkeypatch: pytest.Mon
     assert_found(check(model, axes, plan_of(model)))
 
 
+@pytest.mark.exhaustive
 def test_a_hang_in_the_last_call_of_a_block_alone() -> None:
     axes, model, calls = {"pp": 2, "tp": 2}, make(), []
 
@@ -194,6 +198,7 @@ def test_a_hang_in_the_last_call_of_a_block_alone() -> None:
     assert isinstance(found, Hang), found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block", [2, 5])
 def test_a_hang_in_a_middle_block_alone(block: int) -> None:
     axes, model = {"pp": 2, "tp": 2}, make()
@@ -201,6 +206,7 @@ def test_a_hang_in_a_middle_block_alone(block: int) -> None:
     assert_found(check(model, axes, plan_of(model), most_ranks=64))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("culprit", [0, 16383])
 def test_a_hang_on_one_rank_of_16384(culprit: int) -> None:
     axes, model = {"dp": 2048, "tp": 8}, make(layers=2)

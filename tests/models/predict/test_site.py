@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.models import Llama, LlamaConfig, ParallelPlan, record
 from weft.models.cli.explain import complete_configuration
-from weft.models.predict.golden import Issued, split_names
+from weft.models.predict.golden import SitedCollectives, split_names
 from weft.models.predict.rank_record import record_sites
 from weft.models.step.record import StepShape
 from weft.models.train.config import MeshConfig, PlanConfig
@@ -28,13 +28,15 @@ CONFIG = LlamaConfig(
 )
 
 
-def issued(model: nn.Module, axes: dict[str, int], plan: ParallelPlan | None = None, **options: Any) -> list[Issued]:
+def issued(
+    model: nn.Module, axes: dict[str, int], plan: ParallelPlan | None = None, **options: Any
+) -> list[SitedCollectives]:
     plan = plan or model.parallel_plan()  # type: ignore[operator]
     shape = StepShape(batch=(4, 16), **options)
     return list(record_sites(model, ProcessMesh.grid(**axes), plan, shape).collectives)
 
 
-def sums(collectives: list[Issued]) -> Counter[tuple[str, str, tuple[str, ...], str]]:
+def sums(collectives: list[SitedCollectives]) -> Counter[tuple[str, str, tuple[str, ...], str]]:
     """Collectives and bytes by phase, kind and axes."""
     found: Counter[tuple[str, str, tuple[str, ...], str]] = Counter()
     for each in collectives:
@@ -44,6 +46,7 @@ def sums(collectives: list[Issued]) -> Counter[tuple[str, str, tuple[str, ...], 
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 @pytest.mark.parametrize(
     ("mesh", "plan", "rank"),

@@ -62,6 +62,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("microbatches", [1, 4])

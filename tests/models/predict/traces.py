@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.models.predict.chip import Chip, Level
-from weft.models.predict.events import Compute, Event, Phase, Segment, Start, Trace, Wait
+from weft.models.predict.events import Compute, Event, Segment, Start, Trace, Wait
 from weft.models.predict.price import fuse, seconds_of
+from weft.models.step.communication import Phase
 
 NVLINK = Level(name="NVLink", ranks=8, bandwidth=100e9, reachable=0.5, latency=1e-6)
 NETWORK = Level(name="network", bandwidth=10e9, reachable=1.0, latency=10e-6)

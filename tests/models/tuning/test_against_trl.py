@@ -89,7 +89,6 @@ def compare(
     return {"weft": found["metrics"], "sums": found["sums"], "trl": metrics}
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("adapted", WEIGHTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("messages", FORMS)

@@ -109,14 +109,12 @@ def of_reference(folders: Path, kind: str = "llama") -> tuple[str, str]:
     return "--reference-from", str(folders / kind / "reference")
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_of_all_weights(mesh: str, name: str, folders: Path, pool: Pool) -> None:
     compare(pool, folders, "llama", name, MESHES[mesh], *(() if name == "sft" else of_reference(folders)))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_of_adapters(mesh: str, name: str, folders: Path, pool: Pool) -> None:
@@ -124,7 +122,6 @@ def test_a_step_of_adapters(mesh: str, name: str, folders: Path, pool: Pool) -> 
     compare(pool, folders, "llama", name, MESHES[mesh], *LORA)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.parametrize("reference", ["precomputed", "model"])
 @pytest.mark.parametrize("mesh", MESHES)
@@ -144,7 +141,6 @@ OWN_MESHES: dict[str, tuple[dict[str, int], str, dict[str, int], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.parametrize("mesh", OWN_MESHES)
 def test_a_reference_on_a_mesh_of_its_own(mesh: str, name: str, folders: Path, pool: Pool) -> None:
@@ -154,7 +150,6 @@ def test_a_reference_on_a_mesh_of_its_own(mesh: str, name: str, folders: Path, p
     compare(pool, folders, "llama", name, (axes, plan), *further)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 @pytest.mark.parametrize("mesh", MIXTURES)
 def test_a_step_of_a_mixture(mesh: str, name: str, folders: Path, pool: Pool) -> None:

@@ -85,7 +85,7 @@ def curves(folder: Path) -> list[tuple[float, float]]:
     return [(each["loss"], each["grad_norm"]) for each in read_metrics(folder)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["one", "dp2"])
 @pytest.mark.parametrize("name", CASES)
 def test_killed_and_resumed_is_not_killed(name: str, mesh: str, folders: Path, pool: Pool) -> None:
@@ -101,6 +101,7 @@ def test_killed_and_resumed_is_not_killed(name: str, mesh: str, folders: Path, p
     assert weights(folder) == weights(whole.folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.every_value
 def test_a_changed_table_of_the_reference_is_refused_on_all_ranks(folders: Path, pool: Pool) -> None:
     run, ranks = made(folders, "dpo-precomputed", "table", "dp2")
@@ -114,7 +115,7 @@ def test_a_changed_table_of_the_reference_is_refused_on_all_ranks(folders: Path,
     assert str(failed.value).count("cannot be used: it was changed after it was written") >= 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "mesh"),
     # stages take several microbatches, each with dropout masks of its own

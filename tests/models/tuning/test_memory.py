@@ -69,6 +69,7 @@ def test_adapters_hold_one_copy_of_the_base(folders: Path, pool: Pool) -> None:
     assert 0 <= found["held"] - found["all"] - found["states"] <= found["trained"] + BESIDE
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("zero", "share"), [("3", 2), ("0", 1)])
 def test_a_reference_model_adds_its_shards(zero: str, share: int, folders: Path, pool: Pool) -> None:
     alone = pool.run(held, made(folders, *LORA, ranks=2), ranks=2)

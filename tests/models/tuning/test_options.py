@@ -214,6 +214,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return {name: int(nbytes.replace(",", "")) for name, nbytes in rows}
 
 
+@pytest.mark.exhaustive
 def test_explain_counts_adapters_and_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     texts = explained(capsys)
     base, adapters = texts["parameters"], 4 * 4 * (3 * (128 + 384) + 2 * (128 + 128) + 2 * (128 + 64)) * 4

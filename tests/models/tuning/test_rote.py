@@ -85,7 +85,7 @@ def rows_of(task: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("adapters", WAYS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_answers_are_learned_and_then_others_preferred(

@@ -23,7 +23,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def can_fuse_qkv(attention: nn.Module) -> bool:
-    """Whether one op may compute q, k and v: no projection has a hook or adapter, and `keys_and_values` has no hook."""
+    """Whether a single op may compute q, k and v, as `project_qkv` does.
+
+    True if no projection has a hook or adapter, and the module `attend.keys_and_values` has no hook.
+    """
     attend: Any = attention._modules["attend"]  # faster than `attention.attend`, found by a __getattr__ in Python
     return all(map(is_bare, map(attention._modules.get, PROJECTIONS))) and is_bare(
         attend.keys_and_values, KeysAndValues

@@ -62,7 +62,7 @@ class CausalModel(nn.Module, Generic[AnyConfig]):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer, None for a layer without one; () if no layer has one."""
+        """For `ParallelPlan.windows`: each layer's attention window, or None; () if no layer has a window."""
         attends = [each for each in self.modules() if isinstance(each, DotProductAttention)]
         windows = tuple([each.window for each in attends])
         return windows if any(windows) else ()
@@ -177,7 +177,7 @@ class Decoder(CausalModel[AnyRotaryConfig]):
 
     @property
     def reads_other_rows(self) -> bool:
-        """Whether rows depend on each other: with dynamic rope scaling, angles depend on the longest row."""
+        """Whether rows depend on each other, see `row_independent`: dynamic rope scaling reads the longest row."""
         return self.config.rotary.depends_on_length
 
     @property

@@ -1,12 +1,16 @@
 """A plan's `exact`, the sizes of the named mesh: read from text, checked, compared with a run's mesh. Without torch.
 
-`weft.reshard.exact_sums` takes the sums.
+`weft.reshard.exact_sums` explains the named mesh. In this file, `exact` is the size of each of the named mesh's axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from weft.mesh.extension import largest_part
+
+from .checks import divisors
 
 AXES = ("dp", "cp", "tp")  # the axes allowed in exact
 
@@ -24,7 +28,9 @@ def parse_exact(text: str) -> dict[str, int]:
 
 
 def check_sizes(exact: Mapping[str, Any]) -> None:
-    """Raise ValueError for an axis outside of `AXES`, and for a size other than a power of two."""
+    """Raise ValueError for no mapping, an axis outside of `AXES`, and a size other than a power of two."""
+    if not isinstance(exact, Mapping):
+        raise ValueError(f'exact is {exact!r}; give the sizes of axes, as {{"dp": 4, "tp": 2}}')
     for axis, size in exact.items():
         if axis not in AXES:
             raise ValueError(f"exact names the axis {axis!r}; it can name {', '.join(AXES)}")
@@ -32,10 +38,24 @@ def check_sizes(exact: Mapping[str, Any]) -> None:
             raise ValueError(f"exact names {axis}={size!r}; sums are taken in pairs, so give a power of two")
 
 
-def check_exact(sizes: Mapping[str, int], exact: Mapping[str, int]) -> None:
-    """Raise ValueError for a mesh on which sums cannot be taken as on the mesh named by `exact`.
+def check_parts(named: Mapping[str, Mapping[str, int] | None]) -> None:
+    """Raise ValueError where a merged plan names another mesh than the whole model's plan, the part "".
 
-    sizes: of the mesh's axes; absent axes have size 1. The axis "pp" is free.
+    named: `exact` of each part's plan, by the part's name.
+    """
+    whole = named.get("")
+    for name, exact in named.items():
+        if exact is not None and exact != whole:
+            raise ValueError(
+                f"the plan merged for {name!r} names exact {in_words(exact)}, and the whole model's, the part '', "
+                f"{'none' if whole is None else in_words(whole)}; name one mesh, in the plan of the part ''"
+            )
+
+
+def check_exact(sizes: Mapping[str, int], exact: Mapping[str, int]) -> None:
+    """Raise ValueError for a mesh on which sums cannot be taken as on the named mesh.
+
+    sizes: of the mesh's axes; absent axes have size 1. The axis "pp" may have any size.
     """
     shown = in_words(exact)
     for axis, size in sizes.items():
@@ -60,8 +80,63 @@ def check_exact(sizes: Mapping[str, int], exact: Mapping[str, int]) -> None:
         )
 
 
+def check_cut(exact: Mapping[str, int], axis: str, size: int, what: str) -> None:
+    """Raise ValueError for a dim that a mesh within the named one cuts elsewhere than the named mesh.
+
+    size: of the dim, cut over `axis`. what: the dim in words, with its size. A multiple of the named size always fits.
+    """
+    named = exact.get(axis, 1)
+    ways = _other_cut(named, size)
+    if ways is not None:
+        own, count = largest_part(size, ways), named // ways
+        of_named = min(size, count * largest_part(size, named))
+        raise ValueError(
+            f"exact {in_words(exact)} cannot be kept with {what}: on a mesh of {axis}={ways} the first rank has {own}, "
+            f"and the first {count} of {axis}={named} have {of_named}; give a multiple of {named}, or name a smaller "
+            f"{axis}"
+        )
+
+
+def _other_cut(named: int, size: int) -> int | None:
+    """The largest divisor of `named`, a power of two, over which a dim is cut elsewhere than over `named`, or None."""
+    ways = named // 2
+    while ways > 1:
+        if size > 1 and largest_part(size, ways) != named // ways * largest_part(size, named):
+            return ways
+        ways //= 2
+    return None
+
+
+def fitting_part(exact: Mapping[str, int], rows: int) -> int:
+    """The size of parts for `rows`: the largest for which no part, also not the last, is refused by `check_cut`."""
+    named = exact.get("dp", 1)
+    fits = (n for n in range(rows, 0, -1) if _other_cut(named, n) is None and _other_cut(named, rows % n) is None)
+    return next(fits, 0)
+
+
+def check_batch(exact: Mapping[str, int], rows: int, tokens: int) -> None:
+    """Raise ValueError for a microbatch that a mesh within the named one cuts elsewhere: see `check_cut`.
+
+    rows: over all ranks. tokens: of a row.
+    """
+    check_cut(exact, "dp", rows, f"{rows} rows in a microbatch")
+    most = largest_part(tokens, exact.get("cp", 1))
+    for length in (most, tokens % most if most else 0):
+        check_cut(exact, "tp", length, f"{length} tokens in a row" + (" of a cp rank" if length < tokens else ""))
+
+
+def check_laid_out(exact: Mapping[str, int], rows: int, tokens: int, microbatches: int) -> None:
+    """As `check_batch`, for a batch laid out before it is divided; raises ValueError for several microbatches, too."""
+    if microbatches > 1:
+        raise ValueError(
+            f"exact {in_words(exact)} cannot be kept with {microbatches} microbatches of tokens that are laid out "
+            f"already: each rank would divide its own rows, which are other rows on each mesh; give plain tokens [B, T]"
+        )
+    check_batch(exact, rows, tokens)
+
+
 def refuse_compiled(exact: Mapping[str, int]) -> None:
-    """Raise ValueError, for a model whose blocks are compiled."""
+    """Raise the ValueError for a model whose blocks are compiled; called for such models alone."""
     raise ValueError(
         f"the model is compiled, but the numbers of a compiled block depend on its shapes, and exact {in_words(exact)} "
         f"promises the same on each mesh; leave out one of the two"
@@ -69,7 +144,7 @@ def refuse_compiled(exact: Mapping[str, int]) -> None:
 
 
 def check_task(exact: Mapping[str, int], task: str) -> None:
-    """Raise ValueError for a task whose loss each rank computes of all its rows at once."""
+    """Raise ValueError for dpo and kto, whose loss each rank computes over all local rows at once."""
     if task in ("dpo", "kto"):
         raise ValueError(
             f"exact {in_words(exact)} cannot be kept with the task {task}: each rank computes the loss of all its rows "
@@ -78,37 +153,29 @@ def check_task(exact: Mapping[str, int], task: str) -> None:
 
 
 def check_microbatches(exact: Mapping[str, int], microbatches: int | None, rows: int) -> None:
-    """Raise ValueError for a pipeline with an unnamed number of microbatches, which would depend on the mesh.
+    """Raise ValueError for a pipeline without a given number of microbatches: the default depends on the mesh.
 
-    rows: of the batch, for the remedy.
+    microbatches: as given; None without a number. rows: of the batch, for the remedy.
     """
     if microbatches is None:
-        fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        named = exact.get("dp", 1)
+        fit = ", ".join(str(n) for n in divisors(rows) if _other_cut(named, rows // n) is None)
         raise ValueError(
             f"exact {in_words(exact)} adds one microbatch after another, and a pipeline chooses their number by its "
             f"mesh; give --plan.microbatches, the same on every mesh: {fit}; without a pipeline it is 1"
         )
 
 
-def check_schedule(exact: Mapping[str, int], schedule: str, zero: int) -> None:
-    """Raise ValueError for the schedule whose order of sums differs from exact's under zero 2 and 3: zero_bubble."""
-    if schedule == "zero_bubble" and zero > 1:
-        raise ValueError(
-            f"exact {in_words(exact)} cannot be kept with schedule zero_bubble and zero={zero}: the gradients of norms "
-            f"wait for the delayed gradients of matrices, so that those of several microbatches are added before the "
-            f"ranks' sum; take another schedule, or zero 0 or 1"
-        )
+def check_shared(exact: Mapping[str, int], name: str, stages: Sequence[Collection[int]]) -> None:
+    """Raise ValueError for a trained parameter that stages of a pipeline share otherwise than a tied table.
 
-
-def check_shared(exact: Mapping[str, int], name: str, pp: int) -> None:
-    """Raise ValueError for a trained parameter that several stages of a pipeline share, such as a tied table.
-
-    name: of the parameter. pp: the ranks of the pipeline.
+    name: of the parameter. stages: for each module that has the parameter, the stages that call the module.
     """
-    if pp > 1:
+    if len(stages) != 2 or any(len(each) != 1 for each in stages):
+        shown = " and ".join(", ".join(map(str, sorted(each))) for each in stages)
         raise ValueError(
-            f"exact {in_words(exact)} cannot be kept with pp={pp} and {name} on several stages: the gradients of its "
-            f"uses are added after the ranks' sum there, and before it on one stage; take pp=1, or an untied model"
+            f"exact {in_words(exact)} cannot be kept with {name} on the stages {shown}: the gradients of its uses are "
+            f"added in another order than on one stage, but for two modules on one stage each; leave out the pipeline"
         )
 
 

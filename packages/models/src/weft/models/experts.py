@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layer that routes each token to a few gated MLPs, and the block with such a layer."""
+"""Mixtures of experts: a layer where a router sends each token to a few gated MLPs, and the block with this layer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
         """x [B, T, H], experts [B, T, k] int32, weights [B, T, k] -> [B, T, H].
 
-        Each token's output is the sum over its k experts of weight times expert. No token is dropped.
-        rows: how many choices are of these experts, where the caller knows; see `kernels.experts`.
+        A token's output is the sum of weight times expert over the token's k experts. No token is dropped.
+        rows: the number of choices of these experts, if the caller knows; see `kernels.experts`.
         """
         projections = self.gate_proj, self.up_proj, self.down_proj
         if self.lora is not None and self.lora.active:
@@ -42,9 +42,9 @@ class Experts(nn.Module):
         return output
 
     def choose(self, x: Tensor, experts: Tensor) -> None:
-        """Called with the tokens' choices as soon as they are known, before other work of the layer.
+        """Hook for experts sharded over "ep": the ranks start to exchange the numbers of tokens to send. Else nothing.
 
-        Does nothing here. Where experts are sharded over "ep", ranks begin to tell each other how many tokens to send.
+        Called by `MixtureOfExperts` as soon as the router has chosen. x [B, T, H], experts [B, T, k].
         """
 
     def extra_repr(self) -> str:
@@ -55,8 +55,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A mixture of experts in the place of an MLP: a router chooses `experts_per_token` experts for each token.
 
-    hidden_size: width of the tokens. intermediate_size, num_experts, experts_per_token, and the options from `score`
-    on: see `ExpertOptions`, which checks them.
+    hidden_size: width of the tokens. intermediate_size to experts_per_token, and score to shared_gate: see
+        `ExpertOptions`, which checks the values.
     layer, layers: this layer's row in the router's statistics, and the number of rows; see `forward`.
     """
 
@@ -135,9 +135,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class MixtureBlock(Block):
-    """A transformer block of a model with mixtures of experts: its MLP is a mixture, or a dense `GatedMLP`.
+    """A transformer block of a model with mixtures of experts: the MLP is a mixture, or a dense `GatedMLP`.
 
-    Router statistics pass through the block beside the residual stream, so that stages of a pipeline hand both on.
+    Router statistics pass through the block beside the residual stream: stages of a pipeline then hand on both.
     """
 
     def forward(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Generates tokens from a model, one after another."""
+"""Draws tokens from a model: `generate` returns whole texts, `stream` yields each step's tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .prompt_cache import PromptCache, depends_on_length
 
 
 class LogitsNotFinite(RuntimeError):
-    """The model's logits for a new token are NaN or infinite, so no token can be drawn."""
+    """The model's logits for a new token are NaN or infinite: no token can be drawn."""
 
 
 @overload
@@ -75,9 +75,9 @@ def generate(
         same tokens as transformers.
     seed: each draw is a function of (seed, row in the batch, number of tokens before), the same on every rank and
         mesh.
-    ends: tokens that end a text, such as `end_ids(folder)`. A row is complete at its first end. With [B, T], a
-        complete row repeats the end until all rows are complete; with a list, each result stops at its end.
-    use_cache: cache keys and values, so the model reads only the new token each time; otherwise the whole context.
+    ends: tokens that end a text, as from `end_ids(folder)`. A row is complete at the first end. With [B, T], a complete
+        row repeats the end until all rows are complete; with a list, each result stops at the end.
+    use_cache: cache keys and values; the model then reads only the new token each time, else the whole context.
         Both give the same tokens, except with dynamic rope scaling beyond max_seq_len: cached keys keep the base of
         their own step, as in transformers.
     A row whose context reaches `Rotary.longest` tokens (max_seq_len without rope scaling) continues with the last
@@ -114,12 +114,11 @@ def stream(
     ends: Sequence[int] = (),
     cache: PromptCache | None = None,
 ) -> Iterator[Tensor]:
-    """Yields the tokens of `generate` one step at a time: up to max_new_tokens tensors [B].
+    """Yields the tokens of `generate` step by step: up to max_new_tokens tensors [B].
 
     A step's tokens are yielded before the next step is computed.
-    cache: for a single row, the keys and values of the last call with this cache. The model reads only the tokens
-        after the longest beginning that both calls have in common.
-
+    cache: for a single row, keeps keys and values from call to call. The model then reads only the tokens after the
+        longest common beginning with the last call's tokens.
     Further arguments, communication and errors: as for `generate`. Raises ValueError also for a `cache` with several
     rows or without use_cache.
     """
@@ -141,7 +140,7 @@ def stream(
             f"stream has {misuse} and a PromptCache; give one prompt and use_cache=True, or no PromptCache"
         )
     if depends_on_length(model) and len({len(row) for row in rows}) > 1:
-        # Angles depend on the longest row of a call, so rows of different lengths are read separately.
+        # Angles depend on the longest row of a call: rows of different lengths are read separately.
         streams = [
             _stream(model, [row], max_new_tokens, draw, seed, use_cache, tuple(ends), n) for n, row in enumerate(rows)
         ]
@@ -150,7 +149,7 @@ def stream(
 
 
 def _side_by_side(streams: list[Iterator[Tensor]]) -> Iterator[Tensor]:
-    """Joins the tokens of several one-row streams. A finished stream repeats its last token."""
+    """Joins the tokens of several streams of a row each. A finished stream repeats the last token."""
     last: dict[int, Tensor] = {}
     while new := {row: tokens for row, each in enumerate(streams) if (tokens := next(each, None)) is not None}:
         last |= new
@@ -189,7 +188,7 @@ def _stream(
 
 
 class _Contexts:
-    """The model's input for each row. Rows end in the same column; shorter rows are padded on the left."""
+    """The tokens of all rows so far, and the calls of the model. Rows end in the same column, padded on the left."""
 
     def __init__(
         self,
@@ -214,7 +213,7 @@ class _Contexts:
         self._last_only: dict[str, Any] = {"last": True} if isinstance(model, CausalModel) and not on_mesh else {}
 
     def next_logits(self) -> Tensor:
-        """The logits of the last position, [B, V]."""
+        """Call the model for the next token: the logits of the last position, [B, V]."""
         starts = [self._stop - length + _context_start(length, self._limit) for length in self.lengths]
         if starts == self._starts and self._use_cache:
             return self._logits(self._stop - 1)
@@ -238,7 +237,7 @@ class _Contexts:
         return self._logits(first + known)
 
     def _logits(self, column: int) -> Tensor:
-        """The logits of the last position, from reading the columns from `column` on."""
+        """The logits of the last position, [B, V]. The model reads the columns from `column` on."""
         options = self._options | self._last_only
         if "positions" in options:
             columns = slice(column - min(self._starts), self._stop - min(self._starts))
@@ -248,14 +247,16 @@ class _Contexts:
         return _last_position(self._model(self._tokens[:, column : self._stop], **options))
 
     def append(self, chosen: Tensor) -> None:
-        """Adds one token to each row."""
+        """Add a token to each row. chosen: [B]."""
         self._tokens[:, self._stop] = chosen
         self._stop += 1
         self.lengths = [length + 1 for length in self.lengths]
 
 
 def _context_start(length: int, limit: int) -> int:
-    """The first token of a row's context. Half a limit is dropped at a time, so a cache lasts for as many tokens."""
+    """The index of the first token in a row's context. Beyond `limit` tokens, half of `limit` is dropped at a time: the
+    cache is then made anew only after as many steps.
+    """
     half = (limit + 1) // 2
     return max(0, -(-(length - limit) // half) * half)
 
@@ -332,8 +333,7 @@ def end_ids(folder: str | Path, default: Sequence[int] = ()) -> tuple[int, ...]:
     """The end tokens of a folder's model: eos_token_id of generation_config.json, else of config.json, else `default`.
 
     default: for example the end token of the folder's tokenizer.
-    Raises ValueError for a file that is not JSON, and for an eos_token_id that is neither the id of a token nor a list
-    of such ids.
+    Raises ValueError for a file without JSON, and for an eos_token_id other than a token's id or a list of ids.
     """
     for file in (Path(folder) / name for name in ("generation_config.json", "config.json")):
         if not file.is_file():

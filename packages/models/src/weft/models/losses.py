@@ -1,4 +1,4 @@
-"""A loss computed in parts by the ranks: where backward starts, and the sum over ranks, overlapped with backward."""
+"""For a loss of which each rank has a part: the gradient that starts backward, and the sum over ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from weft.reshard.extension import (
     wrap_with_spec,
 )
 
-IGNORE_INDEX = -100  # torch's default `ignore_index`: the target of tokens that do not count
+IGNORE_INDEX = -100  # torch's default `ignore_index`: the target of ignored tokens
 
 
 def first_gradient(loss: Tensor) -> Tensor:
-    """The gradient at which a loss's backward starts: ones, replicated on the axes over which the loss is Partial."""
+    """The gradient to start a loss's backward: ones, replicated on the axes over which the loss is Partial."""
     with torch.no_grad():
         if not isinstance(loss, DTensor):
             return torch.ones_like(loss)
@@ -34,20 +34,20 @@ def first_gradient(loss: Tensor) -> Tensor:
 
 
 def local_value(scalar: Tensor) -> Tensor:
-    """This rank's value of a scalar, as a plain tensor."""
+    """This rank's part of a scalar, as a plain tensor without graph; inside `exact_sums` a stack of addends."""
     return (memory_of(scalar) if isinstance(scalar, DTensor) else scalar).detach()
 
 
 def without_graph(loss: Tensor) -> Tensor:
-    """The loss detached from the graph, in the same layout; skips the dispatch of DTensor's own `detach`."""
+    """The loss detached from the graph, in the same layout. Faster than DTensor's own `detach`."""
     return wrap_with_spec(local_value(loss), dtensor_spec(loss)) if isinstance(loss, DTensor) else loss.detach()
 
 
 def sum_of_microbatches(values: Sequence[Tensor]) -> Tensor:
     """The sum of the microbatches' tensors, of equal shapes.
 
-    Inside `exact_sums` one is added after another: torch sums a stack of numbers in an order that depends on the shape,
-    and a tensor here has a leading dim for each folded axis.
+    Inside `exact_sums` the tensors are added in turn. Tensors then have a leading dim for each folded axis, and torch's
+    sum of a stack has an order that depends on the shape.
     """
     if exact_axes() is None:
         return torch.stack(list(values)).sum(0) if len(values) > 1 else values[0]
@@ -58,15 +58,15 @@ def sum_of_microbatches(values: Sequence[Tensor]) -> Tensor:
 
 
 class LossSum:
-    """The sum of the losses of a step's microbatches over all ranks, started when made and finished by `wait`.
+    """The sum of the losses of a step's microbatches over all ranks. The constructor starts it, `wait` finishes it.
 
-    losses: this rank's scalars, all in the same layout. Empty on a pipeline stage other than the last; the sum is
-    then 0, of the model's `dtype` widened to at least float32.
-    addends: further numbers [n] of this rank, summed over the ranks with the losses. Inside `exact_sums` stacked as the
-        losses are.
-    local: the sum of the losses on this rank alone. Inside `exact_sums` it may be a stack of addends.
-    Communication: a reshard of one number, or 1 + n, over the axes that shard the tokens.
-    Raises ValueError inside `exact_sums` for addends that are not stacked as the losses are.
+    losses: this rank's scalars, all in the same layout. Empty before the last pipeline stage: the sum is then 0, of the
+        model's `dtype` widened to at least float32.
+    addends: further numbers [n] of this rank, summed over the ranks together with the losses. Inside `exact_sums`
+        stacked like the losses.
+    local: the sum of the losses on this rank alone. Inside `exact_sums`, possibly a stack of addends.
+    Communication: a reshard of 1 + n numbers over the axes sharding the tokens; n = 0 without addends.
+    Raises ValueError inside `exact_sums` for addends not stacked like the losses.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LossSum:
             self._pending = start_plan(summed, self._values, losses[0].device_mesh)
 
     def wait(self) -> Tensor:
-        """The sum over all ranks, as a plain scalar; with addends, a vector of the loss's and the addends' sums."""
+        """The sum over all ranks, as a plain scalar; with addends, a vector [1 + n], the sum of losses first."""
         if self._pending is None:
             return self._values
         total = self._pending.wait()

@@ -11,12 +11,12 @@ from weft import kernels
 from weft.kernels.extension import Op, Sharding, apply, infer_gradient_layouts, is_autocasting
 from weft.mesh import Layout, LayoutError, Partial, infer
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of `experts.Experts`: the stacks that may have adapters
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # parameters of `experts.Experts` that may have adapters
 _OPERANDS = ("x", "experts", "weights", *PROJECTIONS, *(f"lora.{name}.{leaf}" for name in PROJECTIONS for leaf in "AB"))
 
 
 class Adapter(nn.Module):
-    """A and B of one adapted weight [..., out_features, in_features], and the scale alpha / rank.
+    """Base class: A and B for an adapted weight [..., out_features, in_features], and the scale alpha / rank.
 
     On a mesh, B is sharded like the outputs of the weight and A like the inputs; both are sharded like the weight's
     leading dim, the experts.
@@ -36,11 +36,12 @@ class Adapter(nn.Module):
 class LowRank(Adapter):
     """A LoRA adapter: adds alpha / rank * (input @ A.T) @ B.T to a linear layer's output (Hu et al. 2022).
 
-    The layer holds the adapter as its submodule `lora`. The product has the layout of the layer's output, Partial
+    The layer holds the adapter as submodule `lora`. The product has the layout of the layer's output, Partial
     included, and both are reduced together. If A and B have a wider dtype than the layer, for example float32 beside
     bfloat16, the input is cast to the wider dtype and the sum is cast back, as in peft.
     dropout: the probability with which an element of the adapter's input is zeroed while training, as in peft.
-    name: the module's path in the model; gives each adapter a mask of its own, the same on every mesh.
+    name: the module's path in the model. Masks depend on the name, so adapters have different masks, equal on every
+        mesh.
     """
 
     def __init__(self, a: Tensor, b: Tensor, alpha: float, dropout: float = 0.0, name: str = "lora") -> None:
@@ -73,16 +74,16 @@ class LowRank(Adapter):
 
 
 class StackedLowRank(Adapter):
-    """The adapters of one projection of `Experts`, one for each expert: A [E, rank, in], B [E, out, rank].
+    """The adapters of a projection of `Experts`, for all E experts: A [E, rank, in], B [E, out, rank].
 
-    Computed by the `LowRankExperts` that holds the module.
+    `LowRankExperts`, the parent module, computes the product.
     """
 
 
 class LowRankExperts(nn.Module):
-    """The LoRA adapters of a module of experts, which holds them as its submodule `lora`.
+    """The LoRA adapters of a module of experts, held as the submodule `lora`.
 
-    Each projection of `PROJECTIONS` has a `StackedLowRank` or None.
+    For each name of `PROJECTIONS`, there is a submodule `StackedLowRank`, or None.
     """
 
     active = True  # as `Adapter.active`
@@ -107,13 +108,13 @@ class LowRankExperts(nn.Module):
 
 
 def has_active_adapter(layer: nn.Module) -> bool:
-    """Whether a linear layer or a module of experts has an adapter that adds to the output of a call now."""
+    """Whether a linear layer or a module of experts has an adapter, and no `without_adapters` is entered."""
     adapter: Any = layer._modules.get("lora")
     return adapter is not None and adapter.active
 
 
 def adapted_parameter(adapter: str) -> str:
-    """The name of the weight that an adapter changes.
+    """The name of an adapter's weight.
 
     adapter: the name of an `Adapter`, as "q_proj.lora" or "experts.lora.gate_proj".
     """
@@ -138,7 +139,7 @@ def _forward(
     scales: tuple[float, ...],
     rows: int | None,
 ) -> Tensor:
-    """The adapted experts of local tensors. Differentiated by torch: each step is an op with a backward of its own."""
+    """The adapted experts on local tensors. Differentiated by torch, op by op."""
     count = len(gate)
     # Choices of experts outside get a group of their own, the last, whose rows stay zero.
     numbers = torch.where((experts >= 0) & (experts < count), experts, count)
@@ -159,7 +160,7 @@ def _forward(
 def _project(rows: Tensor, weight: Tensor, offsets: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
     """rows [n, in] sorted by expert, weight [E, out, in] -> [n, out], with the adapter's product added.
 
-    The dtypes of the product and of the sum are those of `LowRank`.
+    Product and sum have dtypes as in `LowRank`.
     """
     output = kernels.grouped_matmul(rows, weight.mT, offsets)
     if a is None or b is None:

@@ -35,17 +35,17 @@ class MixtureConfig(RotaryConfig):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers with a mixture of experts, in order; the others are dense."""
+        """The numbers of the layers with a mixture of experts, ascending; the rest are dense."""
         return tuple(range(self.num_layers))
 
     @property
     def bias_rate(self) -> float:
-        """How much a correction bias changes after each step; 0 without correction biases."""
+        """The change of a router's correction bias after each step; 0 without correction biases."""
         return 0.0
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that a token meets: of each layer's experts, `experts_per_token`."""
+        """The number of parameters used for a token: `experts_per_token` experts of each sparse layer, and the rest."""
         unused = 0
         for index in self.sparse_layers:
             options = self.block(index).experts
@@ -57,5 +57,5 @@ class MixtureConfig(RotaryConfig):
 
     @property
     def num_multiplied(self) -> int:
-        """Parameters in the matrix products of a token: of the experts, those that the token is sent to."""
+        """The number of parameters in matrix products for a token: `num_active_parameters` without looked-up tables."""
         return self.num_active_parameters - self.num_looked_up

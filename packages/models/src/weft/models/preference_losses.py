@@ -16,7 +16,7 @@ PairLoss = Literal["sigmoid", "ipo"]
 
 
 def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
-    """The rewards beta * (policy - reference) that a policy implies, without graph (Rafailov et al. 2023, section 5).
+    """The rewards beta * (policy - reference) implied by a policy, without graph (Rafailov et al. 2023, section 5).
 
     policy, reference: log-probabilities of answers, of equal shape; the result has this shape.
     Raises ValueError for different shapes and for a beta of 0 or less.
@@ -47,9 +47,9 @@ def dpo(
     label_smoothing: the probability that the preference is wrong, from 0 to below 0.5.
     lengths: [..., 2], the number of tokens of each answer. If given, each log-probability is divided by the answer's
         length, as trl does for "ipo".
-    valid: [...] bool, the pairs that count; None: all.
-    denominator: divides the sum of the pairs' losses; None: the number of pairs that count. Give the number of pairs
-        of the whole batch if this call has only some of the pairs.
+    valid: [...] bool, the pairs to count; None: all.
+    denominator: divides the sum of the pairs' losses; None: the number of counted pairs. Give the number of pairs of
+        the whole batch if this call has only some of the pairs.
     Raises ValueError for wrong options and shapes and, without a denominator, if no pair counts; with `valid`, the
     host then waits for the device.
     """
@@ -118,8 +118,8 @@ def kl_of(
     """KTO's estimate of the divergence of policy and reference: mean(policy - reference), at least 0, without graph.
 
     policy, reference: log-probabilities [...] of mismatched answers, each a prompt with the answer to another prompt,
-        over the whole batch. valid: [...] bool, the answers that count; None: all.
-    denominator: divides the sum; None: the number of answers that count.
+        over the whole batch. valid: [...] bool, the answers to count; None: all.
+    denominator: divides the sum; None: the number of counted answers.
     Raises ValueError for different shapes and, without a denominator, if no answer counts; with `valid`, the host then
     waits for the device.
     """
@@ -130,7 +130,7 @@ def kl_of(
 
 
 def check_pair_options(what: str, beta: float, label_smoothing: float, loss: str) -> None:
-    """Raise ValueError for options that `dpo` does not take. what: the function, for the error."""
+    """Raise ValueError for options refused by `dpo`. what: the caller's name, for the error."""
     check_positive(what, "beta", beta)
     if loss not in get_args(PairLoss):
         raise ValueError(f'{what}: loss is {loss!r}; give "sigmoid" or "ipo"')
@@ -147,7 +147,7 @@ def check_pair_options(what: str, beta: float, label_smoothing: float, loss: str
 
 
 def check_judged_options(what: str, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
-    """Raise ValueError for options that `kto` does not take. what: the function, for the error."""
+    """Raise ValueError for options refused by `kto`. what: the caller's name, for the error."""
     check_positive(what, "beta", beta)
     for name, weight in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
         if not (math.isfinite(weight) and weight >= 0):
@@ -155,7 +155,7 @@ def check_judged_options(what: str, beta: float, desirable_weight: float, undesi
 
 
 def check_positive(what: str, name: str, value: float) -> None:
-    """Raise ValueError for a number that is not finite, or 0 or less."""
+    """Raise ValueError for a number not finite, or 0 or less. what, name: the caller and the option, for the error."""
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{what}: {name} is {value}; give a number above 0")
 
@@ -177,12 +177,12 @@ def _check_valid(what: str, valid: Tensor | None, shape: torch.Size) -> None:
 
 
 def _only_valid(values: Tensor, valid: Tensor | None) -> Tensor:
-    """The values, with 0 where an answer does not count, which then adds neither NaN nor gradients."""
+    """The values, with 0 for answers not counted, which then add neither NaN nor gradients."""
     return values if valid is None else torch.where(valid, values, 0)
 
 
 def _mean(what: str, noun: str, losses: Tensor, valid: Tensor | None, denominator: float | Tensor | None) -> Tensor:
-    """The sum of the losses that count, divided by `denominator` or their number."""
+    """The sum of the counted losses, divided by `denominator`, or by the number of counted losses."""
     total = _only_valid(losses, valid).sum()
     if denominator is not None:
         if not isinstance(denominator, Tensor):

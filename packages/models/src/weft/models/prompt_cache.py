@@ -1,4 +1,4 @@
-"""`PromptCache`: keys and values kept from one call of `stream` to the next, as in a conversation."""
+"""`PromptCache`: keys and values kept between calls of `stream`, as in a conversation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from weft.kernels import KeyValueCache
 
-LEAST_CAPACITY = 1024  # tokens; the caches of a short context take less
+LEAST_CAPACITY = 1024  # tokens for which a cache is made at least, if the model's longest context allows
 
 
 class PromptCache:
-    """The keys and values of one row's tokens, for further calls of `stream` with the same model.
+    """The keys and values of a row's tokens, for further calls of `stream` with the same model.
 
-    The tokens of a prompt which continue the tokens of the last call, drawn ones included, are the only ones that the
-    model reads. A prompt with another beginning is correct, too: the cache keeps the beginning in common.
+    The model reads only the part of a prompt after the longest common beginning with the tokens of the last call, drawn
+    tokens included. Every prompt is correct.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,15 @@ class PromptCache:
         self._tokens: Tensor | None = None  # [N]: begins with the tokens in the cache
 
     def prepare(self, model: nn.Module, tokens: Tensor, length: int, limit: int) -> tuple[Sequence[KeyValueCache], int]:
-        """The caches of the model's layers, and the number of `tokens` whose keys and values these hold.
+        """The caches of the model's layers, and the number of `tokens`, from the first, found in the caches.
 
-        tokens: [N], the context's tokens and room for the tokens to draw, which the caller writes into the tensor.
-        length: the number of tokens in the context. At least the last one is left to read. limit: the longest context.
+        tokens: [N], the context's tokens, then room where the caller will write drawn tokens.
+        length: the number of tokens in the context. The last token is never counted as found: the model must read it.
+        limit: the longest context.
         """
         known = 0
         if self._tokens is not None and not depends_on_length(model):
-            # The layers' lengths differ after an exception in the middle of a call, such as KeyboardInterrupt.
+            # The layers' lengths differ after an exception in the middle of a call, as KeyboardInterrupt.
             held = min(each.length for each in self._caches)
             compared = min(held, length - 1)
             differing = (self._tokens[:compared] != tokens[:compared]).nonzero()
@@ -38,7 +39,7 @@ class PromptCache:
         room = min(limit, len(tokens))
         if not self._caches or self._caches[0].capacity < room:
             any_model: Any = model
-            # Twice the room, so that a growing conversation is read anew only each time its length doubles.
+            # Twice the room: a growing conversation is then read anew only when the length has doubled.
             self._caches, known = any_model.make_cache(min(limit, max(2 * room, LEAST_CAPACITY))), 0
         for each in self._caches:
             each.length = known
@@ -47,6 +48,6 @@ class PromptCache:
 
 
 def depends_on_length(model: nn.Module) -> bool:
-    """Whether a token's keys depend on the number of tokens after it, as with dynamic rope scaling."""
+    """Whether a token's keys depend on the number of later tokens, as with dynamic rope scaling."""
     rotary = getattr(getattr(model, "config", None), "rotary", None)
     return rotary is not None and bool(rotary.depends_on_length)

@@ -43,6 +43,7 @@ from .training.gathered_modules import (
 from .training.gradient_sync import BUCKET_BYTES, local_grad_callback
 from .training.hooks import differentiable, tensors_of
 from .training.pending_gradient import GradPlaceholder
+from .training.separate_uses import separate_use
 from .training.unit import ParameterSlot
 from .world.calls import Call
 from .world.collective_bytes import Collective, bytes_of_call, count_as, group_of_call, kind_of_op
@@ -129,6 +130,7 @@ __all__ = [
     "replay_received",
     "run_in_turn",
     "run_or_replay",
+    "separate_use",
     "shape_of",
     "shard_replicated_axes",
     "stacked_shape",

@@ -1,4 +1,4 @@
-"""Attention: the op, its key-value cache, and the bounds of documents."""
+"""Attention: the op, a key-value cache, and the bounds of documents."""
 
 from .sharded import KeyValueCache, attention, document_bounds
 

@@ -1,15 +1,15 @@
-"""Attention in plain torch, by blocks of queries: the scores of one block are in memory, and no others.
+"""Attention in plain torch, by blocks of queries: memory holds the scores of a single block at a time.
 
-Runs what torch's fused attention on a CPU does not know: a softcap, and dropout of the weights. Also float64 on a GPU,
-and rows with numbers that are not finite.
-Backward computes each block's scores again. All of it is in float32 at least. For one head:
+Runs calls on a CPU for which torch's fused attention does not serve: with a softcap, with dropout of the weights, or
+with NaN or infinite numbers. Also runs float64 on a GPU.
+Backward computes each block's scores again. All arithmetic is in float32 at least. For each head:
 
     scores = scale * query @ key.T, or with a softcap softcap * tanh(scale * query @ key.T / softcap)
     logsumexp = log(exp(sink) + the sum of exp(scores) over the keys seen)
-    weights = exp(scores - logsumexp) for the keys seen, 0 for others
+    weights = exp(scores - logsumexp) for the keys seen, otherwise 0
     output = dropped(weights) @ value, where dropout multiplies a weight by drop.scale or by 0
 
-Keys that a query does not see take no part in its row, also where they are NaN or infinite.
+Keys which a query does not see take no part in the query's row, also if the keys are NaN or infinite.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .drop import Drop
 from .ranges import Ranges
 from .stretches import rows_alike, sinks_gradient
 
-SCORES = 2**21  # the most numbers of a block's scores, 8 MB in float32, unless a block has LEAST queries
-LEAST, MOST = 16, 128  # queries of a block; a block of n queries computes up to n scores a query that are not seen
+MOST_SCORES = 2**21  # scores of a block, over all rows and heads: 8 MB in float32. LEAST queries may have more
+LEAST, MOST = 16, 128  # queries of a block. In a block of n queries, a query computes up to n masked scores
 
 
 class Block(NamedTuple):
-    """Queries whose scores are computed at a time."""
+    """Neighbouring queries whose scores are computed at a time, and the keys which at least one query sees."""
 
-    rows: slice  # of the batch
+    rows: slice  # rows of the batch
     queries: slice
-    keys: slice  # none of these queries sees another key
-    seen: Tensor | None  # bool [B or 1, 1, 1, n, keys]; None where each query sees each of these keys
+    keys: slice
+    seen: Tensor | None  # whether a query sees a key: bool [B or 1, 1, 1, n, keys]. None: every query sees every key
 
 
 def forward(
@@ -55,7 +55,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """query [B, T, heads * D], key and value [B, S, kv_heads * D] -> output [B, T, heads * D], logsumexp [B, heads, T].
 
-    sinks: [heads], a further logit of every row, without a value; the logsumexp includes it. softcap: above 0, or None.
+    sinks: [heads], a further logit of every row, without a value; the logsumexp includes the sink.
+    softcap: above 0, or None.
     """
     kv_heads = key.shape[-1] // head_dim
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -122,14 +123,15 @@ def backward(
 
 
 def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[Block]:
-    """The blocks of queries, row after row where the rows differ. heads: of all rows together.
+    """The blocks of a batch. Rows with equal bounds share their blocks; otherwise each row has blocks of its own.
 
-    bounds: int32 [B or 1, T, 2], the first key and the stop of each query. Where the host cannot read these, all rows
-    are together and each block has all keys.
+    bounds: int32 [B or 1, T, 2], the first key each query sees, and the key after the last. If the host cannot
+    read the bounds, all rows share blocks with all S keys.
+    heads: heads of a row, times B.
     """
     T, key = bounds.shape[1], torch.arange(S, dtype=torch.int32, device=bounds.device)
     if not can_read(bounds):
-        n = max(1, SCORES // (heads * S))
+        n = max(1, MOST_SCORES // (heads * S))
         for first in range(0, T, n):
             queries = slice(first, min(first + n, T))
             yield Block(slice(None), queries, slice(0, S), _seen(bounds[:, queries], key))
@@ -138,7 +140,7 @@ def blocks_of(bounds: Tensor, heads: int, S: int) -> Iterator[Block]:
     for each in rows:
         of_row = bounds[each][:1]
         widest = int((of_row[..., 1] - of_row[..., 0]).max())
-        n = max(LEAST, min(MOST, SCORES * len(rows) // (heads * max(1, widest))))
+        n = max(LEAST, min(MOST, MOST_SCORES * len(rows) // (heads * max(1, widest))))
         for first in range(0, T, n):
             here = of_row[:, first : first + n]
             (start, end), (last_start, stop) = here[0, 0].tolist(), here[0, -1].tolist()
@@ -168,7 +170,7 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _product(weights: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
-    """weights @ x, without the products of what is not `seen`: there a weight is 0, and 0 * NaN would be NaN.
+    """weights @ x, without the products that are not `seen`: there the weight is 0, but 0 * NaN would give NaN.
 
     weights: [..., n, m]. x: [..., m, D]. seen: bool, broadcast to the weights; None for all.
     """
@@ -191,7 +193,7 @@ def _dropped(weights: Tensor, keep: Tensor | None, drop: Drop | None) -> Tensor:
 def _keep_mask(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
     """Which weights of a block dropout keeps: bool [B, kv_heads, groups, n, keys].
 
-    None without dropout, and where all are dropped: then the scale is 0.
+    None without dropout, and if dropout drops all weights: then `drop.scale` is 0.
     """
     if drop is None or drop.threshold == DROPS_ALL:
         return None
@@ -213,7 +215,11 @@ def _keep_mask(drop: Drop | None, block: Block, q: Tensor) -> Tensor | None:
 
 
 def _runs(places: Tensor | None, first: int, row: int, here: slice) -> list[tuple[int, int, int]]:
-    """The runs of neighbouring places: (where the run begins in `here`, its length, its first place)."""
+    """The runs of consecutive places in `here`, each as (index in `here`, length, first place).
+
+    places, first: `query_places` and `first_query` of a `Drop`, or the two for keys. row: of the batch.
+    here: the block's queries or keys.
+    """
     if places is None:
         return [(0, here.stop - here.start, first + here.start)]
     numbers = places[min(row, len(places) - 1), here].tolist()

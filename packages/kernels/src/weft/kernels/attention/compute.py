@@ -1,7 +1,8 @@
 """Attention of local tensors: softmax(query @ key.T * scale) @ value, per head.
 
 A GPU, and Triton's interpreter, run the kernels (`launch`). A CPU runs torch's fused attention on stretches of queries
-(`stretches`), or plain torch by blocks of queries for what that lacks (`blocks`). No way holds anything of T x S.
+(`stretches`), or plain torch by blocks of queries for options that torch's lacks (`blocks`). None of the three holds a
+tensor of T x S.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ from ..dispatch.backend import is_shape_alone, on_cpu, use_triton
 from ..dispatch.token_order import Runs, as_read
 from . import blocks, stretches
 from .drop import Drop
-from .options import Operands, Options, Scores, drop_for, visible_for
+from .options import Operands, Options, Scores, VisibleInCall, drop_for
 from .ranges import Ranges
 from .visible import Visible
 
 
-class Way(Protocol):
-    """The computation on a device, implemented by `blocks`, which documents it, and by `launch`."""
+class Passes(Protocol):
+    """The forward and backward pass, implemented by the modules `blocks` (see its docstrings) and `launch`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 def is_fused(query: Tensor, *, plain_scores: bool) -> bool:
-    """Whether torch's fused attention on a CPU computes a call. plain_scores: without softcap and dropout."""
+    """Whether a call runs torch's fused attention for CPUs. plain_scores: the call has no softcap and no dropout."""
     return plain_scores and on_cpu(query) and not use_triton(query)
 
 
 def is_stub(query: Tensor, operands: Operands, options: Options) -> bool:
-    """Whether the call only allocates its results: on meta tensors, but not for a plain call that stands for a CPU's.
+    """Whether the call allocates results without computing. True on meta tensors, with a single exception.
 
-    Who sees whom by documents, windows and orders is known from data alone.
+    Inside `meta_as_cpu`, a call without documents, order, dropout and softcap runs torch's fused attention, and so
+    allocates as much as on a CPU. For further calls, the steps of the computation follow from data.
     """
     if not query.is_meta or is_shape_alone(query):
         return query.is_meta
@@ -46,10 +48,10 @@ def is_stub(query: Tensor, operands: Operands, options: Options) -> bool:
 
 
 def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Ranges | None]:
-    """The output like query, the logsumexp [B, heads, T], and who sees whom, for `compute_backward`.
+    """Attention of one call -> the output like query, the logsumexp [B, heads, T], and ranges for `compute_backward`.
 
-    With an order, the logsumexp and who sees whom are of the queries in the sequence's order. None where torch's fused
-    attention reads it from the options.
+    The logsumexp and the ranges have the queries in the sequence's order, also where memory has another order. The
+    ranges are None if the call did not need them: torch's fused attention computes without.
     """
     query, key, value, _, _, sinks = operands
     if query.numel() == 0 or key.numel() == 0 or is_stub(query, operands, options):
@@ -59,7 +61,7 @@ def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Range
         return output, torch.full(shape, -torch.inf, dtype=wide, device=query.device), None
     q = ascending(flat(query), options.runs)
     k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    visible, scores = visible_for(operands, options), options.scores
+    visible, scores = VisibleInCall(operands, options), options.scores
     output, lse = attend(q, k, v, visible, sinks, drop_for(operands, options), scores)
     return _like(as_stored(output, options.runs), query), lse, visible.known_ranges
 
@@ -67,14 +69,14 @@ def compute(operands: Operands, options: Options) -> tuple[Tensor, Tensor, Range
 def compute_backward(
     grad: Tensor, operands: Operands, output: Tensor, lse: Tensor, ranges: Ranges | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and sinks. ranges: as `compute` returned them; None to make them."""
+    """The gradients of query, key, value and sinks. ranges: from `compute`; None: computed here, if needed."""
     query, key, value, _, _, sinks = operands
     if query.numel() == 0 or key.numel() == 0 or is_stub(query, operands, options):
         dquery, dkey, dvalue = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
         return dquery, dkey, dvalue, None if sinks is None else torch.zeros_like(sinks)
     g, q = ascending(flat(grad), options.runs), ascending(flat(query), options.runs)
     k, v = ascending(flat(key), options.order), ascending(flat(value), options.order)
-    out, visible = ascending(flat(output), options.runs), visible_for(operands, options, ranges)
+    out, visible = ascending(flat(output), options.runs), VisibleInCall(operands, options, ranges)
     dq, dk, dv, dsinks = attend_backward(
         g, q, k, v, out, lse, visible, sinks, drop_for(operands, options), options.scores
     )
@@ -85,18 +87,19 @@ def compute_backward(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks: Tensor | None, drop: Drop | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """q [B, T, heads * D], k and v [B, S, kv_heads * D] -> the output like q, the logsumexp [B, heads, T].
+    """Attention of tokens in the sequence's order, by the fastest implementation for the device and the options.
 
-    sinks: [heads], a further logit of every row, without a value; the logsumexp includes it.
+    q [B, T, heads * D], k and v [B, S, kv_heads * D] -> the output like q, the logsumexp [B, heads, T].
+    sinks: [heads], a further logit of every row, without a value; the logsumexp includes the sink.
     """
-    way = module_for(q)
+    passes = select_passes(q)
     if is_fused(q, plain_scores=scores.softcap is None and drop is None):
-        batch = visible.batch(q.dtype)
-        fused = stretches.forward(q, k, v, batch, sinks, head_dim=scores.head_dim, scale=scores.scale)
-        if not stretches.has_masks(batch) or are_finite(fused[0]):
+        calls = visible.fused_calls(q.dtype)
+        fused = stretches.forward(q, k, v, calls, sinks, head_dim=scores.head_dim, scale=scores.scale)
+        if not stretches.has_masks(calls) or are_finite(fused[0]):
             return fused
-        way = blocks  # a mask of torch's lets NaN pass, as 0 * NaN
-    return way.forward(q, k, v, visible.ranges, sinks, drop, **scores._asdict())
+        passes = blocks  # a mask of torch's lets NaN pass, as 0 * NaN
+    return passes.forward(q, k, v, visible.ranges, sinks, drop, **scores._asdict())
 
 
 def attend_backward(
@@ -113,25 +116,25 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and sinks; see `attend`. g: of the output.
 
-    out, lse: of `attend`, or merged with those of further keys.
+    out, lse: the results of `attend`; where the queries also see further keys, merged with the results for these.
     """
-    way = module_for(q)
+    passes = select_passes(q)
     if is_fused(q, plain_scores=scores.softcap is None and drop is None):
-        batch = visible.batch(q.dtype)
-        fused = stretches.backward(g, q, k, v, out, lse, batch, head_dim=scores.head_dim, scale=scores.scale)
-        if not stretches.has_masks(batch) or are_finite(*fused):
+        calls = visible.fused_calls(q.dtype)
+        fused = stretches.backward(g, q, k, v, out, lse, calls, head_dim=scores.head_dim, scale=scores.scale)
+        if not stretches.has_masks(calls) or are_finite(*fused):
             return *fused, None if sinks is None else stretches.sinks_gradient(g, out, lse, sinks)
-        way = blocks
-    return way.backward(g, q, k, v, out, lse, visible.ranges, sinks, drop, **scores._asdict())
+        passes = blocks
+    return passes.backward(g, q, k, v, out, lse, visible.ranges, sinks, drop, **scores._asdict())
 
 
 def are_finite(*tensors: Tensor) -> bool:
-    """Whether all numbers of tensors on a CPU are finite. May be False where their sum is not."""
+    """Whether all numbers are finite, judged by each tensor's sum: also False if only the sum overflows."""
     return all(math.isfinite(each.sum(dtype=torch.promote_types(each.dtype, torch.float32))) for each in tensors)
 
 
-def module_for(query: Tensor) -> Way:
-    """The module whose `forward` and `backward` compute on the query's device, without torch's fused attention."""
+def select_passes(query: Tensor) -> Passes:
+    """`launch` where Triton runs, otherwise `blocks`. Neither is torch's fused attention: see `is_fused`."""
     if use_triton(query):
         from . import launch  # imports triton, which a CPU installation may not have
 
@@ -145,17 +148,17 @@ def flat(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, original: Tensor) -> Tensor:
-    """x [B, T, W] in the shape of the original."""
+    """x [B, T, W] in the shape of `original`."""
     return x if original.ndim == 3 else x.view(original.shape)
 
 
 def ascending(x: Tensor, runs: Runs | None) -> Tensor:
-    """x [B, T, W], whose tokens are stored in `runs`, in the sequence's order."""
+    """Reorder x [B, T, W] from memory order `runs` to the sequence's order. None: x already has this order."""
     return x if runs is None or _ascend(runs) else as_read(x, runs, 1)
 
 
 def as_stored(x: Tensor, runs: Runs | None) -> Tensor:
-    """x [B, T, W] from the sequence's order to the stored order `runs`: the reverse of `ascending`."""
+    """Reorder x [B, T, W] from the sequence's order to memory order `runs`: the reverse of `ascending`."""
     if runs is None or _ascend(runs):
         return x
     ascending = sorted(range(len(runs)), key=runs.__getitem__)
@@ -164,4 +167,5 @@ def as_stored(x: Tensor, runs: Runs | None) -> Tensor:
 
 
 def _ascend(runs: Runs) -> bool:
+    """Whether memory order `runs` is the sequence's order."""
     return list(runs) == sorted(runs)

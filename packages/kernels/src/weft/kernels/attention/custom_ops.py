@@ -1,6 +1,6 @@
-"""Attention as custom torch ops, for tensors that are traced: one node of a graph forward, and one backward.
+"""Attention as two custom torch ops, forward and backward, each one node of a traced graph.
 
-The ops take local tensors. On DTensors, `sharded.apply` unwraps the operands before it calls them.
+The ops take local tensors. On DTensors, `sharded.apply` unwraps the operands before the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .compute import compute, compute_backward
 from .options import Operands, Options
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? dropout_key, Tensor? sinks"
-# The fields of `Options`: runs and parts as lists of numbers.
+# The fields of `Options` in order; `order`, `queries` and `part` flattened to lists of numbers.
 OPTIONS = (
     "int head_dim, bool causal, float? scale, SymInt? window, float? softcap, float dropout, int number, str? name, "
     "SymInt? first, SymInt[]? order, SymInt[]? queries, SymInt[]? part"

@@ -1,4 +1,4 @@
-"""Dropout of attention weights: which numbers decide, for each weight, whether it is dropped."""
+"""Dropout of attention weights: the index of each weight, from which `weft.kernels.dropout` draws."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Drop(NamedTuple):
 
 
 def drop_of(p: float, key: int, name: str | None, part: Part, places: Tensor | None, device: torch.device) -> Drop:
-    """The `Drop` of the weights in `part`, a box [..., heads, T, S] of the global weights.
+    """The `Drop` of a call whose weights are in `part`, a box [..., heads, T, S] of the global weights.
 
-    key, name: as in `weft.kernels.dropout`. places: of the queries among the box's rows; None where they are the rows.
+    p, key, name: as in `weft.kernels.dropout`.
+    places: int32 [1, T], the row in `part` of each query. None: query i has row i.
     """
     offsets = torch.full((1,), part.offset, dtype=torch.int64, device=device)
     for size, stride in zip(part.sizes[:-3], part.strides[:-3], strict=True):

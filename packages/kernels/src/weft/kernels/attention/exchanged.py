@@ -1,8 +1,9 @@
 """Attention of a rank's queries to its own keys and to keys received from other ranks, merged by logsumexp.
 
-For context parallelism of packed rows. The rank's rows count as one row after another: a query's numbers in the ranges
-say which keys it sees, whatever row they are of. Attention to the own keys is computed while the others are under way,
-in backward as in forward. Backward of each part gets the merged output and logsumexp (Dao 2023, section 3.1).
+For context parallelism of packed rows. The rank's rows are laid end to end as a single row, [1, N, ...], in which
+ranges say which keys each query sees. Attention to the rank's own keys is computed while received keys, and in
+backward their gradients, are under way. The backward of each part gets the merged output and logsumexp (Dao 2023,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from .visible import VisibleKeys
 
 
 class Places(NamedTuple):
-    """Where the tokens of queries and keys are, for dropout's masks. int64 tensors on the device."""
+    """The rows and places of queries and keys, for dropout's masks. int64 tensors on the device.
 
-    queries: Tensor  # [N]: the place in its row of each of this rank's tokens, as query and as own key
-    rows: Tensor  # [N]: the number of each token's row among this rank's rows
-    received: Tensor  # [R]: the place in its row of each received key
+    A place is a token's index in its global row. N: this rank's tokens, over all rows. R: received keys.
+    """
+
+    queries: Tensor  # [N]: the place of each of this rank's tokens, as a query and as an own key
+    rows: Tensor  # [N]: the row of each of this rank's tokens, among this rank's rows
+    received: Tensor  # [R]: the place of each received key
 
 
 class ReceivedKeys(Protocol):
@@ -43,36 +47,37 @@ class ReceivedKeys(Protocol):
 
     @property
     def queries(self) -> slice:
-        """From the first to the last query that sees a received key."""
+        """The queries from the first to the last that sees a received key."""
 
     @property
     def places(self) -> Places:
-        """Where queries and received keys are in their rows."""
+        """The places of queries and keys, for dropout."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """The received keys and values, [1, R, kv_heads * D] each: row after row, each in reading order."""
 
     def return_gradients(self, dkey: Tensor, dvalue: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Starts to send the gradients of received keys and values to their ranks.
+        """Start to send the gradients of received keys and values, [1, R, kv_heads * D] each, to the keys' ranks.
 
-        Returns a function that adds what arrives in exchange to the gradients of this rank's own keys and values.
+        Returns a function to call with the gradients of this rank's own keys and values, [N, kv_heads * D] each: the
+        function waits for the gradients from ranks which received own keys, and adds them in place.
         """
 
 
 class Options(NamedTuple):
-    """The options of one call, and what this rank computes of the global weights [B, heads, T, T]."""
+    """The options of one call, and this rank's part of the global weights [B, heads, T, T]."""
 
     scores: Scores
-    dropout: float
-    number: int  # the key of dropout, where no tensor is given
-    name: str | None  # from which, with the key, the key of this layer's dropout is derived
-    first_row: int  # of this rank's rows
-    first_head: int
-    heads: int  # in all
-    tokens: int  # in all: T
+    dropout: float  # the share of attention weights set to zero
+    number: int  # the dropout key as an int; not read where the call has a tensor for the dropout key
+    name: str | None  # combined with the dropout key, so that each layer has its own mask
+    first_row: int  # the first of this rank's rows
+    first_head: int  # the first of this rank's query heads
+    heads: int  # query heads of all ranks
+    tokens: int  # T, the tokens of a row on all ranks
 
     def drop(self, dropout_key: Tensor | None, places: Places, keys: Tensor, queries: slice) -> Drop | None:
-        """Dropout of the weights of some queries for the keys at these places."""
+        """The `Drop` of weights between `queries`, a slice of this rank's, and keys. keys: int64, the keys' places."""
         if not self.dropout:
             return None
         number = self.number if dropout_key is None else number_of(dropout_key)
@@ -100,8 +105,8 @@ def forward(
 ) -> tuple[Tensor, Tensors]:
     """query [B, t, heads * D], key and value [B, t, kv_heads * D] of this rank's tokens -> the output like query.
 
-    sinks: [heads], as for `compute.attend`. They are in the part of the own keys, so each row counts its sink once.
-    head_dim, scale, softcap: `Scores`. given: the other fields of `Options`.
+    sinks: [heads], as for `compute.attend`. Only the part of the own keys has sinks, so each row counts its sink once.
+    head_dim, scale, softcap: `Scores`. given: further fields of `Options`.
     Saves the operands, the received keys and values, the output and a logsumexp a row and head.
     """
     options = Options(Scores(head_dim, scale, softcap), **given)
@@ -129,7 +134,7 @@ def backward(
     softcap: float | None = None,
     **given: Any,
 ) -> Tensors:
-    """The gradients of query, key, value and sinks."""
+    """The gradients of query, key, value and sinks; None for the dropout key. grad: of the output."""
     operands: Any = saved
     query, key, value, dropout_key, sinks, further_key, further_value, output, lse = operands
     options = Options(Scores(head_dim, scale, softcap), **given)
@@ -188,7 +193,7 @@ def _attend_backward(
 
 
 def _merge(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> None:
-    """Merges a part's output [1, N, heads * D] and logsumexp [1, heads, N] into those of the part before, in place."""
+    """Merge the output [1, N, heads * D] and logsumexp [1, heads, N] over further keys into `output` and `lse`."""
     if output.is_meta:
         return
     total = torch.logaddexp(lse, further_lse)

@@ -29,7 +29,8 @@ def forward(
     Grouped queries: heads is a multiple of kv_heads, and query head h reads key head h // (heads // kv_heads).
     documents: of each key, ids [..., S] or bounds [..., S, 2]. dropout_key: 64 bits. sinks: [heads].
     given: fields of `Options`.
-    Saves the operands, the output, a logsumexp a row and head, and who sees whom: two numbers a token.
+    Saves the operands, the output, a logsumexp for each row and head, and the ranges: two numbers for each query and
+    for each key.
     """
     options, operands = Options(**given), (query, key, value, documents, dropout_key, sinks)
     if is_traced(query):
@@ -60,7 +61,7 @@ def backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **given: Any)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether attention on this tensor becomes one torch op: compiled, or without data but for a shape."""
+    """Whether attention on this tensor runs as a custom torch op: under torch.compile, and on a fake tensor."""
     return is_compiling() or not has_data(tensor)
 
 

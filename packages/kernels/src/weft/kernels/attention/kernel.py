@@ -1,16 +1,16 @@
-"""Attention's kernels: online softmax in tiles, on the keys that each query sees (Dao 2023, "FlashAttention-2").
+"""Attention's kernels: online softmax in tiles, on the keys each query sees (Dao 2023, "FlashAttention-2").
 
 Rows are a batch of tokens [B, T, heads * D]; the D numbers of a head are contiguous, padded in registers to BLOCK_D.
 Query head h reads key head h // (heads // kv_heads). Which keys a query sees are two numbers, `ranges.Ranges`.
 
-A program visits the blocks of `visits`. Only blocks that a part of its rows does not see are masked. Scores are in
+A program visits the blocks of `visits`. A block is masked only if some row does not see some column. Scores are in
 units of log2: score = scale * LOG2E * (query @ key), or with a softcap, softcap * LOG2E * tanh(scale * ... / softcap).
-Sums are float32. An optional argument (sinks_ptr, softcap, offsets_ptr, ...) is None if the call does not use it.
+Sums are float32. Optional arguments (sinks_ptr, softcap, offsets_ptr, ...) are None if not given.
 No two programs write the same memory, and each sums in a fixed order.
 
-Dropout: weight (b, h, i, j) is kept where its 16 random bits are `threshold` or more. The bits are those that the op
-`dropout` draws for the element offsets[b] + h * head_stride + place of query i * row_stride + place of key j.
-PHASED: key blocks begin at a multiple of 8 elements, so one Philox block gives the bits of 8 neighbouring keys.
+Dropout: weight (b, h, i, j) is kept where its 16 random bits are `threshold` or more. The op `dropout` draws the same
+bits for the element offsets[b] + h * head_stride + place of query i * row_stride + place of key j; see `drop.Drop`.
+PHASED: key blocks begin at a multiple of 8 elements, and a Philox block gives the bits of 8 neighbouring keys.
 """
 
 import triton
@@ -27,7 +27,10 @@ def forward_block(
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """total, row_max and row_sum after one more block of keys, those from first_col."""
+    """total, row_max and row_sum after another block of keys, from key first_col on.
+
+    drop, here and in backward: what `keep_mask` takes of a program, equal for all blocks; None without dropout.
+    """
     cols = first_col + tl.arange(0, BLOCK_S)
     to_block, in_range = tl.cast(first_col, tl.int64), (cols >= 0) & (cols < stop)
     k = load(key_ptr + to_block * stride_ks, key_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
@@ -142,7 +145,7 @@ def backward_queries_block(
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """total after one more block of keys, those from first_col."""
+    """total after another block of keys, from key first_col on."""
     cols = first_col + tl.arange(0, BLOCK_S)
     to_block, in_range = tl.cast(first_col, tl.int64), (cols >= 0) & (cols < stop)
     k = load(key_ptr + to_block * stride_ks, key_offsets, in_range, MASKED, HEAD_DIM, BLOCK_D)
@@ -245,7 +248,7 @@ def backward_keys_block(
     MASKED: tl.constexpr, PHASED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv after one more block of queries of a head, those from first_row. Scores are [keys, queries]."""
+    """dk and dv after another block of a head's queries, from query first_row on. Scores are [keys, queries]."""
     rows = first_row + tl.arange(0, BLOCK_T)
     to_block, in_range = tl.cast(first_row, tl.int64), rows < stop
     to_rows = tl.cast(head, tl.int64) * T + rows
@@ -293,7 +296,7 @@ def backward_keys(
 ):  # fmt: skip
     """dkey and dvalue, which have the same strides. ranges: `Ranges.queries`.
 
-    A program computes BLOCK_S keys of a key head, and sums over the query heads of its group in order.
+    A program computes BLOCK_S keys of a key head, and sums over the group's query heads in order.
     """
     col_blocks = tl.cdiv(S + 7 if PHASED else S, BLOCK_S)
     program = tl.program_id(0)

@@ -21,29 +21,31 @@ Kernel = Literal["forward", "backward_queries", "backward_keys"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel is compiled: queries and keys of a block, warps of a program, and stages of its loops."""
+    """How a kernel is compiled and launched."""
 
-    block_t: int
-    block_s: int
-    warps: int
-    stages: int
+    block_t: int  # queries of a block
+    block_s: int  # keys of a block
+    warps: int  # of a program
+    stages: int  # of a program's loops, pipelined
 
 
 INTERPRETED = Launch(block_t=16, block_s=16, warps=1, stages=1)
-# Chips whose tensor cores read factors from shared memory. Others read them from registers, and leave fewer of a
-# thread's 255 for tiles and addresses. AMD's threads have 512 where a program has four warps, of 64 threads.
+# Chips whose tensor cores read factors from shared memory. Other chips read factors from registers, which leaves fewer
+# of a thread's 255 for tiles and addresses. AMD's threads have 512 if a program has four warps of 64 threads. The
+# numbers are registers of a thread for tiles and addresses; MASKED: with a softcap or dropout.
 FROM_SHARED = "sm_90", "sm_100", "sm_103"
 REGISTERS_FROM_SHARED, REGISTERS, MASKED_REGISTERS, AMD_REGISTERS = 120, 104, 80, 152
 # KiB of shared memory that a program may have (CUDA C++ Programming Guide; AMD CDNA3 ISA), less 16 in which tiles of
 # scores change their layout.
 SHARED_KIB = {"sm_80": 163 - 16, "sm_90": 227 - 16, "sm_100": 227 - 16, "sm_103": 227 - 16}
 FURTHER_CHIPS_SHARED_KIB, AMD_SHARED_KIB = 99 - 16, 64 - 16
-# Multiply-adds of a thread for a float32 product, of forward's two and of backward's three or four. Without tensor
+# The most multiply-adds of a thread in one float32 product of two tiles, in forward and in backward. Without tensor
 # cores each is an instruction, as loops are unrolled, and many are in flight; loading ahead would cost more registers.
 UNROLLED, UNROLLED_BACKWARD = 512, 256
 THREADS = 256  # of a program
-# The fastest of 8 to 17 launches of each kernel on an H200 (Triton 3.6), for 16-bit numbers without a softcap or
-# dropout: 2 rows of 8,192 tokens in documents of 500, and causal rows, where the same are within 10 % of the fastest.
+# By chip, kernel and block_d. The fastest of 8 to 17 launches of each kernel on an H200 (Triton 3.6), for 16-bit
+# numbers without a softcap or dropout: 2 rows of 8,192 tokens in documents of 500. On causal rows these launches are
+# within 10 % of the fastest.
 MEASURED: dict[tuple[str, Kernel, int], Launch] = {
     ("sm_90", "forward", 64): Launch(64, 64, warps=4, stages=3),
     ("sm_90", "backward_queries", 64): Launch(64, 32, warps=4, stages=3),
@@ -52,19 +54,20 @@ MEASURED: dict[tuple[str, Kernel, int], Launch] = {
     ("sm_90", "backward_queries", 128): Launch(64, 32, warps=4, stages=3),
     ("sm_90", "backward_keys", 128): Launch(32, 64, warps=4, stages=3),
 }
-# Where the rule's blocks spill with a Triton that is supported (16 bytes with 3.6): no spill, as many programs at once,
-# and twice the flop a loaded byte.
+# For kernels whose blocks by `launch_of`'s rule spill registers (16 bytes with Triton 3.6). These do not spill, run as
+# many programs at once, and compute twice the flop a loaded byte.
 COMPILED: dict[tuple[str, Kernel, int], Launch] = {
     ("sm_80", "backward_keys", 64): Launch(32, 128, warps=8, stages=2),
 }
-# Blocks [rows, cols] from the largest: a program keeps its own tokens, the rows, and loads the columns.
+# Blocks [rows, cols], the largest first. A program keeps the rows (queries; keys in `backward_keys`), and loads the
+# columns.
 BLOCKS = (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)
 BLOCKS_OF_FLOAT32 = (32, 32), (16, 16)
 
 
 @lru_cache(maxsize=1024)
 def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bool, is_aligned: bool = True) -> Launch:
-    """The blocks in the tables above, or the largest that fit registers and shared memory, with the most stages then.
+    """The launch in the tables above, or else the largest blocks that fit registers and shared memory.
 
     dtype: "tf32" for float32 that is multiplied in tf32. is_masked: with a softcap or dropout. is_aligned: whether a
     load moves 16 bytes; otherwise, one number.
@@ -98,11 +101,12 @@ def launch_of(kernel: Kernel, chip: str, dtype: str, block_d: int, is_masked: bo
 
 
 def _registers(kernel: Kernel, rows: int, cols: int, block_d: int, is_masked: bool, is_aligned: bool) -> int:
-    """The registers of a program's float32 sums and scores, and of the addresses to load two tiles.
+    """An estimate of a program's registers: float32 sums and scores, and the addresses to load two tiles.
 
-    forward sums one output, `backward_keys` two gradients. Backward keeps weights and their gradients. A mask of
-    dropout, or a softcap's slope, is another tile; to draw and to place the mask takes two, and a third where it is
-    transposed. An address has two registers, and loads 16 bytes (8 numbers) where memory is aligned.
+    forward and `backward_queries` sum one tile, `backward_keys` two. forward keeps a tile of scores; backward keeps
+    weights and their gradients. With a softcap or dropout come 2 to 4 more tiles: the slope or the mask, and the tiles
+    from which the mask is drawn, placed and (in `backward_keys`) transposed. An address takes two registers, and loads
+    16 bytes (8 numbers) if memory is aligned.
     """
     sums = 2 if kernel == "backward_keys" else 1
     scores, masks = {"forward": (1, 2), "backward_queries": (2, 3), "backward_keys": (2, 4)}[kernel]
@@ -144,7 +148,7 @@ def forward(
             query, key, value, keys, None if sinks is None else sinks.contiguous(), *drop.tensors,
             output, lse,
             T, S, heads, group,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], _batch(keys), *drop.place_strides,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], _batch_stride(keys), *drop.place_strides,
             *output.stride()[:2], *drop.strides,
             scale, softcap, *drop.numbers,
             PHASED=phased, PRECISION=precision(query), HEAD_DIM=head_dim, BLOCK_D=block_d,
@@ -202,7 +206,7 @@ def backward(
                 dquery, delta,
                 T, S, heads, group,
                 *grad.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *output.stride()[:2],
-                _batch(keys), *drop.place_strides, *dquery.stride()[:2], *drop.strides,
+                _batch_stride(keys), *drop.place_strides, *dquery.stride()[:2], *drop.strides,
                 scale, softcap, *drop.numbers,
                 **constexprs, BLOCK_T=of_queries.block_t, BLOCK_S=of_queries.block_s,
                 num_warps=of_queries.warps, num_stages=of_queries.stages,
@@ -214,7 +218,7 @@ def backward(
                 dkey, dvalue,
                 T, S, heads, group,
                 *grad.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-                _batch(queries), *drop.place_strides, *dkey.stride()[:2], *drop.strides,
+                _batch_stride(queries), *drop.place_strides, *dkey.stride()[:2], *drop.strides,
                 scale, softcap, *drop.numbers,
                 **constexprs, BLOCK_T=of_keys.block_t, BLOCK_S=of_keys.block_s,
                 num_warps=of_keys.warps, num_stages=of_keys.stages,
@@ -223,7 +227,7 @@ def backward(
 
 
 def padded(head_dim: int) -> int:
-    """The numbers of a head in registers: a power of two that tensor cores multiply."""
+    """BLOCK_D, the width of a head's tile: head_dim rounded up to a power of two, at least 16 for tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -236,38 +240,39 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """A `Drop` as the kernels' arguments; without dropout None, and numbers that are not read."""
+    """A `Drop` as the kernels' arguments. Without dropout, the tensors are None and the numbers are not read."""
 
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
-    place_strides: tuple[int, int]  # of a batch, of the places of queries and keys
-    strides: tuple[int, int]  # of a head and a row of the global weights
-    numbers: tuple[int, int, int, int, float]
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]  # offsets_ptr, query_places_ptr, key_places_ptr
+    place_strides: tuple[int, int]  # stride_qpb and stride_kpb, from batch to batch
+    strides: tuple[int, int]  # head_stride and row_stride
+    numbers: tuple[int, int, int, int, float]  # first_query, first_key, drop_key, threshold, drop_scale
 
 
 def _drop(drop: Drop | None, B: int) -> tuple[_Drop, bool]:
-    """The arguments, and whether key blocks begin at a multiple of 8 elements; see `kernel`."""
+    """The kernels' arguments for B batches, and PHASED: see `kernel`."""
     if drop is None:
         return _Drop((None, None, None), (0, 0), (0, 0), (0, 0, 0, 0, 1.0)), False
     places = [None if each is None else each.contiguous() for each in (drop.query_places, drop.key_places)]
     arguments = _Drop(
         (drop.offsets.expand(B).contiguous(), places[0], places[1]),
-        (_batch(places[0]), _batch(places[1])),
+        (_batch_stride(places[0]), _batch_stride(places[1])),
         (drop.head_stride, drop.row_stride),
         (drop.first_query, drop.first_key, signed(drop.key), drop.threshold, drop.scale),
     )
     return arguments, drop.key_places is None and drop.head_stride % 8 == 0 and drop.row_stride % 8 == 0
 
 
-def _batch(x: Tensor | None) -> int:
-    """The stride of a batch; 0 for a batch of 1, which stands for all."""
+def _batch_stride(x: Tensor | None) -> int:
+    """The stride of dim 0; 0 for a size of 1, which stands for all batches."""
     return 0 if x is None or len(x) == 1 else x.stride(0)
 
 
 def _rows(x: Tensor) -> Tensor:
+    """x, or a copy, in which the numbers of a token are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _is_aligned(head_dim: int, *tensors: Tensor) -> bool:
-    """Whether heads begin at multiples of 16 bytes, and Triton knows: it looks whether 16 divides a stride."""
+    """Whether heads begin at multiples of 16 bytes and Triton can know: 16 divides all strides."""
     rows = all(each.stride(1) % 16 == each.stride(0) % 16 == each.data_ptr() % 16 == 0 for each in tensors)
     return rows and head_dim * tensors[0].itemsize % 16 == 0

@@ -1,4 +1,4 @@
-"""The options of one call of attention, and what follows from them: who sees whom, and which weights are dropped."""
+"""The options of one call of attention, and from these: the keys each query sees, and the weights dropout drops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of one call of attention, and what a rank computes of it."""
+    """The options of one call of attention on local tensors. From `first` on, a rank's part of the call."""
 
     head_dim: int
     causal: bool = True  # a query sees the keys up to its own token's
@@ -37,18 +37,18 @@ class Options(NamedTuple):
     window: int | None = None  # with causal, a query sees at most the last `window` of these keys
     softcap: float | None = None
     dropout: float = 0.0  # the share of attention weights set to zero
-    number: int = 0  # the key of dropout, where no tensor is given
-    name: str | None = None  # combined with the key as in `dropout.function`
-    first: int | None = None  # the key with the same token as query 0; None: S - T, the last query's is the last key's
-    order: Runs | None = None  # the stored order of key, value and documents, as runs of the sequence
-    queries: Runs | None = None  # with `order`, the runs of the queries; None: all of `order`
-    # The box of the global weights [..., heads, T, S] to which these queries belong; None: all. With `order`, rows and
-    # columns are in the sequence's order, and the box has all rows.
+    number: int = 0  # the dropout key as an int; not read where the call has a tensor for the dropout key
+    name: str | None = None  # combined with the dropout key as in `dropout.function`
+    first: int | None = None  # the index of the key at query 0's token; None: S - T, the queries are the last T tokens
+    order: Runs | None = None  # the order in memory of key, value and documents; None: the sequence's order
+    queries: Runs | None = None  # the order in memory of the queries; None: `order`
+    # Where the weights of this call are among the global weights [..., heads, T, S], for dropout; None: the call has
+    # all weights. With `order`, rows and columns are in the sequence's order, and `part` has the rows of all queries.
     part: Part | None = None
 
     @property
     def runs(self) -> Runs | None:
-        """The stored order of the queries, as runs of the sequence."""
+        """The order in memory of the queries; None: the sequence's order."""
         return self.order if self.queries is None else self.queries
 
     @property
@@ -57,15 +57,13 @@ class Options(NamedTuple):
         return Scores(self.head_dim, self.head_dim**-0.5 if self.scale is None else self.scale, self.softcap)
 
 
-def visible_for(operands: Operands, options: Options, ranges: Ranges | None = None) -> VisibleToCall:
-    """Which keys the queries see, with the queries in the sequence's order. ranges: where they are known."""
-    return VisibleToCall(operands, options, ranges)
+class VisibleInCall:
+    """The `Visible` of one call of attention, for queries in the sequence's order. Each form is computed when read.
 
+    ranges: the ranges, where the caller already has them.
+    """
 
-class VisibleToCall:
-    """`Visible` of one call of attention. Found where it is read, and cached by the arguments."""
-
-    def __init__(self, operands: Operands, options: Options, ranges: Ranges | None) -> None:
+    def __init__(self, operands: Operands, options: Options, ranges: Ranges | None = None) -> None:
         self._operands, self._options, self.known_ranges = operands, options, ranges
 
     @property
@@ -74,12 +72,12 @@ class VisibleToCall:
             self.known_ranges = ranges_for(self._operands, self._options)
         return self.known_ranges
 
-    def batch(self, dtype: torch.dtype) -> stretches.Batch:
-        return batch_for(self._operands, self._options)
+    def fused_calls(self, dtype: torch.dtype) -> stretches.FusedCalls:
+        return fused_calls_for(self._operands, self._options)
 
 
 def ranges_for(operands: Operands, options: Options) -> Ranges:
-    """Who sees whom, with the queries in the sequence's order. Cached without documents."""
+    """The ranges of a call, for queries in the sequence's order. Cached for calls without documents."""
     query, key, _, documents, *_ = operands
     T, S, causal, window, device = query.shape[-2], key.shape[-2], options.causal, options.window, query.device
     bounds = _bounds(documents, query.ndim, options.order)
@@ -91,22 +89,22 @@ def ranges_for(operands: Operands, options: Options) -> Ranges:
     return _in_order(options.runs, S, causal, window, bounds, device)
 
 
-def batch_for(operands: Operands, options: Options) -> stretches.Batch:
-    """The calls of torch's fused attention on a CPU, which read who sees whom on the host. Cached by their arguments.
+def fused_calls_for(operands: Operands, options: Options) -> stretches.FusedCalls:
+    """The calls of torch's fused attention which together compute the op on a CPU. Cached by the arguments' values.
 
-    The layers of a model have the same documents, so one of them plans for all, and for their backward.
+    All layers of a model have the same documents: the first layer's forward fills the cache for all layers.
     """
     query, key, _, documents, *_ = operands
     given = None if documents is None else (documents.numpy().tobytes(), tuple(documents.shape), documents.dtype)
     first = key.shape[-2] - query.shape[-2] if options.first is None else options.first
-    return _cached_batch(
+    return _cached_fused_calls(
         query.shape[-2], key.shape[-2], first, options.causal, options.window, options.runs, options.order,
         given, query.ndim, query.dtype,
     )  # fmt: skip
 
 
 def drop_for(operands: Operands, options: Options) -> Drop | None:
-    """Dropout of this call's weights, with the queries in the sequence's order; None without dropout."""
+    """Dropout of a call's weights, for queries in the sequence's order; None without dropout."""
     if not options.dropout:
         return None
     query, key, _, _, dropout_key, _ = operands
@@ -121,9 +119,9 @@ def drop_for(operands: Operands, options: Options) -> Drop | None:
 
 
 def _bounds(documents: Tensor | None, dims: int, order: Runs | None) -> Tensor | None:
-    """The bounds of the keys' documents in the sequence's order, int32 [..., S, 2], from ids or bounds.
+    """The bounds of the keys' documents, keys in the sequence's order: int32 [..., S, 2].
 
-    dims: of the query; bounds have as many.
+    documents: ids or bounds, in the memory order `order`. dims: the query's number of dims, which bounds have too.
     """
     if documents is None:
         return None
@@ -133,7 +131,7 @@ def _bounds(documents: Tensor | None, dims: int, order: Runs | None) -> Tensor |
 
 
 @lru_cache(maxsize=16)
-def _cached_batch(
+def _cached_fused_calls(
     T: int,
     S: int,
     first: int,
@@ -144,8 +142,8 @@ def _cached_batch(
     given: tuple[bytes, tuple[int, ...], torch.dtype] | None,
     dims: int,
     dtype: torch.dtype,
-) -> stretches.Batch:
-    """`batch_for`. given: the documents' memory, shape and dtype. dims, dtype: of the query."""
+) -> stretches.FusedCalls:
+    """See `fused_calls_for`. given: bytes, shape and dtype of the documents. dims, dtype: of the query."""
     device = torch.device("cpu")
     bounds = None
     with torch.inference_mode(False):  # an inference tensor could not be used in a later call's backward
@@ -158,12 +156,13 @@ def _cached_batch(
         else:
             ranges = ranges_of(T, S, first, causal, window, None, device)
             seen = None if ranges is None else ranges.keys
-        return stretches.batch_of(seen, T, S, causal, dtype)
+        return stretches.fused_calls_of(seen, T, S, causal, dtype)
 
 
 def _in_order(
     runs: Runs, S: int, causal: bool, window: int | None, bounds: Tensor | None, device: torch.device
 ) -> Ranges:
+    """The ranges of queries at the tokens of `runs`, in the sequence's order."""
     return ranges_from_keys(keys_seen(_places(runs, device), S, causal, window, bounds), S)
 
 

@@ -1,4 +1,4 @@
-"""Attention that is causal with as many queries as keys, or of all keys, by torch's own differentiable function.
+"""Plain attention, causal with as many queries as keys or over all keys, by torch's own differentiable function.
 
 torch's `scaled_dot_product_attention` chooses its fused kernel by the device and the dtype, and saves the operands, the
 output and a logsumexp a row and head.
@@ -8,26 +8,26 @@ output and a logsumexp a row and head.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..dispatch.backend import chip_of, on_cpu
+from ..launching.measured import TableRow
 
 TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_attention.py writes it
 Heads = tuple[str, str, int]  # chip, dtype and head_dim of `CallClass`
 
 
 def is_plain(query: Tensor, key: Tensor, causal: bool, window: int | None, *further_options: object) -> bool:
-    """Whether causality alone says which keys are seen, as torch's fused attention understands it.
+    """Whether torch's fused attention can run the call: causal with as many queries as keys, or over all keys.
 
-    further_options: options, of which any that is not None asks for more.
+    further_options: documents, sinks and further arguments of the call. A call where any is not None is not plain.
     """
     for each in further_options:
         if each is not None:
@@ -50,7 +50,8 @@ def forward(
 ) -> Tensor:
     """query [..., T, heads * D], key and value [..., S, kv_heads * D] -> [..., T, heads * D]
 
-    more, first: what a layout rule passes to attention that is not plain.
+    Causal if `causal` and T == S; otherwise over all keys.
+    more, first: not read; `layout_rule.rule` and the operands are those of `ATTENTION`.
     """
     q, k, v = _heads(query, head_dim), _heads(key, head_dim), _heads(value, head_dim)
     groups = q.shape[1] // k.shape[1]
@@ -86,29 +87,17 @@ class CallClass(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+class Measurement(TableRow):
     """One row of the table: the measured times of forward and backward for a class of calls."""
 
-    of: CallClass
+    of: CallClass  # the timed calls
     seconds: float  # of Weft's kernels
     torch_seconds: float  # of torch's scaled_dot_product_attention
     where: str  # the device, and the versions of torch and triton
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"of": self.of._asdict()}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Measurement:
-        return cls(**{**row, "of": CallClass(**row["of"])})
-
-
-def read(file: Path) -> dict[CallClass, Measurement]:
-    """The table in a JSON file."""
-    return {row.of: row for row in map(Measurement.from_json, json.loads(file.read_text()))}
-
 
 def faster_calls(measured: Mapping[CallClass, Measurement]) -> dict[Heads, tuple[int, ...]]:
-    """The classes for which Weft's kernels were measured faster: numbers of tokens by chip, dtype and head_dim."""
+    """The classes whose Weft kernels were faster than torch: `CallClass.tokens`, by chip, dtype and head_dim."""
     found: dict[Heads, tuple[int, ...]] = {}
     for of, row in sorted(measured.items()):
         if row.seconds < row.torch_seconds:
@@ -116,11 +105,11 @@ def faster_calls(measured: Mapping[CallClass, Measurement]) -> dict[Heads, tuple
     return found
 
 
-FASTER = faster_calls(read(TABLE))
+FASTER = faster_calls(Measurement.read(TABLE))
 
 
 def is_kernel_faster(device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int) -> bool:
-    """Whether Weft's kernels were measured faster for this class of calls; False where the class was not measured."""
+    """Whether Weft's kernels were faster than torch in the table; False if this class of calls was not measured."""
     if not FASTER:
         return False
     # Comparisons, as torch.compile may know of `tokens` no more than bounds: see `CallClass.of`.

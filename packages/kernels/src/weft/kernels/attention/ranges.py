@@ -1,11 +1,10 @@
-"""Which keys each query sees, as two numbers a query, and which queries see each key.
+"""Ranges: which keys each query sees, as two numbers a query, and which queries see each key, as two numbers a key.
 
 A document is a contiguous stretch of a row. So under causality, windows, documents, a cache, and any ascending
 selection of queries and keys, query i sees exactly the keys starts[i] <= j < stops[i], and neither number decreases
-with i. The queries that see key j are then an interval too. Attention computes from these intervals alone.
+with i. The queries which see key j are then an interval too. Attention computes from these intervals alone.
 
-All functions are torch ops on the tensors' device and read no values on the host, but for one check of values that the
-host has.
+All functions are torch ops on the tensors' device. None waits for a device: `_check_documents` reads CPU tensors only.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from ..dispatch.backend import can_read, has_data, is_compiling, is_recorded
 
 
 class Ranges(NamedTuple):
-    """Who sees whom, in both directions. A batch of 1 stands for all rows of a batch."""
+    """The keys each query sees, and the queries which see each key. A batch of 1 stands for all rows of a batch."""
 
-    keys: Tensor  # int32 [B or 1, T, 2]: the first key that each query sees, and the key after the last
-    queries: Tensor  # int32 [B or 1, S, 2]: the first query that sees each key, and the query after the last
+    keys: Tensor  # int32 [B or 1, T, 2]: the first key each query sees, and the key after the last
+    queries: Tensor  # int32 [B or 1, S, 2]: the first query which sees each key, and the query after the last
 
 
 def document_bounds(documents: Tensor) -> Tensor:
@@ -47,9 +46,9 @@ def ranges_of(
 ) -> Ranges | None:
     """The ranges of T queries and S keys.
 
-    Returns None where `causal` says it all: if causal and T == S, a query sees the keys up to its own; otherwise every
-    query sees every key.
-    first: the key with the same token as query 0. bounds: of the keys' documents, as `document_bounds` returns them.
+    first: the index of the key at query 0's token. bounds: of the keys' documents, from `document_bounds`.
+    Returns None for a plain call: if causal and T == S, a query sees the keys up to its own; otherwise every query
+    sees every key.
     """
     if bounds is None and _is_plain(T, S, first, causal, window):
         return None
@@ -59,7 +58,7 @@ def ranges_of(
 def explicit_ranges(
     T: int, S: int, first: int, causal: bool, window: int | None, bounds: Tensor | None, device: torch.device
 ) -> Ranges:
-    """`ranges_of`, also where causality says it all. Ranges without documents are cached by these numbers."""
+    """As `ranges_of`, but never None: plain calls get Ranges too. Ranges without documents come from a cache."""
     here = torch.empty(0, device=device)
     if bounds is not None or is_compiling() or not has_data(here) or is_recorded(here):
         return _make_ranges(T, S, first, causal, window, bounds, device)
@@ -67,10 +66,11 @@ def explicit_ranges(
 
 
 def keys_seen(places: Tensor, S: int, causal: bool, window: int | None, bounds: Tensor | None) -> Tensor:
-    """The keys that each query sees, `Ranges.keys`: int32 [B or 1, T, 2].
+    """The keys each query sees, `Ranges.keys`: int32 [B or 1, T, 2].
 
-    places: int32 [T], for each query the key with the same token, ascending.
-    bounds: int32 [..., S, 2], of the documents. A query whose place is not in 0 to S - 1 then sees nothing.
+    places: int32 [T], ascending: for each query, the index of the key at the same token.
+    bounds: int32 [..., S, 2], of the keys' documents. With bounds, a query whose place is outside 0 to S - 1 sees
+    nothing.
     """
     stops = (places + 1).clamp(0, S) if causal else torch.full_like(places, S)
     starts = torch.zeros_like(places) if window is None else (places - (window - 1)).clamp(0, S)
@@ -86,21 +86,17 @@ def keys_seen(places: Tensor, S: int, causal: bool, window: int | None, bounds: 
     return torch.stack((torch.minimum(starts, stops), stops), -1)
 
 
-def keys_among(keys: Tensor, held: Tensor) -> Tensor:
-    """`Ranges.keys` where only some of the keys are here. held: int32, the numbers of the keys that are, ascending."""
-    return torch.searchsorted(held, keys, out_int32=True)
-
-
 def ranges_from_keys(keys: Tensor, S: int) -> Ranges:
-    """The ranges of queries that see the given ones of S keys. keys: as `Ranges.keys`."""
+    """Make `Ranges` from `Ranges.keys`. S: the number of keys."""
     starts, stops = (keys[..., each].contiguous() for each in (0, 1))
     key = torch.arange(S, dtype=torch.int32, device=keys.device).expand(len(keys), S).contiguous()
-    # Both numbers ascend, so the queries that see key j follow those with stops <= j, and are among starts <= j.
+    # Both numbers ascend: key j is seen by the queries after the last with stops <= j, up to the last with starts <= j.
     queries = [torch.searchsorted(each, key, right=True, out_int32=True) for each in (stops, starts)]
     return Ranges(keys, torch.stack(queries, -1))
 
 
 def _is_plain(T: int, S: int, first: int, causal: bool, window: int | None) -> bool:
+    """Whether queries see the keys up to their own (causal, T == S, first == 0), or all queries see all keys."""
     within = window is None or window >= first + T  # the window reaches before the first key
     if not causal or not within:
         return within

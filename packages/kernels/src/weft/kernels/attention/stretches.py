@@ -1,12 +1,12 @@
-"""Attention on a CPU: torch's fused attention on one stretch of queries after another.
+"""Attention on a CPU: torch's fused attention, stretch of queries after stretch.
 
-A stretch is a run of neighbouring queries which see keys in one way. All see the same keys, or each one more than the
-query before (causal), or each a window of as many keys. A packed row has a stretch for each document, so the work
-grows with the sum of the squares of the documents' lengths. Nothing of T x S is in memory.
+A stretch is a run of neighbouring queries of a kind: all queries see the same keys, or each query sees a key more than
+the query before (causal), or each query's keys are a window which moves on by a key. A packed row has a stretch for
+each document, and the work grows with the sum of the squares of the documents' lengths. Nothing of T x S is in memory.
 
-torch's fused attention also returns each row's logsumexp. Its backward computes the attention weights again from the
-logsumexp it is given, exp(score - logsumexp), so a row's keys can be split over several calls: their outputs are
-merged by logsumexp, and backward gets the merged output and logsumexp in every call (Dao 2023, section 3.1).
+torch's fused attention also returns each row's logsumexp. The backward takes a logsumexp, and computes the attention
+weights as exp(score - logsumexp). A row's keys can therefore be split over several calls: the outputs are merged by
+logsumexp, and in backward every call gets the merged output and the merged logsumexp (Dao 2023, section 3.1).
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ from torch import Tensor
 fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# How a stretch's keys move from one query to the next: (step of the first key, step of the stop) as 3 * first + stop.
+# The kinds of stretches, as numbers: 3 * a + b, where from query to query the first key moves by a keys, and the key
+# after the last by b keys.
 SAME_KEYS, ONE_MORE_KEY, NEXT_WINDOW = 0, 1, 4
-# Queries of a window of w keys that are computed at a time: w / 8, within these. A block of n queries computes
+# With a window of w keys, a call computes blocks of w / 8 queries, within these bounds. A block of n queries computes
 # n + w - 1 scores a query, of which w are seen, and small blocks make small products. Fastest of 32 to 512 for windows
-# of 64, 256, 1,024 and 4,096 keys, 8 heads of 64 in float32, on one thread of an AMD EPYC.
+# of 64, 256, 1,024 and 4,096 keys, 8 heads of 64 in float32, on a single thread of an AMD EPYC.
 LEAST_BLOCK, MOST_BLOCK = 64, 192
-SMALL = 2**13  # scores of a row that one call with a mask computes at once; two calls would take as long
+SMALL = 2**13  # scores of a row and head for which a call with a mask takes no longer than two calls without
 
 
 class Stretch(NamedTuple):
-    """Neighbouring queries that see keys in one way."""
+    """Neighbouring queries of a kind."""
 
     first: int  # the first query
     stop: int  # the query after the last
-    kind: int  # SAME_KEYS, ONE_MORE_KEY or NEXT_WINDOW; of one query, any
-    start: int  # the first key that the first query sees
-    end: int  # the key after the last that the first query sees
-    last_end: int  # the key after the last that the last query sees
+    kind: int  # SAME_KEYS, ONE_MORE_KEY or NEXT_WINDOW; any of the three for a single query
+    start: int  # the first key the first query sees
+    end: int  # the key after the last key the first query sees
+    last_end: int  # the key after the last key the last query sees
 
 
 class Piece(NamedTuple):
-    """One call of fused attention: neighbouring queries and neighbouring keys."""
+    """One call of torch's fused attention: neighbouring queries and neighbouring keys."""
 
     queries: slice
     keys: slice
-    causal: bool = False  # query i of the piece sees the keys 0 to i of the piece; otherwise all
+    causal: bool = False  # whether query i of the piece sees only the keys 0 to i of the piece
     mask: Tensor | None = None  # added to the scores: -inf where a query does not see a key of the piece
-    merges: bool = False  # the piece before has the same queries and earlier keys
+    merges: bool = False  # whether the piece before has the same queries and earlier keys: the outputs are merged
 
 
-Rows = list[tuple[slice, list[Piece]]]  # rows of the batch, and the pieces of each of these rows
-Batch = Piece | Rows  # one piece has all queries and all keys of all rows
+Rows = list[tuple[slice, list[Piece]]]  # for each slice of the batch's rows: the pieces which compute these rows
+FusedCalls = Piece | Rows  # a single piece computes all queries and all keys of all rows
 
 
 def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    batch: Batch,
+    calls: FusedCalls,
     sinks: Tensor | None,
     *,
     head_dim: int,
@@ -67,14 +68,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """query [B, T, heads * D], key and value [B, S, kv_heads * D] -> output [B, T, heads * D], logsumexp [B, heads, T].
 
-    batch: from `batch_of`. sinks: [heads], a further logit of every row, without a value. The logsumexp includes the
-    sink.
+    calls: from `fused_calls_of`.
+    sinks: [heads], a further logit of every row, without a value; the logsumexp includes the sink.
     """
     q, k, v = heads_of(query, head_dim), heads_of(key, head_dim), heads_of(value, head_dim)
-    if isinstance(batch, Piece):
-        output, lse = fused(q, k, v, 0.0, batch.causal, attn_mask=batch.mask, scale=scale)
+    if isinstance(calls, Piece):
+        output, lse = fused(q, k, v, 0.0, calls.causal, attn_mask=calls.mask, scale=scale)
     else:
-        output, lse = _attend_in_pieces(q, k, v, batch, scale)
+        output, lse = _attend_in_pieces(q, k, v, calls, scale)
     if sinks is not None:
         output, lse = with_sinks(output, lse, sinks)
     return output.transpose(1, 2).reshape(query.shape), lse
@@ -87,7 +88,7 @@ def backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    batch: Batch,
+    calls: FusedCalls,
     *,
     head_dim: int,
     scale: float,
@@ -95,15 +96,15 @@ def backward(
     """The gradients of query, key and value, from `forward`'s operands and results. grad: of the output."""
     g, q, k = heads_of(grad, head_dim), heads_of(query, head_dim), heads_of(key, head_dim)
     v, out = heads_of(value, head_dim), heads_of(output, head_dim)
-    if isinstance(batch, Piece):
-        dq, dk, dv = fused_backward(g, q, k, v, out, lse, 0.0, batch.causal, attn_mask=batch.mask, scale=scale)
+    if isinstance(calls, Piece):
+        dq, dk, dv = fused_backward(g, q, k, v, out, lse, 0.0, calls.causal, attn_mask=calls.mask, scale=scale)
         dkey, dvalue = dk.transpose(1, 2).reshape(key.shape), dv.transpose(1, 2).reshape(value.shape)
         return dq.transpose(1, 2).reshape(query.shape), dkey, dvalue
-    sums = any(_share_tokens(pieces) for _, pieces in batch)
+    sums = any(_share_tokens(pieces) for _, pieces in calls)
     dtype = torch.promote_types(q.dtype, torch.float32) if sums else q.dtype
     totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)]
     dq, dk, dv = (heads_of(total, head_dim) for total in totals)
-    for rows, pieces in batch:
+    for rows, pieces in calls:
         for piece in pieces:
             parts = _attend_backward(g, q, k, v, out, lse, rows, piece, scale)
             for total, part, tokens in zip((dq, dk, dv), parts, (piece.queries, piece.keys, piece.keys), strict=True):
@@ -112,12 +113,13 @@ def backward(
     return tuple(total.to(q.dtype) for total in totals)  # type: ignore[return-value]
 
 
-def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Rows, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, calls: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of all rows, piece by piece."""
     B, heads, T, D = q.shape
-    output = q.new_zeros(B, T, heads, D).transpose(1, 2)  # 0 for a query that sees nothing
+    output = q.new_zeros(B, T, heads, D).transpose(1, 2)  # 0 for a query without keys
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full((B, heads, T), -torch.inf, dtype=wide, device=q.device)
-    for rows, pieces in batch:
+    for rows, pieces in calls:
         for piece in pieces:
             of_output, of_lse = output[rows, :, piece.queries], lse[rows, :, piece.queries]
             part, part_lse = _attend(q, k, v, rows, piece, scale)
@@ -129,6 +131,7 @@ def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Rows, scale: float
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a piece's queries over the piece's keys."""
     q, k, v = q[rows, :, piece.queries], k[rows, :, piece.keys], v[rows, :, piece.keys]
     return fused(q, k, v, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
 
@@ -136,6 +139,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rows: slice, piece: Piece, scale: f
 def _attend_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice, piece: Piece, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a piece's queries, keys and values. out, lse: over all keys of the queries."""
     g, q, out, lse = (x[rows, :, piece.queries] for x in (g, q, out, lse))
     k, v = k[rows, :, piece.keys], v[rows, :, piece.keys]
     return fused_backward(g, q, k, v, out, lse, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)  # type: ignore[no-any-return]
@@ -149,23 +153,24 @@ def merged(output: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) ->
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add each head's sink to the denominator of its rows' softmax. sinks: [heads]."""
+    """Add sinks [heads] to the denominators of the softmax of each head's rows."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
     return (output * (lse - total).exp_().unsqueeze(-1)).to(output.dtype), total
 
 
 def sinks_gradient(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks, each the logit of a weight exp(sink - lse) without a value, summed over all rows."""
+    """The gradient of the sinks, summed over all rows. A sink has the weight exp(sink - lse) in a row, and no value."""
     delta = (grad.to(lse.dtype) * output).view(*grad.shape[:-1], len(sinks), -1).sum(-1)  # [B, T, heads]
     weights = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp_()  # [B, heads, T]
     return -(weights.mT * delta).sum((0, 1)).to(sinks.dtype)
 
 
-def batch_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: torch.dtype) -> Batch:
-    """The calls of fused attention for a batch. Rows with the same bounds are computed together.
+def fused_calls_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: torch.dtype) -> FusedCalls:
+    """The calls of torch's fused attention for a batch. If all rows see alike, each call computes all rows.
 
-    seen: int32 [B or 1, T, 2], the first key and the stop of each query. None: the keys up to the query's own where
-    causal and T is S, otherwise all keys. dtype: of the masks.
+    seen: int32 [B or 1, T, 2], the first key each query sees, and the key after the last. None: if causal and
+    T == S, a query sees the keys up to its own; otherwise every query sees every key.
+    dtype: of the masks.
     """
     everything = slice(0, T), slice(0, S)
     if seen is None:
@@ -176,32 +181,33 @@ def batch_of(seen: Tensor | None, T: int, S: int, causal: bool, dtype: torch.dty
     return [(each, list(pieces_of(seen[each][0], dtype))) for each in rows]
 
 
-def has_masks(batch: Batch) -> bool:
-    """Whether a call of the batch has a mask. Such a call multiplies what the mask hides by 0."""
-    pieces = [batch] if isinstance(batch, Piece) else [piece for _, of_rows in batch for piece in of_rows]
+def has_masks(calls: FusedCalls) -> bool:
+    """Whether a call has a mask. The call multiplies hidden values by 0, and 0 * NaN is NaN."""
+    pieces = [calls] if isinstance(calls, Piece) else [piece for _, of_rows in calls for piece in of_rows]
     return any(piece.mask is not None for piece in pieces)
 
 
 def rows_alike(seen: Tensor) -> list[slice]:
-    """All rows of the batch in one slice where their bounds are equal, otherwise a slice for each."""
+    """A slice of all rows of the batch if all have equal bounds, otherwise a slice for each row. seen: [B, T, 2]."""
     if len(seen) == 1 or seen.equal(seen[:1].expand_as(seen)):
         return [slice(None)]
     return [slice(row, row + 1) for row in range(len(seen))]
 
 
 def _mask(seen: Tensor, S: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: -inf where a query does not see a key. seen: [B, T, 2]. Returns [B, 1, T, S]."""
+    """A mask [B, 1, T, S] to add to the scores: 0, or -inf where a query does not see a key. seen: [B, T, 2]."""
     key = torch.arange(S, device=seen.device)
     unseen = (key < seen[..., :1]) | (key >= seen[..., 1:])  # [B, T, S]
     return torch.zeros(unseen.shape, dtype=dtype, device=seen.device).masked_fill_(unseen, -torch.inf).unsqueeze(1)
 
 
 def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
-    """The calls of fused attention for one row. keys: [T, 2], the first key and the stop of each query.
+    """The calls of torch's fused attention for a row, in the order of the queries.
 
-    In the order of the queries. Queries that see nothing are in no piece. dtype: of the masks.
+    keys: [T, 2], the first key each query sees, and the key after the last. Queries without keys are in no piece.
+    dtype: of the masks.
     """
-    for group in _that_fit(stretches_of(keys)):
+    for group in _groups_for_masks(stretches_of(keys)):
         first, stop, kind, start, end, _ = group[0]
         if len(group) > 1:
             stop, end = group[-1].stop, group[-1].last_end
@@ -218,7 +224,7 @@ def pieces_of(keys: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
 
 
 def stretches_of(keys: Tensor) -> list[Stretch]:
-    """The stretches of one row. keys: [T, 2], the first key and the stop of each query."""
+    """The stretches of a row. keys: [T, 2], the first key each query sees, and the key after the last."""
     steps = keys.diff(dim=0).clamp_(-1, 2)
     kinds, counts = torch.unique_consecutive(3 * steps[:, 0] + steps[:, 1], return_counts=True)
     runs = [*zip(kinds.tolist(), counts.tolist(), strict=True), (None, 0)]
@@ -245,13 +251,13 @@ def stretches_of(keys: Tensor) -> list[Stretch]:
     ]
 
 
-def _that_fit(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
-    """The stretches, with short neighbours together that one call with a mask computes."""
+def _groups_for_masks(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
+    """The stretches in groups: short neighbours which a single call with a mask computes, or a long stretch."""
     group: list[Stretch] = []
     for each in stretches:
         if group:
             queries, keys = each.stop - group[0].first, each.last_end - group[0].start
-            # A call with a mask computes no query that sees nothing.
+            # A call with a mask cannot compute a query without keys.
             see = group[0].start < group[0].end and each.start < each.end
             if not see or queries > LEAST_BLOCK or queries * keys > SMALL:
                 yield group
@@ -261,7 +267,7 @@ def _that_fit(stretches: list[Stretch]) -> Iterator[list[Stretch]]:
 
 
 def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[Piece]:
-    """Queries first to stop see the keys from `start`: the first query up to `end`, each next query one more."""
+    """The pieces of a ONE_MORE_KEY stretch: query `first` sees the keys `start` to `end`, each next a key more."""
     if start == end:  # the first query sees nothing
         first, end = first + 1, end + 1
     queries, own = slice(first, stop), slice(end - 1, end - 1 + stop - first)
@@ -271,7 +277,7 @@ def _triangle(first: int, stop: int, start: int, end: int) -> Iterator[Piece]:
 
 
 def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> Iterator[Piece]:
-    """Query `first` sees the keys start to end, and each next query a window one key later."""
+    """The pieces of a NEXT_WINDOW stretch: query `first` sees the keys `start` to `end`, a window which moves on."""
     window = end - start
     block = min(stop - first, max(LEAST_BLOCK, min(window // 8, MOST_BLOCK)))
     full = torch.full((block, block + window - 1), -torch.inf, dtype=dtype, device="cpu")
@@ -283,7 +289,7 @@ def _band(first: int, stop: int, start: int, end: int, dtype: torch.dtype) -> It
 
 
 def _share_tokens(pieces: list[Piece]) -> bool:
-    """Whether two pieces have a query or a key in common, so that their gradients are added up."""
+    """Whether two pieces of a row have a query or a key in common. If they do, gradients must be added."""
     stop = 0
     for piece in pieces:
         if piece.merges or piece.keys.start < stop:

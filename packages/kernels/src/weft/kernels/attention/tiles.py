@@ -12,12 +12,14 @@ SMALL = tl.constexpr(0.2)  # below SMALL, tanh is a Taylor series: the differenc
 
 @triton.jit
 def visits(ranges_ptr, first, last, phase, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The blocks of COLS columns to visit, for the rows first to last, at most ROWS, whose ranges never decrease.
+    """The blocks of COLS columns that a program visits, for its rows `first` to `last` (at most ROWS).
 
-    Block b is the columns origin + b * COLS to origin + (b + 1) * COLS.
-    Returns origin, begin, skipped, whole, masked. All rows see every column of the blocks begin to begin + whole. The
-    other blocks to visit are 0 to masked, where the numbers from `begin` on are raised by `skipped`.
-    phase: blocks begin where (column + phase) % 8 == 0; None for any column.
+    Block b has the columns origin + b * COLS to origin + (b + 1) * COLS.
+    Returns origin, begin, skipped, whole, masked. Blocks begin to begin + whole need no mask: all rows see every
+    column (without WHOLE there are none). Further `masked` blocks need a mask: number i of 0 to masked - 1 is block i
+    if i < begin, otherwise block i + skipped.
+    ranges_ptr: neither number of a row decreases from row to row.
+    phase: blocks begin where (column + phase) % 8 == 0; None: anywhere.
     """
     origin, stop = tl.load(ranges_ptr + 2 * first), tl.load(ranges_ptr + 2 * last + 1)
     whole_start, whole_stop = tl.load(ranges_ptr + 2 * last), tl.load(ranges_ptr + 2 * first + 1)
@@ -43,14 +45,14 @@ def visits(ranges_ptr, first, last, phase, WHOLE: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def bounds_of(ranges_ptr, rows, N):
-    """The first and last column, plus 1, that each row sees. Rows beyond N see nothing."""
+    """The first column that each row sees, and the column after the last. Rows from N on see nothing."""
     start = tl.load(ranges_ptr + 2 * rows, mask=rows < N, other=0)
     return start, tl.load(ranges_ptr + 2 * rows + 1, mask=rows < N, other=0)
 
 
 @triton.jit
 def load(ptr, offsets, in_range, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile [rows, BLOCK_D] of a head. in_range: which rows exist; all of them, unless MASKED."""
+    """Loads a tile [rows, BLOCK_D] of a head. in_range: which rows exist; not read unless MASKED."""
     if MASKED:
         mask = in_range[:, None]
         if HEAD_DIM < BLOCK_D:
@@ -79,7 +81,7 @@ def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def capped(product, scale, softcap):
-    """The score in units of log2, and the derivative of the score by scale * product, 1 without a softcap."""
+    """The score in units of log2, and the score's derivative by scale * product, which is 1 without a softcap."""
     if softcap is None:
         return product * (scale * LOG2E), 1.0
     else:
@@ -98,8 +100,8 @@ def keep_mask(
 ):  # fmt: skip
     """Which weights dropout keeps, of the queries from first_row and keys from first_col: bool [ROWS, COLS].
 
-    drop: the batch's offset, where its places begin, and numbers of the launch. Pointers are apart: Triton 3.6
-    takes no None in a tuple.
+    drop: the offset of the batch's weights, where the batch's places begin, and the launch's numbers. Pointers to
+    places are not in this tuple, because Triton 3.6 takes no None in a tuple.
     """
     offset, query_start, key_start, head_stride, row_stride, first_query, first_key, drop_key, threshold = drop
     rows, cols = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
@@ -126,5 +128,5 @@ def keep_mask(
 
 @triton.jit
 def phase_of(offset, first_key):
-    """The phase of `visits` where dropout is PHASED: head_stride and row_stride are multiples of 8."""
+    """The argument `phase` of `visits` for PHASED dropout, where head_stride and row_stride are multiples of 8."""
     return (((offset & 7) + first_key) & 7).to(tl.int32)

@@ -1,4 +1,4 @@
-"""The attention kernels as they are launched, by dtype, head size and options, which `launching.aot` compiles."""
+"""The attention kernels as launched, by dtype, head size and options, for `launching.aot` to compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..launching.aot import TARGETS, Variant
 from . import kernel
 from .launch import Kernel, Launch, launch_of, padded
 
-PRODUCTS: dict[Kernel, int] = {"forward": 2, "backward_queries": 3, "backward_keys": 4}  # of two tiles that are loaded
+# How many products of tiles a kernel computes for two tiles loaded.
+PRODUCTS: dict[Kernel, int] = {"forward": 2, "backward_queries": 3, "backward_keys": 4}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -22,8 +23,11 @@ def _variant(
     precision: str = "ieee",
     launch: Launch | None = None,
 ) -> Variant:
-    """features: any of "all" (softcap, sinks, dropout, a logsumexp's gradient), "places" (dropout by places), and
-    "unaligned" (strides that 16 does not divide).
+    """The variant of one kernel.
+
+    features: any of "all" (softcap, sinks, dropout, a logsumexp's gradient), "places" (dropout with tensors of
+    places), and "unaligned" (strides which 16 does not divide).
+    launch: None chooses for each chip.
     """
     function: Any = getattr(kernel, of)
     name = "-".join((dtype if precision == "ieee" else precision, str(head_dim), *features))
@@ -75,6 +79,7 @@ def _variant(
 
 
 def _variants(dtype: str, head_dim: int, *features: str, precision: str = "ieee") -> tuple[Variant, Variant, Variant]:
+    """The variants of the three kernels; see `_variant`."""
     return (
         _variant("forward", dtype, head_dim, *features, precision=precision),
         _variant("backward_queries", dtype, head_dim, *features, precision=precision),

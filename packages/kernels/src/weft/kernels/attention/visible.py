@@ -1,4 +1,4 @@
-"""Which keys each query sees, in the two forms that attention computes from."""
+"""The keys each query sees, in two forms: ranges for kernels and plain torch, and calls of torch's attention."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from .ranges import Ranges, ranges_from_keys
 
 
 class Visible(Protocol):
-    """Which keys each query sees. Each form is made where it is first read."""
+    """The keys each query sees. Each form is computed when first read."""
 
     @property
     def ranges(self) -> Ranges:
-        """Two numbers a query and two numbers a key, on the device of the queries."""
+        """The ranges, on the device of the queries."""
 
-    def batch(self, dtype: torch.dtype) -> stretches.Batch:
-        """The calls of torch's fused attention on a CPU. dtype: of the queries. The first call reads on the host."""
+    def fused_calls(self, dtype: torch.dtype) -> stretches.FusedCalls:
+        """The calls of torch's fused attention for CPUs. dtype: of the queries. Reads values on the host at first."""
 
 
 class VisibleKeys:
-    """Which of some keys each query sees, made once for all layers of a model."""
+    """A `Visible` of given ranges. Both forms are kept, for all layers of a model."""
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
-        self._batches: dict[torch.dtype, stretches.Batch] = {}
+        self._fused_calls: dict[torch.dtype, stretches.FusedCalls] = {}
 
     @classmethod
     def of(cls, keys: Tensor, count: int) -> VisibleKeys:
-        """Of `count` keys. keys: int32 [queries, 2], the first key that each query sees, and the key after the last."""
+        """Make a `VisibleKeys` for `count` keys.
+
+        keys: int32 [queries, 2], the first key each query sees, and the key after the last.
+        """
         return cls(ranges_from_keys(keys.unsqueeze(0), count))
 
     def to(self, device: torch.device) -> VisibleKeys:
-        """The same on a device."""
+        """A copy with the ranges on `device`."""
         return VisibleKeys(Ranges(*(each.to(device) for each in self.ranges)))
 
-    def batch(self, dtype: torch.dtype) -> stretches.Batch:
-        """See `Visible.batch`."""
-        if dtype not in self._batches:
+    def fused_calls(self, dtype: torch.dtype) -> stretches.FusedCalls:
+        """The calls of torch's fused attention for CPUs; see `Visible.fused_calls`."""
+        if dtype not in self._fused_calls:
             T, S = (each.shape[1] for each in self.ranges)
-            self._batches[dtype] = stretches.batch_of(self.ranges.keys, T, S, True, dtype)
-        return self._batches[dtype]
+            self._fused_calls[dtype] = stretches.fused_calls_of(self.ranges.keys, T, S, True, dtype)
+        return self._fused_calls[dtype]

@@ -78,10 +78,11 @@ def _device(tensor: Tensor) -> str:
 
 
 def operands_dtype(runs: Runs, dtype: torch.dtype, operands: list[torch.dtype]) -> torch.dtype | None:
-    """The dtype to cast an op's operands to where autocast uses `dtype`; None to leave them unchanged.
+    """The dtype to which autocast casts an op's operands; None to leave all operands unchanged.
 
-    operands: the dtypes of the operands for which `may_be_cast` holds. If any has 8 bits, nothing is cast: the caller
-        chose float8 factors, and their scales are float32.
+    runs: of the op. dtype: of autocast.
+    operands: the dtypes of the operands for which `may_be_cast` is True. If any has 8 bits, nothing is cast: the caller
+        chose float8 factors, and the factors' scales are float32.
     """
     if any(each.itemsize == 1 for each in operands):
         return None

@@ -23,7 +23,7 @@ TOKEN_DTYPES = (torch.int32, torch.int64)  # dtypes of the token ids that `embed
 INTERPRETED_PROGRAMS = 3
 # Whether ops on CPU tensors launch their Triton kernels, in Triton's interpreter. Read once: each call asks twice.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_PLAIN = frozenset((Tensor, Parameter))
+_PLAIN = frozenset((Tensor, Parameter))  # types without a subclass's own behaviour
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64  # saves an attribute lookup in every op
 is_jit_tracing = torch._C._is_tracing  # the same as torch.jit.is_tracing(), in a third of the time
 _meta_is_cpu = False  # inside `meta_as_cpu`
@@ -31,9 +31,9 @@ _meta_is_cpu = False  # inside `meta_as_cpu`
 
 @contextmanager
 def meta_as_cpu() -> Iterator[None]:
-    """Inside, ops on meta tensors take the ways of CPU tensors, and so save and allocate what a CPU would.
+    """Inside, in this process, ops on meta tensors run the code for CPU tensors: save and allocate as on a CPU.
 
-    Elsewhere they take a GPU's: see `on_cpu`, `runs_natively` and `is_shape_alone`. For this process.
+    Outside, ops on meta tensors run the code for a GPU. See `on_cpu`, `runs_natively` and `is_shape_alone`.
     """
     global _meta_is_cpu
     before, _meta_is_cpu = _meta_is_cpu, True
@@ -56,16 +56,16 @@ def use_triton(tensor: Tensor) -> bool:
 def on_cpu(tensor: Tensor) -> bool:
     """Whether the tensor is in CPU memory. For a meta tensor: whether inside `meta_as_cpu`.
 
-    Asked, among others, by matrix products that need a float32 result of 16-bit factors: a CPU has no such GEMM, so
-    they cast the factors first.
+    For example, matrix products with a float32 result of 16-bit factors ask: a CPU has no GEMM for these, and the
+    factors are cast first.
     """
     return tensor.device.type == "cpu" or (_meta_is_cpu and tensor.is_meta)
 
 
 def is_shape_alone(tensor: Tensor) -> bool:
-    """Whether an op on this meta tensor may compute in fewer and larger pieces than on data. False on data.
+    """Whether the tensor is a meta tensor which only gives shapes: an op may then compute in fewer, larger pieces.
 
-    False inside `meta_as_cpu`, where ops must allocate what they would on data.
+    False on data, and inside `meta_as_cpu`, where ops must allocate as on data.
     """
     return tensor.is_meta and not _meta_is_cpu
 
@@ -82,9 +82,9 @@ def is_short_of_memory(tensor: Tensor) -> bool:
 def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
     """Whether an op may call torch's own differentiable function instead of an `Op`.
 
-    True for plain CPU tensors, all float32 or all float64, neither traced nor interpreted. Asked first in an op,
-    because a small op spends most of its time on the host. Inside `meta_as_cpu` also for meta tensors, without
-    autocast, which torch's functions know of CPU tensors only.
+    True for plain CPU tensors, all float32 or all float64, neither traced nor interpreted. Inside `meta_as_cpu` also
+    for meta tensors, but not under autocast, which torch's functions apply to CPU tensors alone.
+    Asked first in an op, because a small op spends most of the time on the host.
     """
     dtype = first.dtype
     if (dtype is not _FLOAT32 and dtype is not _FLOAT64) or type(first) not in _PLAIN:
@@ -98,7 +98,7 @@ def runs_natively(first: Tensor, *operands: Tensor | None) -> bool:
 
 
 def _runs_natively_on_meta(*operands: Tensor | None) -> bool:
-    """`runs_natively` for operands without data that stand for a CPU's."""
+    """`runs_natively` for meta tensors inside `meta_as_cpu`."""
     given = [each for each in operands if each is not None]
     alike = all(type(each) in _PLAIN and each.is_meta and each.dtype is given[0].dtype for each in given)
     return alike and not (INTERPRETED or is_compiling() or torch.is_autocast_enabled("cpu"))
@@ -107,13 +107,13 @@ def _runs_natively_on_meta(*operands: Tensor | None) -> bool:
 def refuse_jit_trace(name: str) -> None:
     """Raise RuntimeError while `torch.jit.trace` records. Called before an op runs by an `Op`.
 
-    torch.jit.trace keeps what the host decided from one call's values and shapes, and never decides again.
+    torch.jit.trace keeps what the host decided from the values and shapes of a single call, and never decides again.
     name: of the op.
     """
     if not is_compiling() and is_jit_tracing():  # Dynamo cannot trace is_jit_tracing
         raise RuntimeError(
             f"{name} is recorded by torch.jit.trace, which keeps the host's decisions for the traced tensors and gives "
-            "wrong numbers for others; use torch.compile, or torch.export.export"
+            "wrong numbers for further tensors; use torch.compile, or torch.export.export"
         )
 
 

@@ -66,10 +66,10 @@ def is_delay_allowed() -> bool:
 
 
 class _DelayedBackward(torch.autograd.Function):
-    """Returns a scalar. Its backward calls `compute` and returns the results as the parameters' gradients.
+    """Returns a scalar whose backward calls `compute` and returns the results as the parameters' gradients.
 
     A gradient returned by an autograd function can become `.grad` without a copy. A gradient passed to
-    `torch.autograd.backward` is copied, because the caller still refers to it.
+    `torch.autograd.backward` is copied, because the caller still refers to the gradient.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Memory as torch allocates it. The bits of a CPU's results depend on the address and the strides of the operands.
+"""Memory as torch allocates a new tensor. The bits of a CPU's results depend on the operands' addresses and strides.
 
 A float32 product by MKL rounds differently where an operand's address or stride between rows is no multiple of 16
 bytes. Elementwise functions compute in vectors, and the last elements of each contiguous stretch by scalar code, which
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; of torch's allocations on a CPU
+ALIGNMENT = 64  # of torch's allocations on a CPU, in bytes
 
 
 def fresh_memory(tensor: Tensor) -> Tensor:
-    """The tensor in memory as torch allocates it: contiguous, from a multiple of 64 bytes. A copy only where needed.
+    """The tensor in memory as torch allocates a new tensor: contiguous, at a multiple of 64 bytes. Copies if needed.
 
-    Strides of dims of size 1 are those of a new tensor, too: products choose their code by them.
-    tensor: plain, in an eager op, not in a compiled graph. Differentiable.
+    Dims of size 1 get the strides of a new tensor, too: products choose code by strides.
+    tensor: a plain tensor in an eager op, not in a compiled graph. Differentiable.
     """
     if not tensor.is_contiguous() or not (tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT == 0):
         return tensor.clone(memory_format=torch.contiguous_format)

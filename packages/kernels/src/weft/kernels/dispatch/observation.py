@@ -1,4 +1,4 @@
-"""`observing`: sees every call of the functions of Weft's ops, as tools do that price or count a program's work."""
+"""`observing`: sees every call of the functions of Weft's ops, for tools which price or count a program's work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .op import OPS, Op
 
 Part = Literal["forward", "backward", "inference", "epilogue_backward", "recompute"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "inference", "epilogue_backward", "recompute")
-# Called as listener(op, part, function, *arguments, **options), the arguments as documented at the fields of `Op`.
-# Calls the function and returns its result.
+# A listener is called as listener(op, part, function, *arguments, **options). `function` is the field `part` of the op,
+# and takes the arguments and options. The listener must call the function and return the result.
 Listener = Callable[..., Any]
 
 
@@ -20,8 +20,8 @@ Listener = Callable[..., Any]
 def observing(listener: Listener) -> Iterator[None]:
     """Inside, in this process, the listener is called in place of each function of each op.
 
-    Tensors are local: an op on DTensors has unwrapped them. Calls nest where an op's function calls another op.
-    Contexts must not be nested, nor run in several threads. Ops that are declared inside are not observed.
+    Tensors are local: an op on DTensors unwraps before the call. Calls nest where an op's function calls another op.
+    Contexts must not be nested, nor run in several threads. Ops which are declared inside are not observed.
     """
     functions: dict[Op, dict[Part, Any]] = {op: {part: getattr(op, part) for part in PARTS} for op in OPS.values()}
     try:

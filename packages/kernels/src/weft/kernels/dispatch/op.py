@@ -1,4 +1,4 @@
-"""`Op`: an operation's local computation, its backward and its layout rule, in a single value."""
+"""`Op`: an operation's local computation, backward and layout rule, in a single value."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Tensors = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One operation of a model. `sharded.apply` runs it on plain tensors and DTensors.
+    """An operation of a model. `sharded.apply` runs an op on plain tensors and DTensors.
 
-    Each op is made once: a constant of its module, or one for each function decorated by `on_local_tensors`.
+    Each op is made once: a constant of a module, or made for a function by the decorator `on_local_tensors`.
 
-    `forward`, `backward`, `inference`, `epilogue_backward` and `recompute` are functions of local tensors. A comment
-    above each field that is a function gives its arguments and result. In these comments
+    `forward`, `backward`, `inference`, `epilogue_backward` and `recompute` are functions of local tensors. Where a
+    field is a function, the comment above gives arguments and result. In these comments
     operands: the tensors of the call, in order; None for an operand left out.
     options: the keyword arguments of the call. On DTensors, the functions of local tensors receive the options of
-        `Sharding.local_options` as well: the options that differ from rank to rank.
+        `Sharding.local_options` as well, which differ from rank to rank.
     saved: the tensors saved by `forward` for backward.
     grad: the output's gradient. If the op has several outputs, a tuple of gradients, in which None stands for zeros.
-    needed: for each operand, whether its gradient is required.
+    needed: for each operand, whether the gradient is required.
 
     A call with the option `inplace=True` allows `forward` to write the output into the first operand and return this
     operand.
@@ -35,20 +35,20 @@ class Op:
     name: str
     # (*operands, **options) -> (output, saved). Several outputs are a tuple.
     forward: Callable[..., Any]
-    # (saved, grad, needed, **options) -> one gradient for each operand, None where `needed` is false. Must be linear in
-    # `grad`: each rank may pass its own addend of a Partial(sum) gradient. If the field is None, torch differentiates
-    # `forward`, and `forward` returns its output without `saved`.
+    # (saved, grad, needed, **options) -> a gradient for each operand, None where `needed` is false. Must be linear in
+    # `grad`: each rank may pass an addend of a Partial(sum) gradient. If the field is None, torch differentiates
+    # `forward`, and `forward` returns the output without `saved`.
     backward: Callable[..., Tensors] | None
     # (layouts, shapes, options) -> `Sharding`. The layouts and global shapes are the operands'; None for an operand
-    # left out. The options are those of the call, without the `varying` ones. Raises LayoutError for layouts the op
-    # cannot take.
+    # left out. The options are the call's, without the `varying` options. Raises LayoutError for layouts the op cannot
+    # take.
     rule: Callable[..., Any]
     # (dtype of the first floating operand, options) -> dtype of the outputs, or a tuple with the dtype of each. Called
     # only on ranks outside the mesh, to make empty outputs.
     dtype: Callable[[torch.dtype, dict[str, Any]], torch.dtype | tuple[torch.dtype, ...]] = lambda dtype, options: dtype
     # (*operands, **options) -> output. Called when grad mode is off. If None, `forward` is called instead.
     inference: Callable[..., Any] | None = None
-    # Names of options whose values differ from call to call. They are left out of the cache key, so the rule does not
+    # Names of options whose values differ from call to call. The cache key lacks these options, and the rule does not
     # receive them.
     varying: tuple[str, ...] = ()
     # Positions of the weights and biases whose gradients can be delayed: see `delayed_weight_gradients.py`.
@@ -59,7 +59,7 @@ class Op:
     epilogue_backward: Callable[..., Any] | None = None
     # (saved[recompute_from:], **options) -> the last output, if recomputing is cheap: see `recomputed_activations.py`.
     recompute: Callable[..., Tensor] | None = None
-    # The position in `saved` of the first tensor that `recompute` needs.
+    # The position in `saved` of the first tensor which `recompute` needs.
     recompute_from: int = 0
     # (options) -> the number of outputs without a gradient, which are the last.
     num_constants: Callable[[dict[str, Any]], int] = lambda options: 0

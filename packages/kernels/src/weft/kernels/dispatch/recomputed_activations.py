@@ -1,10 +1,10 @@
-"""Recomputing a norm's or a gate's output in backward, instead of saving it for the ops after.
+"""Recomputing a norm's or a gate's output in backward, instead of saving the output for the ops after.
 
-A linear layer saves its input for backward. If the input is the output of a norm or a gate, the layer saves the
-tensors from which the norm or gate computes the output, for example swiglu's gate and up. This needs no more memory,
-because the norm or gate has saved the same tensors. Backward recomputes the output once for all ops that need it.
+A linear layer saves the layer's input for backward. If the input is the output of a norm or a gate, the layer saves
+instead the tensors from which the norm or gate computes the output, for example swiglu's gate and up. These need no
+further memory, because the norm or gate has saved the same tensors. Backward recomputes the output once for all ops.
 
-Not done under torch.compile, where the compiler decides what to recompute, nor on a CPU in 32 bits or more.
+Not done under torch.compile, where the compiler decides about recomputing, nor on a CPU in 32 bits or more.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ATTRIBUTE = "_weft_recomputable"  # of an untyped storage: the `RecomputableOutp
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """Recomputes one op output in backward, and holds the result until each reader has received it.
+    """Recomputes an op's output in backward, and holds the result until each reader has received the output.
 
     Made by `mark_recomputable` for each call of an op with `Op.recompute`. Keeps no tensor alive except `output`.
     """
 
     op: Op
     options: dict[str, Any]
-    readers: int = 0  # ops that save this recipe in place of the output, and will need the output in backward
-    reads_left: int = 0  # readers that have not received `output` yet
+    readers: int = 0  # how many ops save this recipe in place of the output, and will need the output in backward
+    reads_left: int = 0  # how many readers have not received `output` yet
     output: Tensor | None = None  # the recomputed output, from the first reader's backward to the last reader's
 
     def recompute(self, saved: Tensors) -> Tensor:
-        """Return the output to one reader. The first reader computes the output; the last reader drops it.
+        """Return the output to a reader. The call for the first reader computes; the call for the last drops `output`.
 
         saved: the tensors saved by the op, from position `Op.recompute_from` on.
         """
@@ -49,7 +49,7 @@ class Recipe:
 
 
 class RecomputableOutput(NamedTuple):
-    """An op output that can be recomputed: its recipe, the tensors to recompute from, and whether they are unchanged.
+    """A recomputable op output: the recipe, the tensors to recompute from, and state to check that these are unchanged.
 
     Attached to the output's storage by `mark_recomputable`. Invalid once the output or a saved tensor is written in
     place.
@@ -61,17 +61,15 @@ class RecomputableOutput(NamedTuple):
     geometry: tuple[Any, ...]  # the output's `_geometry`
 
 
-# For each tensor to save: None if the tensor is saved itself, else its recipe and the number of tensors saved in its
-# place.
+# For each tensor to save: None if the tensor is saved itself, else the recipe and the number of tensors saved instead.
 Recipes = list[tuple[Recipe, int] | None]
 
 
 def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str, Any]) -> None:
-    """Mark `output`, the last output of `op`, as recomputable from `saved`, the tensors saved by `op` for its own
-    backward.
+    """Mark the last output of `op` as recomputable. saved: the tensors saved by `op` for backward.
 
-    Ops called later with `output` as an operand then save these tensors in its place. Does nothing if recomputing
-    takes longer than the saved memory is worth: for float32 and float64 on a CPU.
+    Ops called later with `output` as an operand then save these tensors instead of `output`. Does nothing if
+    recomputing takes longer than the saved memory is worth: for float32 and float64 on a CPU.
     """
     if not backend.is_short_of_memory(output):
         return
@@ -81,7 +79,7 @@ def mark_recomputable(output: Tensor, op: Op, saved: Tensors, options: dict[str,
 
 
 def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recipes]:
-    """Replace each recomputable tensor in `saved` by the tensors to recompute it from.
+    """Replace each recomputable tensor in `saved` by the tensors to recompute from.
 
     Called when an op saves for backward.
 
@@ -107,7 +105,7 @@ def replace_recomputable(saved: Tensors) -> tuple[Sequence[Tensor | None], Recip
 
 
 def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
-    """Return the tensors originally given to `replace_recomputable`, from its two results.
+    """Return the tensors which `replace_recomputable` received, from the two results of that call.
 
     Called once per op and backward pass. Do not call with empty recipes.
     """
@@ -123,7 +121,7 @@ def restore(tensors: Sequence[Tensor | None], recipes: Recipes) -> Tensors:
 
 
 def _recomputable(tensor: Tensor) -> RecomputableOutput | None:
-    """The recomputable output that `tensor` is; None if the tensor must be saved itself.
+    """The `RecomputableOutput` with which `tensor` is marked; None if the tensor must be saved itself.
 
     None for a view of a marked output; where the output or a saved tensor was written in place after marking; and
     where the memory of a saved tensor was freed.
@@ -135,19 +133,19 @@ def _recomputable(tensor: Tensor) -> RecomputableOutput | None:
 
 
 def _versions(output: Tensor, saved: Tensors) -> tuple[int, ...]:
-    """Counts of writes in place: to the output, and to each tensor that the output would be recomputed from."""
+    """Counts of writes in place: to the output, and to each tensor from which the output would be recomputed."""
     return output._version, *[each._version for each in saved if each is not None]
 
 
 def _has_memory(tensor: Tensor | None) -> bool:
     """False for a parameter whose gathered memory was freed after the module with the norm or gate.
 
-    The parameter's memory is gathered again for that module's backward. The op that saves now is in a later module,
-    whose backward runs before: at this time the output could not be recomputed.
+    The parameter's memory is gathered again for this module's backward. The op which saves now is in a later module,
+    whose backward runs before: the output could not be recomputed yet.
     """
     return tensor is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    """Shape, strides, offset and dtype. If equal for two tensors of one storage, both show the same elements."""
+    """Shape, strides, offset and dtype. If equal for two tensors of a storage, both show the same elements."""
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype

@@ -21,7 +21,11 @@ def block_of(H: int) -> int:
 
 
 def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_size: int) -> None:
-    """Writes the tokens' rows into y, which is contiguous. weight: rows vocab_start onward of vocab_size rows."""
+    """Writes the tokens' rows of the table into y [..., H], which is contiguous.
+
+    weight: this rank's rows of the table, from vocab_start on. vocab_size: of the whole table. Tokens in another rank's
+    rows get zeros, tokens outside the vocabulary NaN.
+    """
     if not y.numel():
         return
     H = weight.shape[1]
@@ -34,7 +38,10 @@ def forward(tokens: Tensor, weight: Tensor, y: Tensor, vocab_start: int, vocab_s
 
 
 def backward(grad: Tensor, tokens: Tensor, dweight: Tensor, vocab_start: int, padding_row: int) -> None:
-    """Writes the weight's gradient into a contiguous dweight. padding_row: the row whose gradient is 0, or -1."""
+    """Writes the gradient of this rank's rows, from vocab_start on, into a contiguous dweight [rows, H].
+
+    padding_row: the index in dweight of the row whose gradient is 0; an index outside dweight, as -1, for none.
+    """
     if not dweight.numel():
         return
     rows, H = dweight.shape

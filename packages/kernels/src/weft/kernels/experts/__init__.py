@@ -1,4 +1,4 @@
-"""experts: the gated MLPs of a mixture of experts, each on the tokens that chose it, as one op."""
+"""`experts`: the gated MLPs of a mixture of experts, each on the tokens which chose the expert."""
 
 from .sharded import experts
 

@@ -1,8 +1,8 @@
-"""experts of local tensors, forward and backward, and the checks of its arguments.
+"""Forward and backward of `experts` on local tensors, and the checks of the arguments.
 
-Forward and backward are one torch op each (`_forward`, `_backward`), because where an expert's rows end is unknown
-while tracing. Inside, `use_triton` chooses between the Triton kernels and `reference.py`. Backward makes the sorted
-inputs and the gated activations again, instead of keeping them (SonicMoE, arXiv 2512.14080).
+Forward and backward are each a single torch op (`_forward`, `_backward`), because a tracer cannot know where an
+expert's rows end. Inside, `use_triton` chooses between the Triton kernels and `reference.py`. Backward computes the
+sorted inputs and the gated activations again, instead of saving them (SonicMoE, arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..matmul.checks import check_wide
 from ..routing.function import sort_rows
 from .reference import check_room, plain_backward, plain_forward
 
-OP = "experts"
+OP = "experts"  # in error messages
 
 
 def forward(
@@ -35,7 +35,7 @@ def forward(
     rows: int | None = None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """The output as in `plain_forward`, in x's dtype and leading dims.
+    """The output of `plain_forward`, with the dtype and the leading dims of x. first, rows: as for `sharded.experts`.
 
     keep: whether to save tensors for backward: x, weights, the sorted order, gate, up, down and both pre-activations.
     """
@@ -55,7 +55,7 @@ def inference(*tensors: Tensor, **options: Any) -> Tensor:
 def backward(
     saved: Tensors, grad: Tensor, needed: Sequence[bool], *, first: int = 0, rows: int | None = None
 ) -> Tensors:
-    """The gradients as in `plain_backward`; the chosen experts have none."""
+    """The gradients of `plain_backward`; None for the chosen experts."""
     x, weights, source, offsets, gate, up, down, z_gate, z_up = saved
     assert x is not None and weights is not None and gate is not None, "forward saves all operands"
     of_operands = (x, None, weights, gate, up, down)
@@ -102,9 +102,9 @@ def _backward(grad: Tensor, *operands: Any) -> None:
 
 
 def _count_rows(offsets: Tensor, source: Tensor, rows: int | None) -> int:
-    """The number of sorted rows to allocate: counted where the host can read the offsets, else `rows`, else all.
+    """The number of sorted rows to allocate: the experts' rows if the host can read the offsets, else `rows`, else all.
 
-    Raises ValueError where the host counts more than `rows`.
+    Raises ValueError if the host reads more than `rows`.
     """
     most = len(source) if rows is None else min(rows, len(source))
     if not can_read(offsets):

@@ -1,7 +1,7 @@
-"""Kernels of a mixture of experts, for rows sorted by expert. A row of a token's tensor is loaded by its token.
+"""Kernels of a mixture of experts, for rows sorted by expert.
 
-Offsets are on the device: each program computes which tiles an expert has. source[i] is token * CHOICES + choice of
-sorted row i. Tokens' rows are gathered by pointers, inside the loops of the products.
+offsets are on the device, so each program computes which tiles an expert has. source[i] is token * CHOICES + choice of
+sorted row i. The products load the rows of x and grad by token, through pointers, without a sorted copy.
 """
 
 import triton
@@ -21,8 +21,8 @@ def gated_rows(
 ):  # fmt: skip
     """out [rows, I] = silu(x[token] @ gate[e].T) * (x[token] @ up[e].T) for the sorted rows of expert e < COUNT.
 
-    gate and up [E, I, H] have equal strides. Both products are stored in z_gate and z_up, with the strides of out,
-    where these are given.
+    gate and up [E, I, H] have equal strides. z_gate and z_up: receive the two products, with the strides of out; None
+    to store neither.
     """
     tile = tl.program_id(0)
     before = 0
@@ -72,8 +72,8 @@ def gated_rows_backward(
 ):  # fmt: skip
     """The gradients of both pre-activations [rows, I], from dh = grad[token] @ down[e]; see `finish_backward`.
 
-    weights: [N * CHOICES]. dweights: float32 [tiles of I, rows], the part of a row's gradient from each tile's columns,
-    stride_wm apart.
+    weights: [N * CHOICES]. hidden [rows, I] receives weight * h.
+    dweights: float32 [tiles of I, rows], for each row the addend of each tile of columns, stride_wm apart.
     """
     tile = tl.program_id(0)
     before = 0
@@ -116,10 +116,10 @@ def finish_backward(
     dh, weight, row, col, z_gate_ptr, z_up_ptr, hidden_ptr, dgate_ptr, dup_ptr, stop, I, stride_zn,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores weight * h and the gradients of z_gate and z_up for the tile at (row, col), in PARTS as `finish`.
+    """Stores weight * h and the gradients of z_gate and z_up for the tile at (row, col), in PARTS of columns.
 
-    h = silu(z_gate) * z_up; the gradient of weight * h is dh. All tensors have the strides (stride_zn, 1).
-    Returns the sum of dh * h over the columns, the weights' gradient.
+    h = silu(z_gate) * z_up; dh is the gradient of weight * h. All tensors have the strides (stride_zn, 1).
+    Returns the sum of dh * h over the tile's columns: addends of the weights' gradient.
     """
     if PARTS > 1:
         left, right = halves(dh, ROWS, COLS)
@@ -158,7 +158,7 @@ def weights_by_expert(
     PRECISION: tl.constexpr,
     TILE_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out[e] [I, H] = a[rows].T @ x[token of each row] for the rows of expert e. Grid: experts x tiles of [I, H].
+    """out[e] [I, H] = a[rows].T @ x[tokens of the rows] for the rows of expert e. Grid: experts x tiles of [I, H].
 
     a: [rows, I] with contiguous rows. x: [N, H].
     """

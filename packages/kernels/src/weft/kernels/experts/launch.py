@@ -1,4 +1,4 @@
-"""Launches the kernels: one program a multiprocessor for the rows, one program a tile for the weights' gradients."""
+"""Launches the experts' kernels: a program for each multiprocessor, or for each tile of the weights' gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def forward(
     size: int,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes what `plain_forward` writes, for the first `size` sorted rows. A token's choices are added in order."""
+    """Writes out, z_gate and z_up of `plain_forward`. A token's choices are added in the order of the choices.
+
+    size: how many sorted rows to compute; further rows add nothing. configuration: None chooses by the device.
+    """
     count, inner = gate.shape[:2]
     if not (size and count and inner):
         out.zero_()
@@ -84,7 +87,7 @@ def backward(
     ddown: Tensor | None,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes the gradients of `plain_backward`."""
+    """Writes the gradients of `plain_backward` which are not None. configuration: None chooses by the device."""
     (size, inner), (count, hidden), choices = z_gate.shape, down.shape[:2], weights.shape[1]
     if not (size and count and inner and hidden):
         for each in (dx, dweights, dgate, dup, ddown):
@@ -131,7 +134,7 @@ def _weights(
     out: Tensor,
     configuration: Configuration | None,
 ) -> None:
-    """out[e] [I, H] = a[rows].T @ x[token of each row], for the rows of each expert."""
+    """out[e] [I, H] = a[rows].T @ x[tokens of the rows], for the sorted rows of each expert e. a: [rows, I]."""
     count, inner, hidden = out.shape
     chosen = configuration or _choose(x, a)
     tiles = -(-inner // chosen.tile_m) * -(-hidden // chosen.tile_n)
@@ -158,10 +161,14 @@ def _choose(x: Tensor, *factors: Tensor) -> Configuration:
 
 
 def _programs(x: Tensor, size: int, inner: int, count: int, chosen: Configuration) -> tuple[int]:
-    """One program a multiprocessor, or fewer for fewer tiles. Each expert may end in a partial tile."""
+    """The grid: a program for each multiprocessor, or fewer if `size` rows of `count` experts have fewer tiles.
+
+    inner: the number of columns. Each expert may end in a partial tile.
+    """
     tiles = (-(-size // chosen.tile_m) + count) * -(-inner // chosen.tile_n)
     return (min(tiles, chip_of(x.device)[1]),)
 
 
 def _tiles(chosen: Configuration) -> dict[str, int]:
+    """The tile sizes as the kernels name them: N rows, M columns, K summed."""
     return {"TILE_N": chosen.tile_m, "TILE_M": chosen.tile_n, "TILE_K": chosen.tile_k}

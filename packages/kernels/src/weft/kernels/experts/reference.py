@@ -1,4 +1,4 @@
-"""The experts in plain torch, one after another: the path on a CPU and in float64, and the definition of the result.
+"""`experts` in plain torch, expert by expert: the definition of the op, and the computation on a CPU and in float64.
 
 The host reads where each expert's rows end. An expert's rows are computed in blocks. A block's inputs and gated
 activations are in a workspace, which the next block overwrites.
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 1024  # of a block: enough for a product's full speed
+ROWS_AT_ONCE = 1024  # the most rows of a block: enough for a product's full speed
 
 
 class _Block(NamedTuple):
-    """A block of one expert's sorted rows."""
+    """A block of an expert's sorted rows."""
 
     expert: int
-    rows: int
-    is_first: bool  # of the expert
+    rows: int  # how many
+    is_first: bool  # whether the block is the expert's first
 
 
 def plain_forward(
@@ -41,8 +41,8 @@ def plain_forward(
     x: [N, H]. weights: [N, k]. out: [N, H]. The sum is in the order of the experts.
     source: int32 [N * k], token * k + choice of each sorted row.
     offsets: int32 [E], where each expert's rows end. The rows behind the last expert's add nothing.
-    z_gate, z_up: [size, I], receive the pre-activations of the sorted rows; None where they are not wanted.
-    size: the sorted rows to compute at most. Raises ValueError where the experts have more.
+    z_gate, z_up: [size, I], receive the pre-activations of the sorted rows; None to store neither.
+    size: the most sorted rows to compute. Raises ValueError if the experts have more.
     """
     inner = down.shape[2]
     ends: list[int] = offsets.tolist()
@@ -84,10 +84,10 @@ def plain_backward(
     dup: Tensor | None,
     ddown: Tensor | None,
 ) -> None:
-    """Writes the gradients that are not None. grad: [N, H], of the output.
+    """Writes the gradients which are not None. grad: [N, H], of the output. Further arguments: as `plain_forward`.
 
     For a sorted row with weight w and upstream gradient dy: h = silu(z_gate) * z_up and dh = dy @ down[e] give
-    dw = dh . h and ddown[e] = (w * dy).T @ h, so down's product is not needed again. The gradients of the
+    dw = dh . h and ddown[e] = (w * dy).T @ h, without computing down's product again. The gradients of the
     pre-activations follow from w * dh.
     """
     inner = down.shape[2]
@@ -129,7 +129,7 @@ def plain_backward(
 
 
 def check_room(rows: int, size: int) -> None:
-    """Raises ValueError where the experts' sorted rows are more than the caller allowed. size: the rows allocated."""
+    """Raises ValueError if the experts have more sorted rows (`rows`) than are allocated (`size`)."""
     if rows > size:
         raise ValueError(
             f"experts: {rows} choices are of the experts here, and rows={size} leaves no room for them; give "
@@ -170,21 +170,21 @@ def _zero_gradients_of_empty(ends: list[int], *gradients: Tensor | None) -> None
 
 
 def _row_weights(weights: Tensor, source: Tensor, ends: list[int]) -> Tensor:
-    """The weight of each sorted row of an expert, [rows, 1], in float32 at least."""
+    """The weights of the experts' sorted rows, [rows, 1], in float32 at least."""
     rows = ends[-1] if ends else 0
     chosen = weights.reshape(-1, 1).index_select(0, source[:rows])
     return chosen.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def _sums_for(out: Tensor) -> tuple[Tensor, bool]:
-    """Zeros to add a token's choices to, in float32 at least; and whether these are `out` itself."""
+    """Zeros like `out`, in float32 at least, to which choices are added; and whether the zeros are `out` itself."""
     if out.dtype.itemsize > 2:
         return out.zero_(), True
     return torch.zeros(out.shape, dtype=torch.float32, device=out.device), False
 
 
 def _blocks(ends: list[int]) -> list[_Block]:
-    """The blocks of the experts' rows: together all rows, in order."""
+    """The blocks of all experts' rows, in order. ends: where each expert's rows end."""
     return [
         _Block(expert, min(ROWS_AT_ONCE, stop - first), first == start)
         for expert, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
@@ -193,7 +193,10 @@ def _blocks(ends: list[int]) -> list[_Block]:
 
 
 def _cut(blocks: list[_Block], *tensors: Tensor | None) -> Iterator[Sequence[Tensor | None]]:
-    """Cuts each tensor's rows into the blocks: one call, as slices by Python would take as long as small products."""
+    """Cuts each tensor's rows into the blocks; None gives None for each block.
+
+    torch.split is a single call: slicing in Python would take as long as small products.
+    """
     counts = [block.rows for block in blocks]
     for each in tensors:
         yield [None] * len(blocks) if each is None else torch.split(each[: sum(counts)], counts)

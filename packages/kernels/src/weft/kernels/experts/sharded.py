@@ -1,4 +1,4 @@
-"""experts on plain tensors and DTensors."""
+"""`experts` on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..dispatch.sharded import Shapes, Sharding, apply, autocasts, check_devices
 from ..matmul.sharded.layout_rule import GRADIENT
 from . import function
 
-BACKWARD = "experts, backward"
-BY_EXPERT = ", or call experts on local tensors with first="  # how to compute with experts of their own on each rank
-NAMES = ("x", "experts", "weights", "gate", "up", "down")
+BACKWARD = "experts, backward"  # the op's name in messages of backward
+# A message's remedy where the caller shards experts over ranks.
+BY_EXPERT = ", or call experts on local tensors with first="
+NAMES = ("x", "experts", "weights", "gate", "up", "down")  # the operands, in messages
 
 
 @autocasts("experts")
@@ -32,26 +33,26 @@ def experts(
 ) -> Tensor:
     """The gated MLPs of a mixture of experts: each token's chosen experts, weighted and added.
 
-    The output of a token is the sum over its choices j of `weights[j] * mlp(experts[j])`, where expert e's MLP is
+    A token's output is the sum over the token's choices j of `weights[j] * mlp(experts[j])`, where expert e's MLP is
     `down[e] @ (silu(gate[e] @ x) * (up[e] @ x))`. No token is dropped, and an expert may have any number of tokens.
 
     x: [..., H].
     experts, weights: [..., k], the experts chosen by each token (int32 or int64) and the weight of each choice, for
     example of `route`.
     gate, up: [E, I, H]. down: [E, H, I].
-    first: the number of the first expert here: gate, up and down are those of experts first to first + E - 1. The
-    choices of experts outside add nothing, and the gradient of their weights is 0.
-    rows: how many choices to allocate memory for, where the caller knows how many are of the experts here; by default
-    all N * k. On a GPU, choices beyond `rows` are left out. On a CPU the op counts by itself.
+    first: gate, up and down have the experts first to first + E - 1. Choices of further experts add nothing, and the
+    gradient of their weights is 0.
+    rows: for how many choices to allocate memory: at least the choices of these E experts. None: all N * k. On a GPU,
+    choices beyond `rows` are left out. On a CPU the op counts the choices, and raises for too few rows.
     Returns [..., H] in x's dtype. A token's choices are added in float32, on a GPU in the order of the choices, on a
-    CPU in the order of the experts: two runs are equal to the bit. On a GPU the host waits for nothing.
-    Saved for backward: the operands, the sorted order, and both pre-activations [rows, I]. Backward makes the sorted
+    CPU in the order of the experts: two runs are equal to the bit. The host does not wait for a GPU.
+    Saved for backward: the operands, the sorted order, and both pre-activations [rows, I]. Backward computes the sorted
     inputs and the gated activations again.
 
-    Layouts: x, experts and weights sharded alike on the tokens; gate, up and down replicated there. On other axes x,
-    experts and weights are replicated, and gate S(1), up S(1) and down S(2) give a Partial(sum) output; the gradients
-    of x and weights are then Partial(sum), too. Communication: none.
-    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a CPU
+    Layouts: an axis may shard the tokens of x, experts and weights alike, with gate, up and down replicated. Or an axis
+    may shard I: gate S(1), up S(1) and down S(2), with x, experts and weights replicated. The output is then
+    Partial(sum), and also the gradients of x and weights. Communication: none.
+    Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a CPU
     for more choices than `rows`.
     """
     check_devices("experts", x, experts, weights, gate, up, down)
@@ -60,6 +61,7 @@ def experts(
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `EXPERTS`. layouts, shapes: of the operands, in the order of `NAMES`."""
     x, experts, weights, gate, up, down = layouts
     shape = shapes[0]
     assert x is not None and experts is not None and weights is not None and shape is not None, "apply passes all"
@@ -104,7 +106,7 @@ def _check_unsharded(name: str, layout: Layout, dim: int, why: str, remedy: str 
 
 
 def _check_complete(name: str, layout: Layout) -> None:
-    """Raises LayoutError where the operand is Partial on an axis: silu of an addend is no addend."""
+    """Raises LayoutError if the operand is Partial on an axis: silu of addends does not add up to silu of the sum."""
     addends = {axis: "R" for axis in layout.mesh.axis_names if isinstance(layout[axis], Partial)}
     if addends:
         wanted = layout.replace(**addends)

@@ -1,4 +1,4 @@
-"""The kernel variants the launches use, for compilation without a GPU by weft.kernels.launching.aot."""
+"""The experts' kernels as launched, by dtype and alignment, for `launching.aot` to compile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _POINTERS = (
 
 
 def _variant(name: str, of: Any, chosen: Configuration, dtype: str = "bf16", **types: str) -> Variant:
-    """types: argument types that differ from an aligned, contiguous layout."""
+    """The variant `experts.NAME` of kernel `of`. types: types of arguments which are not aligned or contiguous."""
 
     def for_configuration(chosen: Configuration) -> Variant:
         chosen = halve_tiles(chosen) if of is kernel.gated_rows else chosen

@@ -1,4 +1,4 @@
-"""grouped_matmul: each group of rows times its own matrix, as the experts of a mixture are computed."""
+"""`grouped_matmul`: each group of rows times a matrix of the group, as the experts of a mixture are computed."""
 
 from .sharded import grouped_matmul
 

@@ -1,9 +1,9 @@
-"""grouped_matmul of local tensors, forward and backward, and the checks of its arguments.
+"""Forward and backward of `grouped_matmul` on local tensors, and the checks of the arguments.
 
-Each product is one custom op (`_rows_by_group`, `_weights_by_group`), because the ends of the groups are unknown while
+Each product is a custom op (`_rows_by_group`, `_weights_by_group`), because the ends of the groups are unknown while
 tracing. Inside the op, Triton kernels compute on a GPU and in Triton's interpreter. Plain torch (`plain_rows_by_group`,
-`plain_weights_by_group`) computes on a CPU, in float64 and for 8-bit factors that Triton cannot multiply on this chip.
-It defines the result, and makes the host read the offsets. The `check_` functions run on the host.
+`plain_weights_by_group`) defines the result. Plain torch computes on a CPU, in float64, and for 8-bit factors which
+Triton cannot multiply on this chip; the host then reads the offsets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..matmul.checks import (
 )
 from ..matmul.function import compiles
 
-OP = "grouped_matmul"
+OP = "grouped_matmul"  # in error messages
 
 
 def forward(
@@ -50,11 +50,10 @@ def forward(
     adds: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """The rows of each group times its matrix, as in `plain_rows_by_group`; rows in no group of b are zero.
+    """The rows of each group times the group's matrix, see `plain_rows_by_group`; rows in no group of b are zero.
 
     first: the global number of b's first group.
-    adds: whether this rank adds bias and residual; False where the ranks' outputs are summed and another rank adds
-    them.
+    adds: whether this rank adds bias and residual. False if ranks' outputs are summed and another rank adds both.
     keep: whether to save z for backward. Saved for backward: a, b, offsets and, with an activation, the
         pre-activation z; for relu without a residual, the output instead of z.
     """
@@ -63,13 +62,16 @@ def forward(
     saves_output = activation == "relu" and residual is None
     z = torch.empty_like(out) if keep and activation is not None and not saves_output else None
     _rows_by_group(a, b, offsets, *addends, a_scale, b_scale, out, z, activation, alpha, beta, first)
-    # Backward needs only the residual's shape and dtype: save one element, expanded.
+    # Backward needs only the residual's shape and dtype: save a single element, expanded.
     residual_shape = None if residual is None else residual.new_empty(()).expand(residual.shape)
     return out, (a, b, offsets, out if saves_output else z, residual_shape)
 
 
 def epilogue_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], **options: Any) -> Tensors:
-    """dz = grad * act'(z), in the dtype of a; and dresidual = beta * grad, zero in rows behind the last group."""
+    """Returns dz = grad * act'(z), in the dtype of a, and dresidual = beta * grad, zero in rows behind the last group.
+
+    z: the pre-activation. dresidual: None if not needed.
+    """
     a, _, offsets, z, residual = saved
     assert a is not None and offsets is not None, "forward saves the operands"
     dresidual = None
@@ -100,7 +102,7 @@ def backward(
     first: int = 0,
     adds: bool = True,
 ) -> Tensors:
-    """The gradients of a, b, bias and residual; offsets and scales have none.
+    """The gradients of a, b, bias and residual; None for offsets and scales.
 
     For each group g: da[rows] = alpha * dz[rows] @ b[g].T, db[g] = alpha * a[rows].T @ dz[rows],
     dbias[g] = dz[rows].sum(0).
@@ -177,11 +179,11 @@ def plain_rows_by_group(
 ) -> None:
     """a [N, K], b [G, K, M] -> out [N, M]: the rows of group first + g times b[g], with epilogue.
 
-    The epilogue is that of `matmul.reference`.
-    offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; the rows of
-        other groups stay as they are in out.
-    residual: broadcast to out. a_scale: one number or [N]. b_scale: one number, [G] or [G, M].
-    z: receives the pre-activation; None where it is not wanted.
+    The epilogue is the same as in `matmul.reference`.
+    offsets: int32, the end of every global group. b and bias [G, M] have groups first to first + G - 1; in out, the
+        rows of further groups are not written.
+    residual: broadcast to out. a_scale: a number or [N]. b_scale: a number, [G] or [G, M].
+    z: receives the pre-activation; None to store none.
     """
     epilogue = (bias, residual, a_scale, b_scale, activation)
     is_plain_product = alpha == 1 and out.dtype == a.dtype and all(each is None for each in epilogue)
@@ -200,7 +202,7 @@ def plain_rows_by_group(
 
 
 def _scale_at(scale: Tensor | None, index: slice | int) -> Tensor | None:
-    """The scale of some rows, or of one group. A single number serves all."""
+    """The scale of the rows, or of the group, at `index`. A single number is the scale of all rows or groups."""
     return scale if scale is None or scale.ndim == 0 else scale[index]
 
 
@@ -267,9 +269,9 @@ def check_grouped(
 
 
 def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *options: object) -> None:
-    """Raises ValueError for arguments that do not fit accumulation into `total`.
+    """Raises ValueError for arguments which do not fit accumulation into `total`.
 
-    options: the arguments of `grouped_matmul` that accumulation does not take; each must be None or 1.0.
+    options: the arguments of `grouped_matmul` which accumulation does not take; each must be None or 1.0.
     """
     shapes = tuple(tuple(each.shape) for each in (a, b, total, offsets))
     wanted = torch.promote_types(a.dtype, torch.float32) if a.dtype in WIDE else torch.float32
@@ -300,7 +302,7 @@ def check_accumulation(a: Tensor, b: Tensor, offsets: Tensor, total: Tensor, *op
 
 
 def check_offsets(offsets: Tensor, rows: int) -> None:
-    """Raises ValueError unless the offsets are int32 and, where the host can read them, rise to at most `rows`."""
+    """Raises ValueError for offsets which are not int32, or (read on a CPU) decrease, or exceed `rows`."""
     if offsets.dtype != torch.int32:
         raise ValueError(f"{OP} takes offsets in torch.int32, got {offsets.dtype}; cast them with .to()")
     if type(offsets) is Tensor and can_read(offsets):

@@ -24,7 +24,7 @@ def rows_by_group(
     Each program computes every num_programs-th tile, so any grid size is correct.
     The epilogue is `finish`, where alpha, beta and PARTS are explained; alpha or beta of 1 is passed as None. z has the
     strides of out. stride_sn: between a's row scales; stride_sg, stride_sm: between b's group and column scales.
-    GROUP_N: the GROUP_M of `tile_of`.
+    GROUP_N: passed to `tile_of` as GROUP_M.
     DESCRIPTORS: load tiles by TMA. a is contiguous along K, b along M where B_BY_ROWS and along K elsewhere, and
     every other stride is a multiple of 16 bytes. A tile of a may include rows of the next group; their products are
     not stored.

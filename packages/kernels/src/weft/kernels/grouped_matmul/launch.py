@@ -1,4 +1,4 @@
-"""Launches the kernels: for forward one program a multiprocessor, for the weights' gradient one program a tile.
+"""Launches the grouped kernels: a program for each multiprocessor in `forward`, a program for each tile in `weights`.
 
 Here N counts the rows, sorted by group, and each group has a matrix [K, M]. A `Configuration` names the tiles of a
 product [M, K] @ [K, N]: tile_m, tile_n and tile_k cut N, M and K in `forward`, but K, M and N in `weights`.
@@ -31,9 +31,10 @@ def forward(
     first: int = 0,
     configuration: Configuration | None = None,
 ) -> None:
-    """Writes the rows of each group times its matrix, with epilogue, into out: `plain_rows_by_group` in Triton.
+    """Writes the rows of each group times the group's matrix, with epilogue, into out.
 
-    Arguments as there. z, the pre-activation, has the strides of out. configuration: None to choose by shape.
+    `plain_rows_by_group` in Triton, with the same arguments. z has the strides of out.
+    configuration: None to choose by shape.
     """
     (N, K), (count, _, M) = a.shape, b.shape
     if out.numel() == 0 or count == 0:
@@ -105,4 +106,5 @@ def weights(
 
 
 def _strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    """The strides of an optional operand; zeros for `dims` dims if there is none."""
     return (0,) * dims if x is None else x.stride()

@@ -1,4 +1,4 @@
-"""grouped_matmul on plain tensors and DTensors."""
+"""`grouped_matmul` on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..matmul.sharded.layout_rule import (
 from . import function
 from .function import check_accumulation, check_grouped
 
-BACKWARD = "grouped_matmul, backward"
+BACKWARD = "grouped_matmul, backward"  # the op's name in messages of backward
 
 
 @autocasts("grouped_matmul")
@@ -43,7 +43,7 @@ def grouped_matmul(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
 ) -> Tensor:
-    """Each group of rows times its own matrix, as the experts of a mixture are computed. The rows are sorted by group.
+    """Each group of rows times the group's matrix, as the experts of a mixture are computed. Rows are sorted by group.
 
     For the rows start to stop of group g, the output is
     `act(alpha * a[start:stop] @ b[g] + bias[g]) + beta * residual[start:stop]`.
@@ -58,8 +58,8 @@ def grouped_matmul(
     activation: as in `linear`.
     residual: any shape which broadcasts to the output. On a GPU the kernel applies alpha, scales, bias, activation and
     residual before storing the output: no further pass over the output is made.
-    a_scale, b_scale: float32 factors of 8-bit a and b. For a, one number or one a row; for b, one number, [G] or [G,
-    M]. 8-bit factors have no gradient.
+    a_scale, b_scale: float32 factors of 8-bit a and b. For a, a number or [N]; for b, a number, [G] or [G, M]. 8-bit
+    factors have no gradient.
     accumulate_into: [G, K, M], for 16-bit factors in float32 or their dtype. Computes another product: of a [K, N] and
     b [N, M], where the groups divide the columns of a and the rows of b. Adds `a[:, start:stop] @ b[start:stop]` to
     `accumulate_into[g]` in place for each group g, and returns accumulate_into. For the experts' weight gradients,
@@ -68,13 +68,13 @@ def grouped_matmul(
     output instead.
 
     Layouts: the rows and the offsets are replicated. b sharded on M shards the output. a and b sharded on K give a
-    Partial(sum) output, and so does b sharded on G, where each rank has groups of its own (expert parallel). bias and
-    b_scale are sharded as b is. The residual has the output's layout, with Replicate in place of Partial(sum); of the
-    ranks whose outputs are summed, a single one adds the residual of a row. An activation is refused where the output
+    Partial(sum) output, as does b sharded on G, where each rank has groups of its own (expert parallel). bias and
+    b_scale are sharded as b is. The residual has the output's layout, with Replicate in place of Partial(sum); among
+    ranks whose outputs are summed, a single rank adds the residual of a row. An activation is refused where the output
     is a sum over K. accumulate_into has the layout of the product.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a
-    CPU for offsets that decrease or exceed N.
+    Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and on a CPU
+    for offsets which decrease or exceed N.
     """
     check_devices("grouped_matmul", a, b, offsets, bias, residual, a_scale, b_scale, accumulate_into)
     if accumulate_into is not None:
@@ -93,6 +93,7 @@ def grouped_matmul(
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `GROUPED_MATMUL`. layouts, shapes: of a, b, offsets, bias, residual, a_scale and b_scale."""
     a, b, offsets, bias, residual, a_scale, b_scale = layouts
     a_shape, b_shape, _, _, residual_shape, a_scale_shape, b_scale_shape = shapes
     assert a is not None and b is not None and offsets is not None and a_shape and b_shape, "apply passes all"
@@ -137,10 +138,10 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
 
 
 def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
-    """Raises LayoutError where the offsets are sharded, or the dim of `rows` that the offsets divide into groups.
+    """Raises LayoutError if the offsets are sharded, or the dim which the offsets divide into groups.
 
     rows: the layout of a or b. dim: the divided dim.
-    what: the divided dim with its verb, for the message: "the rows of a are" or "the columns of a are".
+    what: the beginning of the message, naming the divided dim: "the rows of a are" or "the columns of a are".
     """
     wanted = Layout(offsets.mesh)
     if offsets != wanted:
@@ -155,6 +156,7 @@ def _check_whole(what: str, rows: Layout, dim: int, offsets: Layout) -> None:
 
 
 def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `ACCUMULATE`. layouts, shapes: of a, b, offsets and accumulate_into."""
     a, b, offsets, total_layout = layouts
     shape = shapes[3]
     assert a is not None and b is not None and offsets is not None and total_layout is not None and shape, (

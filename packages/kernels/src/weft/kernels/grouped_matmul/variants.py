@@ -1,6 +1,6 @@
 """The variants of the kernels in the launches, for compilation without a GPU by `launching.aot`.
 
-A string such as "i32:16" is the Triton type of a kernel's argument; see `launching.aot: Variant.arguments`.
+A string like "i32:16" is the Triton type of a kernel's argument; see `launching.aot: Variant.arguments`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _variant(
     chosen: the configuration, before `adapt_to_groups`. On chips without TMA, a configuration with descriptors is
         replaced.
     out, factors: dtypes of the output, and of a and b. 8-bit b is contiguous along K, as tensor cores need.
-    types: argument types that replace those of `_KINDS`.
+    types: argument types which replace types of `_KINDS`.
     """
     by_rows = factors != EIGHT
 

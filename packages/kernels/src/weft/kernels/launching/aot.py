@@ -92,10 +92,10 @@ MODULES = (
     "weft.kernels.routing.launch",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Variants whose fastest launch spills, by target. Attention's gradients of keys, measured on an H200: 5.1 ms, and
-# 6.2 ms for the fastest launch without a spill.
+# (variant, target) for which the fastest launch spills registers; all further variants must not spill. Attention's
+# gradients of keys, measured on an H200: 5.1 ms, and 6.2 ms for the fastest launch without a spill.
 SPILLING = {("attention.backward_keys/bf16-128", "sm_90")}
-MOST_SPILLED = 80  # bytes of a thread
+MOST_SPILLED = 80  # bytes which a thread may spill in a variant of SPILLING
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +154,13 @@ class Report:
 
 
 def variants() -> Iterator[Variant]:
-    """The main variants of every op. Each branch of a kernel that a launch can take is in one of these variants."""
+    """The main variants of every op. Together they compile every branch of a kernel which a launch can take."""
     for module in MODULES:
         yield from importlib.import_module(module).VARIANTS
 
 
 def extra_variants() -> Iterator[Variant]:
-    """Further variants, of some ops: branches of the main variants, compiled for other launch configurations."""
+    """Further variants of some ops: the same branches as the main variants', in further launch configurations."""
     for module in MODULES:
         yield from getattr(importlib.import_module(module), "EXTRA_VARIANTS", ())
 
@@ -173,6 +173,7 @@ def compile_all(targets: Iterable[str]) -> list[Report]:
 
 
 def _compile_for(target: str) -> list[Report]:
+    """The reports of all variants for a target. Runs in a process of its own."""
     return [compile_variant(variant, target) for variant in (*variants(), *extra_variants())]
 
 
@@ -257,6 +258,7 @@ def inner_loops(code: str) -> str:
 
 
 def _blocks(code: str) -> list[str]:
+    """PTX or AMD assembly, cut at the labels of basic blocks."""
     return re.split(r"^(?=\$L__BB\d|\.LBB\d|(?://|;) %bb\.)", code, flags=re.MULTILINE)
 
 
@@ -309,6 +311,7 @@ def as_table(reports: Iterable[Report]) -> str:
 
 
 def _format_counts(kinds: Mapping[str, int]) -> str:
+    """A cell of the table: "load 128: 2, store 32: 1"."""
     return ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
 
 
@@ -321,6 +324,7 @@ def save(reports: Iterable[Report], folder: Path) -> None:
 
 
 def _gpu(target: str) -> Any:
+    """Triton's GPUTarget of a target. Raises ValueError for an unknown kind of target."""
     from triton.backends.compiler import GPUTarget
 
     if match := re.fullmatch(r"sm_(\d+)", target):

@@ -17,11 +17,11 @@ LIBRARY = library.Library("weft", "FRAGMENT")  # type: ignore[no-untyped-call]  
 
 
 def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator for a function that launches kernels writing into given tensors. Returns a torch op, `weft::<name>`.
+    """Decorator for a function which launches kernels writing into given tensors. Returns a torch op, `weft::<name>`.
 
     schema: as for torch.library, without namespace and return value; the tensors written are `Tensor(a!)`.
 
-    The caller allocates the written tensors with torch's own ops, so the launch needs no shape rule. With
+    The caller allocates the written tensors with torch's own ops: the launch needs no shape rule. With
     `torch.library.custom_op` each call would cost the host several times as much.
     """
     name = schema.partition("(")[0]
@@ -37,9 +37,9 @@ def launched(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`launched` for a function that communicates: the torch op is called while tracing, else the function itself.
+    """`launched` for a function which communicates: calls go to the torch op while tracing, else to the function.
 
-    Within a torch op, collectives would be hidden from dispatch modes that count them.
+    Within a torch op, collectives would be hidden from dispatch modes, such as a counter of collectives.
     """
 
     def decorator(run: Callable[..., None]) -> Callable[..., None]:
@@ -54,4 +54,4 @@ def communicating(schema: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _do_nothing(*arguments: Any, **options: Any) -> None:
-    """The op on tensors without data. It has no shape to infer: the caller has allocated the tensors to write."""
+    """The op on tensors without data. No shape is inferred: the caller has allocated the tensors to write."""

@@ -1,4 +1,4 @@
-"""Tiles of rows for kernels with each row read once: rows and warps of a program, and views of tensors as rows."""
+"""Tiles for kernels which read each row once: rows and warps of a program, and views of tensors as rows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The longest row in bytes. A program holds its rows in registers from load to store; longer rows would spill, and
-# take the torch path.
+# The longest row in bytes. A program holds rows in registers from load to store; longer rows would spill, and are
+# computed in plain torch.
 LONGEST_BYTES = 32 * 1024
 MOST_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The rows of one program. `RowTile.of` chooses them for a row length."""
+    """How many rows a program computes, and with how many warps. `RowTile.of` chooses both for a row length."""
 
-    rows: int
+    rows: int  # of a program
     block: int  # the row length, rounded up to a power of two of 16 or more
-    warps: int  # shared by the rows
+    warps: int  # of a program, shared by the rows
 
     @classmethod
     def of(cls, length: int, elements: int) -> RowTile:
@@ -46,11 +46,11 @@ def vector_of(weight: Tensor | None) -> Tensor | None:
 
 
 def programs_of(tensor: Tensor, tiles: int, warps: int, at_work: int) -> int:
-    """The number of programs to launch for `tiles`, taken by the programs in turn: as many as run at once on the GPU.
+    """The number of programs to launch for `tiles` tiles: as many as run at once on the GPU. Programs loop over tiles.
 
-    warps: of a program. at_work: the warps to run at once on each multiprocessor.
+    tensor: for the device. warps: of a program. at_work: how many warps to run at once on each multiprocessor.
     At least 1 even without tiles, because a program also writes outputs of fixed shape. In Triton's interpreter at
-    most 3, to give a program several tiles.
+    most 3, so that a program has several tiles.
     """
     if tensor.is_cuda:
         multiprocessors = torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -4,7 +4,7 @@
         op(...)  # any kernels, not only Weft's, imported with TRITON_INTERPRET=1 in the environment
     print(traffic.loaded / logits.numel())
 
-Masked elements are not counted. Repeated loads of an element count each time, though a GPU's caches may serve them.
+Masked elements are not counted. Each load of an element counts, also repeated loads from a GPU's caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..dispatch import backend
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes counted so far."""
+    """Bytes counted until now."""
 
     loaded: int = 0
     stored: int = 0

@@ -121,6 +121,7 @@ def longest(rows: list[slice]) -> int:
 
 
 def _held_bytes(like: Tensor) -> int:
+    """HELD_BYTES, or HELD_BYTES_ON_CPU, by the device of `like`."""
     return HELD_BYTES_ON_CPU if on_cpu(like) else HELD_BYTES
 
 

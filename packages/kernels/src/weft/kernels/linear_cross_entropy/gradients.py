@@ -1,11 +1,11 @@
 """Gradients of a linear layer's input, weight and bias, summed over chunks of rows.
 
-The weight's gradient is the sum of a matrix product for each chunk. In bfloat16 such a sum is kept in 24 bits, as
-`Sum24`, and rounded to bfloat16 after the last addition. The 24 bits are the upper bits of a float32: sign, exponent
-and 15 bits of the fraction. 16 of them are in the result's memory, and 8 in extra memory; a float32 sum would need 16
-extra bits. Each addition rounds the sum by at most 2**-16 of its value. Should all 64 roundings (`ADDITIONS`) err in
-one direction, together they are still only a quarter of the error of rounding the largest partial sum to bfloat16.
-Usually they are far less.
+The weight's gradient is the sum of a matrix product for each chunk. In bfloat16 the sum is kept in 24 bits, as `Sum24`,
+and rounded to bfloat16 after the last addition. The 24 bits are the upper bits of a float32: sign, exponent and 15 bits
+of the fraction. 16 bits are in the result's memory, and 8 in extra memory; a float32 sum would need 16 extra bits. Each
+addition rounds the sum by at most 2**-16 of the sum. Even if all 64 roundings (`ADDITIONS`) err in the same direction,
+the total error is only a quarter of the error of rounding the largest partial sum to bfloat16. Usually the total error
+is far less.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..dispatch.backend import can_read, is_recorded, on_cpu, use_triton
 from .chunks import Product, whole_tiles
 
-ADDITIONS = 64  # the most products that a `Sum24` adds; a sum of more products is float32
+ADDITIONS = 64  # the most products which a `Sum24` adds; a sum of more products is float32
 PRODUCT_BYTES = 1 << 25  # bytes of a block of the product in float32, added while still in the L2
 PRODUCT_BYTES_ON_CPU = 1 << 21
 NAN = 0x7FC00000  # the canonical NaN: rounding up the bits of another NaN may overflow
@@ -27,15 +27,15 @@ Wanted = tuple[torch.dtype | None, ...]  # dtypes of the gradients of input, wei
 
 
 class ProductGradients:
-    """The gradients of a `Product` with respect to x, weight and bias; `add` adds one chunk of rows.
+    """The gradients of a `Product` with respect to x, weight and bias; `add` adds a chunk of rows.
 
-    For a mean or a sum, the op's forward makes an instance, for an upstream gradient of 1, and backward multiplies the
-    results by the upstream gradient (`scale_gradient`). In every other case backward makes an instance.
+    Made by the op's forward if forward computes the gradients (`function.in_forward`), for an upstream gradient of 1:
+    backward multiplies the results by the upstream gradient (`scale_gradient`). Otherwise made by backward.
 
-    Each gradient is None if not wanted. dx, in x's dtype, has the rows of the chunks added so far; its other rows are
-    undefined. dweight and dbias are sums over the chunks: in float32 (float64 for float64 factors), so the error does
+    Each gradient is None if not wanted. dx, in x's dtype, has the rows of the chunks added until now, and undefined
+    further rows. dweight and dbias are sums over the chunks in float32 (float64 for float64 factors), whose error does
     not grow with the number of chunks. There are two exceptions, if dweight is wanted in x's dtype: for a single
-    chunk, dweight is the GEMM's result; for up to ADDITIONS chunks in bfloat16, it is a `Sum24`.
+    chunk, dweight is the GEMM's result; for up to ADDITIONS chunks in bfloat16, dweight is a `Sum24`.
     """
 
     def __init__(self, product: Product, wanted: Wanted, chunks: list[slice]) -> None:
@@ -54,7 +54,7 @@ class ProductGradients:
 
     @property
     def dweight(self) -> Tensor | None:
-        """The weight's gradient. In a `Sum24` it is valid only after the last chunk."""
+        """The weight's gradient; of a `Sum24`, valid only after the last chunk."""
         return None if self._weight_sum is None else self._weight_sum.total
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
@@ -71,9 +71,9 @@ class ProductGradients:
 
 
 class GemmSum:
-    """A sum of matrix products in `dtype`, shaped as `like`. The GEMM of each product adds to the sum.
+    """A weight's gradient: a sum of matrix products in `dtype`, shaped as `like`. Each product's GEMM adds to the sum.
 
-    zeros: whether the sum starts at zero. Needed only if no product will be added, since the first one overwrites.
+    zeros: whether the sum starts at zero. Needed only if no product will be added: the first product overwrites.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, *, zeros: bool) -> None:
@@ -130,8 +130,8 @@ class Sum24:
 def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bool) -> None:
     """Add a float32 product to a sum in 24 bits. The product may be overwritten.
 
-    high, low: the sum, a float32 rounded to its upper 24 bits. `high` has the first 16 of them, as bfloat16: cut off,
-        not rounded to 16. `low` has the other 8, as uint8. All tensors are contiguous and of one shape.
+    high, low: the sum, a float32 rounded to the upper 24 bits. `high` has the first 16 bits, as bfloat16: cut off, not
+        rounded to 16. `low` has the last 8 bits, as uint8. All tensors are contiguous and of the same shape.
     first: there is no sum yet; the product becomes the sum.
     last: the sum is rounded to bfloat16, in `high`; `low` is not written.
     """
@@ -155,20 +155,20 @@ def accumulate(product: Tensor, high: Tensor, low: Tensor, first: bool, last: bo
 def may_be_in_24_bits(dtype: torch.dtype, wanted: Wanted) -> bool:
     """Whether the weight's gradient is summed in a `Sum24` when the number of chunks is 2 to ADDITIONS.
 
-    Also asked before the tokens are cut into chunks: the extra memory of a `Sum24` leaves less for a chunk
-    (`chunks_of`), and all ranks must cut the same chunks. The answer is therefore True for a weight frozen on this
-    rank, too: the weight's gradient may be wanted on another rank.
+    dtype: of the factors. Also asked before the tokens are cut into chunks: the extra memory of a `Sum24` leaves less
+    for a chunk (`chunks_of`), and all ranks must cut the same chunks. The answer is therefore True for a weight frozen
+    on this rank, too: the weight's gradient may be wanted on another rank.
     """
     return dtype == torch.bfloat16 and wanted[1] in (None, dtype)
 
 
 def is_last_use(saved: Tensor) -> bool:
-    """Whether the running backward is the last to use its saved tensors, which may then be overwritten.
+    """Whether the running backward is the last to use the saved tensors, which may then be overwritten.
 
-    saved: any one of the saved tensors, for the device.
+    saved: any of the saved tensors, for the device.
     Autograd frees saved tensors after backward, unless the graph is kept. torch's compiler asks autograd the same
-    question before reusing saved memory. If this torch lacks the function, the graph counts as kept. So does a
-    backward captured in a CUDA graph, which may be replayed.
+    question before reusing saved memory. The answer is False if this torch lacks the function, and for a backward
+    captured in a CUDA graph, which may be replayed.
     """
     keeps: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
     return not keeps() and not is_recorded(saved)
@@ -177,11 +177,11 @@ def is_last_use(saved: Tensor) -> bool:
 def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     """Return gradient * factor in `dtype`, multiplied in float32, or in the gradient's dtype if wider.
 
-    factor: the upstream gradient, a scalar. Zeros stay zeros for a NaN or infinite factor: they are the gradients of
-        ignored tokens.
-    in_place: the result may overwrite the gradient, and does so if the dtypes are equal. A second backward raises,
-        whatever the dtypes. On a GPU a factor of 1 costs no pass over the memory: the kernel checks the factor, and the
-        host does not wait.
+    factor: the upstream gradient, a scalar. Zeros, the gradients of ignored tokens, stay zeros for a NaN or infinite
+        factor.
+    in_place: the result may overwrite the gradient, and overwrites if the dtypes are equal. Whatever the dtypes, the
+        gradient then counts as changed, so a second backward raises. On a GPU a factor of 1 costs no pass over the
+        memory: the kernel checks the factor, and the host does not wait.
     """
     if in_place:  # in any dtype a second backward raises
         torch.autograd.graph.increment_version(gradient)

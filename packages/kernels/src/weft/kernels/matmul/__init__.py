@@ -1,4 +1,4 @@
-"""Matrix products with fused epilogues: `matmul`, `linear`, and their forms that overlap communication."""
+"""Matrix products with fused epilogues: `matmul`, `linear`, and two products which overlap communication."""
 
 from .sharded import all_gather_matmul, linear, matmul, matmul_reduce_scatter
 

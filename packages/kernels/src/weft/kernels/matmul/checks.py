@@ -58,7 +58,7 @@ def check_matmul(
 
 
 def check_residual(op: str, residual: Tensor | None, out: tuple[int, ...]) -> None:
-    """Raises ValueError for a residual that does not broadcast to shape `out`, or whose dtype is not floating."""
+    """Raises ValueError for a residual which does not broadcast to shape `out`, or whose dtype is not floating."""
     if residual is None:
         return
     if not _broadcasts(tuple(residual.shape), out):
@@ -114,6 +114,7 @@ def check_wide(op: str, a: Tensor, *factors: Tensor) -> None:
 
 
 def _have_one_wide_dtype(a: Tensor, b: Tensor) -> bool:
+    """Whether both factors have the same floating dtype of 16 bits or more."""
     return a.dtype == b.dtype and a.dtype in WIDE
 
 
@@ -153,9 +154,9 @@ def check_scale(
 
 
 def check_accumulation(a: Tensor, b: Tensor, total: Tensor, *options: object) -> None:
-    """Raises ValueError for arguments that do not fit accumulation into `total`.
+    """Raises ValueError for arguments which do not fit accumulation into `total`.
 
-    options: the arguments of `matmul` that accumulation does not take; each must be None or 1.0.
+    options: the arguments of `matmul` which accumulation does not take; each must be None or 1.0.
     """
     if a.dtype.itemsize == 1:
         raise ValueError(
@@ -205,6 +206,7 @@ def _strides_error(op: str, total: Tensor, why: str) -> ValueError:
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether a tensor of `shape` broadcasts to shape `to`."""
     return len(shape) <= len(to) and all(
         size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(to), strict=False)
     )

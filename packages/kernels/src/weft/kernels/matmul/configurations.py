@@ -1,25 +1,26 @@
 """How a product is computed: which tiles the kernel uses, and whether torch's GEMM runs instead.
 
-A table of measurements decides; rules decide for products which were not measured.
+A table of measurements decides about measured products, and rules about all further products.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-TABLE = Path(__file__).with_name("measured.json")  # benchmarks/tune_matmul.py writes it
+from ..launching.measured import TableRow
+
+TABLE = Path(__file__).with_name("measured.json")  # written by benchmarks/tune_matmul.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """How the kernel computes a product [M, K] @ [K, N]: the size of its tiles, and how Triton compiles it."""
+    """How the kernel computes a product [M, K] @ [K, N]: the size of the tiles, and options for Triton's compiler."""
 
     tile_m: int
     tile_n: int
@@ -27,11 +28,11 @@ class Configuration:
     warps: int
     stages: int
     group_m: int = 8  # programs go down this many rows of tiles before the next column
-    parts: int = 1  # a tile goes through its epilogue in this many parts
+    parts: int = 1  # a tile goes through the epilogue in this many parts
     splits: int = 1  # of K; a second kernel adds up the splits' products
-    descriptors: bool = True  # load tiles by TMA, where memory is aligned for it
-    # Some warps load tiles while others multiply (Triton's warp_specialize). Needs warps=4, because Triton 3.6 and 3.7
-    # silently ignore the option with 8 warps; and parts=1, because Triton 3.6 cannot split a tile in such a loop.
+    descriptors: bool = True  # load tiles by TMA, where memory is aligned for TMA
+    # Some warps load tiles while the rest multiply (Triton's warp_specialize). Needs warps=4, because Triton 3.6 and
+    # 3.7 silently ignore the option with 8 warps; and parts=1, because Triton 3.6 cannot split a tile in this loop.
     specialized: bool = False
 
     def __post_init__(self) -> None:
@@ -57,13 +58,13 @@ ONE_PASS: tuple[Kind, ...] = ("fused", "one_scale")  # kinds for which the kerne
 
 
 class ProductClass(NamedTuple):
-    """A class of products that share a configuration: a key of the table of measurements.
+    """A class of products which share a configuration: a key of the table of measurements.
 
     The kinds:
     plain: nothing follows the product but a bias.
     fused: an epilogue follows which torch's GEMM does not have.
-    one_scale: factors of 8 bits, each with at most one number for its scale.
-    gated: two products of one input, and a gate of both.
+    one_scale: factors of 8 bits, each with a single number as the scale, or none.
+    gated: two products of the same input, and a gate of both.
     grouped: products of groups of rows, with or without an epilogue.
     grouped_weights: sums over groups of rows, for the gradients of grouped weights.
     """
@@ -72,7 +73,7 @@ class ProductClass(NamedTuple):
     dtype: str  # of the factors; "tf32" where float32 is multiplied in tf32
     kind: Kind
     transposed: str  # which factors, a [M, K] and b [K, N], have contiguous columns: "", "a", "b" or "ab"
-    # The sizes, rounded up to powers of two; for groups, the sizes of one group.
+    # The sizes, rounded up to powers of two; for groups, the sizes of a group.
     m: int
     n: int
     k: int
@@ -108,48 +109,17 @@ def find_transposed(a: Tensor, b: Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """One row of the table of measurements: what a tuning run measured for a class of products."""
+class Measurement(TableRow):
+    """A row of the table: the result of a tuning run for a class of products."""
 
-    of: ProductClass
+    of: ProductClass  # the timed products
     configuration: Configuration  # the fastest
     seconds: float  # with this configuration
     torch_seconds: float  # of torch's GEMM with the same epilogue
     where: str  # the device, and the versions of torch and triton
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "of": self.of._asdict(),
-            "configuration": asdict(self.configuration),
-            "seconds": self.seconds,
-            "torch_seconds": self.torch_seconds,
-            "where": self.where,
-        }
 
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Measurement:
-        fields = dict(row) | {"of": ProductClass(**row["of"]), "configuration": Configuration(**row["configuration"])}
-        return cls(**fields)
-
-
-def read(file: Path) -> dict[ProductClass, Measurement]:
-    """The table of measurements in a JSON file."""
-    return {row.of: row for row in map(Measurement.from_json, json.loads(file.read_text()))}
-
-
-class Row(Protocol):
-    """A row of a table that `write` can save: `Measurement`, or `Timing` of sharded/choice.py."""
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
-def write(rows: Mapping[Any, Row], file: Path) -> None:
-    """Writes a table as JSON with each row on its own line, for short diffs when a measurement changes."""
-    lines = [json.dumps(rows[of].as_json()) for of in sorted(rows)]
-    file.write_text("[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n")
-
-
-MEASURED = read(TABLE)
+MEASURED = Measurement.read(TABLE)
 
 
 def find_measured(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> Configuration | None:
@@ -161,15 +131,16 @@ def find_measured(of: ProductClass, measured: Mapping[ProductClass, Measurement]
 def is_kernel_faster(of: ProductClass, measured: Mapping[ProductClass, Measurement] = MEASURED) -> bool:
     """Whether the kernel computes products of this class, instead of torch's GEMM and the epilogue in torch.
 
-    Measured classes take the faster. Other classes take the kernel only for kinds in ONE_PASS, whose epilogue in torch
-    is a further pass over the output. Gated products are not among these: the kernel saves two of six passes over the
-    output, but torch's GEMM may be faster by more than two passes.
+    A measured class runs the faster of the two. A class without a measurement runs the kernel only for kinds in
+    ONE_PASS, whose epilogue in torch is a further pass over the output. Gated products are not in ONE_PASS: the kernel
+    saves two of six passes over the output, but torch's GEMM may be faster by more than two passes.
     """
     row = measured.get(of)
     return of.kind in ONE_PASS if row is None else row.seconds < row.torch_seconds
 
 
-# Not tuned: these compile without spills and fill the chip's shared memory, see benchmarks/results/aot.
+# The configurations of `choose_by_rule`. Not tuned: these compile without spills and fill the chip's shared memory, see
+# benchmarks/results/aot.
 LARGE = Configuration(tile_m=128, tile_n=256, tile_k=64, warps=8, stages=3, parts=8)
 MIDDLE = Configuration(tile_m=128, tile_n=128, tile_k=64, warps=4, stages=4, parts=4)
 FLAT = Configuration(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=4, parts=2)
@@ -188,7 +159,10 @@ PROCESSORS_PER_SPLIT, SPLIT_K, MOST_SPLITS = 2, 1024, 8
 
 @lru_cache(maxsize=65536)
 def choose_by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: int, processors: int) -> Configuration:
-    """The configuration for a product not measured. aligned: TMA can be used. processors: number of multiprocessors."""
+    """The configuration for a product without a measurement.
+
+    aligned: whether TMA can load both factors. processors: the number of multiprocessors.
+    """
     if chip == "interpreted":
         return INTERPRETED
     if itemsize == 4:
@@ -213,8 +187,8 @@ def choose_by_rule(chip: str, itemsize: int, aligned: bool, M: int, N: int, K: i
 def halve_tiles(configuration: Configuration) -> Configuration:
     """Return the configuration for a gated product: tiles with half the columns.
 
-    The two products' sums then take as many registers as the sum of a full tile. The gate takes a few more, so the
-    tiles of MIDDLE get 8 warps instead of 4.
+    The two products' sums then take as many registers as the sum of a full tile. The gate takes a few more: the tiles
+    of MIDDLE get 8 warps instead of 4.
     """
     if configuration.tile_n <= 16:
         return configuration
@@ -226,7 +200,7 @@ def halve_tiles(configuration: Configuration) -> Configuration:
 def adapt_to_groups(configuration: Configuration) -> Configuration:
     """Return the configuration for grouped products: K is not split, and tiles of MIDDLE get 8 warps instead of 4.
 
-    A program's search for its group takes registers.
+    A program's search for a tile's group takes registers.
     """
     unsplit = _replace(configuration, splits=1, specialized=False)
     has_middle_tiles = (unsplit.tile_m, unsplit.tile_n, unsplit.warps) == (MIDDLE.tile_m, MIDDLE.tile_n, MIDDLE.warps)
@@ -234,7 +208,7 @@ def adapt_to_groups(configuration: Configuration) -> Configuration:
 
 
 def adapt_to_kind(kind: Kind, configuration: Configuration) -> Configuration:
-    """Return a single product's configuration, adapted to a kernel of this kind."""
+    """Return the configuration of a plain product, adapted to products of this kind."""
     match kind:
         case "gated":
             return halve_tiles(configuration)
@@ -244,8 +218,10 @@ def adapt_to_kind(kind: Kind, configuration: Configuration) -> Configuration:
 
 
 def _tiles(configuration: Configuration, M: int, N: int) -> int:
+    """The number of tiles of an output [M, N]."""
     return -(-M // configuration.tile_m) * -(-N // configuration.tile_n)
 
 
 def _replace(configuration: Configuration, **changes: int) -> Configuration:
+    """A copy of the configuration with some fields changed."""
     return Configuration(**(asdict(configuration) | changes))

@@ -23,7 +23,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """The activation of z, in float32. gelu_tanh: z * sigmoid(2 u), equal to z * (1 + tanh(u)) / 2."""
+    """The activation of z, in float32. gelu_tanh is z * sigmoid(2 * u), which equals z * (1 + tanh(u)) / 2."""
     if ACTIVATION == "gelu":
         z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))  # 1 / sqrt(2)
     elif ACTIVATION == "gelu_tanh":
@@ -74,10 +74,10 @@ def finish(
 ):  # fmt: skip
     """Applies the epilogue to the tile `product` [ROWS, COLS] at (row, col), and stores it.
 
-    z = alpha * product * scales + bias; stored where z_ptr is given, with the strides of out.
-    out = act(z) + beta * residual. ACCUMULATE: out += act(z) + beta * residual. SLOPE, the name of an activation: out
-    = z times the activation's derivative at the residual.
-    PARTS: the tile is computed in parts one after another, to keep fewer registers alive. row, col: int64.
+    z = alpha * product * scales + bias; stored to z_ptr, unless None, with the strides of out.
+    out = act(z) + beta * residual. With ACCUMULATE: out += act(z) + beta * residual. With SLOPE, the name of an
+    activation f: out = z * f'(residual).
+    PARTS: the tile is computed in this many parts in turn, to keep fewer registers alive. row, col: int64.
     """
     if PARTS > 1:
         left, right = halves(product, ROWS, COLS)
@@ -131,7 +131,7 @@ def finish_gated(
 ):  # fmt: skip
     """Stores the tile out = silu(gate) * up at (row, col), in PARTS as in `finish`.
 
-    gate and up are also stored, with the strides of out, where gate_ptr is given.
+    gate and up are also stored, to gate_ptr and up_ptr with the strides of out, unless gate_ptr is None.
     """
     if PARTS > 1:
         left, right = halves(gate, ROWS, COLS)

@@ -1,8 +1,8 @@
 """Products of local tensors, forward and backward: by torch's GEMM or by the Triton kernel, whichever is faster.
 
-`linear`, `matmul` and their backwards run on every device. They call `product`, `multiply`, `multiply_by_slope`,
-`accumulate` and `activate`, which launch Triton kernels where `use_triton` holds and, for products, `uses_kernel`. The
-latter reads the table of measurements. Otherwise plain torch runs: `reference.py`, which defines the result.
+`linear`, `matmul` and their backwards run on every device. These call `product`, `multiply`, `multiply_by_slope`,
+`accumulate` and `activate`, which launch Triton kernels if `use_triton` is true and, for products, also `uses_kernel`,
+which reads the table of measurements. Otherwise plain torch runs: `reference.py`, which defines the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .checks import rows_in_place
 from .configurations import MEASURED, ONE_PASS, Kind, is_kernel_faster, kind_of
 from .reference import flatten_to_rows, multiply_by_derivative, restore_leading_dims
 
-# activation -> its name in swiglu.function, whose kernel computes it
+# Activations computed by the kernel of swiglu, with their names in swiglu.function.
 GATES = {
     "gelu": "none",
     "gelu_tanh": "tanh",
@@ -41,10 +41,10 @@ def linear(
     add_bias: bool = True,
     keep: bool = True,
 ) -> tuple[Tensor, Tensors]:
-    """act(input_act(input) @ weight.T + bias) by one GEMM: input [..., K], weight [M, K], bias [M] -> [..., M].
+    """act(input_act(input) @ weight.T + bias) by a single GEMM: input [..., K], weight [M, K], bias [M] -> [..., M].
 
-    add_bias: whether this rank adds the bias. False where the ranks' outputs are summed and another rank adds the bias
-        to its output. The bias' gradient is the same on every rank, since the sum is linear in the bias.
+    add_bias: whether this rank adds the bias. False if ranks' outputs are summed and another rank adds the bias. The
+        bias' gradient is the same on every rank, since the sum is linear in the bias.
     keep: whether to save z for backward. Saved for backward: input, weight and, with an activation, the pre-activation
         z = input @ weight.T + bias; for relu, the output instead of z.
     """
@@ -90,10 +90,10 @@ def linear_backward(
     input_activation: str | None = None,
     add_bias: bool = True,
 ) -> Tensors:
-    """dinput = dz @ weight, dweight = dz.T @ input, dbias = dz.sum(0) over the rows; one GEMM each.
+    """dinput = dz @ weight, dweight = dz.T @ input, dbias = dz.sum(0) over the rows; a GEMM for each of the first two.
 
-    With an input_activation: dweight uses the recomputed input_act(input), and dinput's epilogue multiplies it by
-    input_act'(input).
+    With an input_activation: dweight uses the recomputed input_act(input), and the epilogue of dinput's GEMM
+    multiplies by input_act'(input).
     """
     input, weight = saved[:2]
     assert input is not None and weight is not None, "forward saves both"
@@ -133,7 +133,7 @@ def matmul(
 
     a: [..., K] and b: [K, N]; or [..., M, K] and [..., K, N] with the same leading dims. bias: [N]. residual:
     broadcast.
-    a_scale: one number, or one for each row of a. b_scale: one number or [N].
+    a_scale: a number, or a number for each row of a. b_scale: a number or [N].
     add_bias, add_residual: as add_bias in `linear`.
     keep: whether to save the pre-activation z. For relu without a residual the output is saved instead; without an
         activation, None.
@@ -166,9 +166,9 @@ def matmul(
 
 
 def native_matmul(a: Tensor, b: Tensor, *operands: Tensor | None) -> Tensor | None:
-    """a @ b by torch's function with torch's own gradient, where `runs_natively` allows; None elsewhere.
+    """a @ b by torch's function with torch's own gradient, where `runs_natively` allows; else None.
 
-    operands: those of `matmul` after a and b; the result is None unless all of them are None.
+    operands: further operands of `matmul`; None is returned unless all are None.
     """
     for each in operands:
         if each is not None:
@@ -191,8 +191,8 @@ def matmul_backward(
 ) -> Tensors:
     """da = alpha * dz @ b.T, db = alpha * a.T @ dz, dbias = dz.sum(0) over the rows, dresidual = beta * grad.
 
-    Here dz = grad * act'(z). Bias and residual have a gradient on every rank, whichever rank added them. Scales have
-    none.
+    Here dz = grad * act'(z). Bias and residual have a gradient on every rank, whichever rank added both. Scales have
+    no gradient.
     """
     a, b, z, residual = saved
     assert a is not None and b is not None, "forward saves both"
@@ -212,7 +212,7 @@ def matmul_backward(
 
 
 def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors with their leading dims flattened into one; for a b of two dims, a as rows [N, K]."""
+    """Both factors with a single batch dim for all leading dims; if b has two dims, a as rows [N, K] and b."""
     return (flatten_to_rows(a), b) if b.ndim == 2 else (a.flatten(0, -3), b.flatten(0, -3))
 
 
@@ -230,7 +230,7 @@ def product(
     out_dtype: torch.dtype | None = None,
     keep_z: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of `reference.product`, by the kernel or by torch's GEMM: see `uses_kernel`."""
+    """`reference.product` by the kernel or by torch's GEMM: see `uses_kernel`. Arguments and results as there."""
     if use_triton(a) and uses_kernel(a, b, kind_of(a, activation, alpha, residual, a_scale, b_scale)):
         out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype or a.dtype, device=a.device)
         z = torch.empty_like(out) if keep_z else None
@@ -253,12 +253,12 @@ def _launch(*arguments: Any) -> None:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, without an epilogue."""
+    """a @ b without an epilogue, by the kernel or by torch's GEMM. Two dims, or three with equal batch dims."""
     return a @ b if not MEASURED else product(a, b)[0]
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Return the activation of x, computed in one pass."""
+    """Return the activation of x, by a kernel for activations in GATES, otherwise by torch."""
     gate_name = GATES.get(activation)
     return (
         reference.activate(x, activation)
@@ -268,7 +268,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tensor:
-    """Return (a @ b) * act'(z), where z has a row for each row of a; in one pass where the kernel runs."""
+    """Return (a @ b) * act'(z), where z has a row for each row of a. The kernel multiplies before storing."""
     z = flatten_to_rows(z)
     if not use_triton(a) or not uses_kernel(a, b, "fused"):
         return multiply_by_derivative(multiply(a, b), z, activation)
@@ -278,15 +278,18 @@ def multiply_by_slope(a: Tensor, b: Tensor, z: Tensor, activation: str) -> Tenso
 
 
 def accumulate_into(a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensors]:
-    """Adds a @ b to total in place, in the dtype of total. a: [..., K]. b: [K, N]. Raises as `rows_in_place`."""
+    """Adds a @ b to total in place, in the dtype of total. The forward of the op `ACCUMULATE`, without a gradient.
+
+    a: [..., K]. b: [K, N]. total: [..., N]. Raises as `rows_in_place`.
+    """
     accumulate(flatten_to_rows(a), b, rows_in_place("matmul", total))
     return total, ()
 
 
 def accumulate(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """Adds a @ b to total, in place, for tensors of two dims made by the caller.
+    """Adds a @ b to total in place, for tensors of two dims. Elements of total must not share memory.
 
-    The strides of total are not checked: under a trace of backward they are unknown.
+    The strides of total are not checked, because a trace of backward does not know strides.
     """
     if use_triton(a) and uses_kernel(a, b, "plain"):
         _launch(a, b, None, None, None, None, total, None, None, None, 1.0, 1.0, True)
@@ -296,10 +299,10 @@ def accumulate(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 
 
 def uses_kernel(a: Tensor, b: Tensor, kind: Kind) -> bool:
-    """Whether the Triton kernel computes a @ b, on a tensor for which `use_triton` holds: see `is_kernel_faster`.
+    """Whether the Triton kernel computes a @ b, if `use_triton(a)` is true: see `is_kernel_faster`.
 
-    a: [..., M, K]; where b has no leading dims, those of a count as rows. The interpreter, without measurements, takes
-    every kind but "plain".
+    a: [..., M, K]. If b has no leading dims, the leading dims of a count as rows. The interpreter, without
+    measurements, runs the kernel for every kind but "plain".
     """
     if not a.is_cuda:
         return kind != "plain"

@@ -1,4 +1,4 @@
-"""Kernels for matrix products: persistent programs that load tiles by TMA where memory is aligned, else by pointers."""
+"""Kernels for matrix products: persistent programs which load tiles by TMA if memory is aligned, else by pointers."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .epilogue import finish, finish_gated, tile_of
 
 @triton.jit
 def multiplied(left, right, total, PRECISION: tl.constexpr):
-    """total + left @ right. Hopper sums 8-bit products in fewer bits than float32: here only within a tile."""
+    """total + left @ right. Within a tile, Hopper sums 8-bit products in fewer bits than float32; total is float32."""
     if left.dtype.primitive_bitwidth == 8:
         return tl.dot(left, right, total, input_precision=PRECISION, max_num_imprecise_acc=left.shape[1])
     else:
@@ -29,6 +29,8 @@ def product(
     """out = epilogue(a @ b) for a [B, M, K] and b [B, K, N]; the epilogue is `finish`. Grid: programs, B, splits of K.
 
     up_ptr, with the strides of b: out = silu(a @ b) * (a @ up), see `finish_gated`; B is 1, and K is not split.
+    z_ptr: None, or memory for the pre-activation, with the strides of out. With up_ptr, for a @ b, and z_up_ptr for
+    a @ up.
     K_SPLIT: the length of a split, a multiple of TILE_K; or K. The splits' products are stored stride_os apart.
     DESCRIPTORS: load tiles by TMA. a is contiguous along K where A_BY_ROWS, else along M; b along N where B_BY_ROWS,
     else along K; every other stride is a multiple of 16 bytes.

@@ -45,9 +45,9 @@ def product(
     """out = act(alpha * a @ b * scales + bias) + beta * residual; also writes the pre-activation to z, unless None.
 
     a: [M, K] or [B, M, K]; b with as many dims; any strides. bias: [N]. residual: expands to out.
-    a_scale: one number or [M]; b_scale: one number or [N]; float32. out and z have the same strides.
+    a_scale: a number or [M]; b_scale: a number or [N]; float32. out and z have the same strides.
     accumulate: out += a @ b, without an epilogue.
-    slope: the name of an activation f: out = (a @ b) * f'(residual), without any other epilogue.
+    slope: the name of an activation f: out = (a @ b) * f'(residual), without any further epilogue.
     More batches than MOST_IN_GRID are launched in parts.
     """
     if a.ndim == 3 and len(a) > MOST_IN_GRID:
@@ -148,10 +148,10 @@ def gated(
 
 
 def grid(tiles: int, processors: int, batches: int = 1, splits: int = 1) -> tuple[int, int, int]:
-    """(programs for each product, batches, splits), where each batch and each split of K is a product by itself.
+    """Returns (programs for each product, batches, splits). Each split of K of each batch is a product by itself.
 
-    Programs loop over the tiles of a product. All products together get about one program for each multiprocessor, and
-    each product at least one program.
+    Programs loop over the tiles of a product. All products together get about as many programs as there are
+    multiprocessors, and each product gets at least 1. tiles: of a product. processors: number of multiprocessors.
     """
     assert max(batches, splits) <= MOST_IN_GRID, "the caller launches more batches in parts"
     return min(tiles, max(1, -(-processors // (batches * splits)))), batches, splits
@@ -165,8 +165,8 @@ def parts_of(batches: int) -> list[slice]:
 def class_of(a: Tensor, b: Tensor, kind: Kind, groups: int = 1) -> ProductClass:
     """The class of the product of a [..., M, K] and b [..., K, N].
 
-    Where b has no leading dims, the leading dims of a count as rows. groups: the number of groups of M, or of K for
-    "grouped_weights"; the class has the size of one group, as if all were equal.
+    If b has no leading dims, the leading dims of a count as rows. groups: the number of groups of M, or of K for
+    "grouped_weights"; the class has the mean size of a group.
     """
     M, N, K = a.shape[-2] if b.ndim == a.ndim else math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
     if kind == "grouped":
@@ -193,7 +193,7 @@ def choose_configuration(of: ProductClass, a: Tensor, aligned: bool, sizes: tupl
 def has_descriptor(x: Tensor) -> bool:
     """Whether TMA can load tiles of x.
 
-    One of the last two dims is contiguous; the address and all other strides are multiples of 16 bytes.
+    True if a dim of the last two is contiguous, and the address and all further strides are multiples of 16 bytes.
     """
     rows, cols = x.stride()[-2:]
     if cols != 1:
@@ -205,11 +205,12 @@ def has_descriptor(x: Tensor) -> bool:
 
 
 def _batch(x: Tensor) -> int:
-    """The stride of the batch dim; 0 without one."""
+    """The stride of the batch dim; 0 without a batch dim."""
     return x.stride(0) if x.ndim == 3 else 0
 
 
 def _scale(scale: Tensor | None) -> Tensor | None:
+    """A scale with a single dim; None stays None."""
     return None if scale is None else scale.reshape(-1)
 
 
@@ -229,5 +230,5 @@ def precision(a: Tensor) -> str:
 
 
 def scratch(size: int, alignment: int, stream: Any) -> Tensor:
-    """Triton's allocator for memory in which a kernel writes its TMA descriptors."""
+    """An allocator for Triton: memory in which a kernel writes TMA descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -31,7 +31,7 @@ def product(
     """(act(z) + beta * residual, z or None), with z = alpha * (a * a_scale) @ (b * b_scale) + bias.
 
     a: [M, K] or [B, M, K]. b: [K, N] or [B, K, N]. bias: [N]. residual: broadcast to the output.
-    a_scale: one number or [M]. b_scale: one number or [N]. keep_z: whether to return z.
+    a_scale: a number or [M]. b_scale: a number or [N]. keep_z: whether to return z.
     """
     dtype = out_dtype or a.dtype
     if bias is not None and alpha == 1 and a_scale is None and b_scale is None and a.dtype == dtype and b.ndim == 2:
@@ -52,7 +52,7 @@ def product(
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`. If it is wider than the factors' dtype, the sum is not rounded to the factors' dtype first."""
+    """a @ b in `dtype`. If `dtype` is wider than the factors', sums are not rounded to the factors' dtype first."""
     if a.dtype == dtype:
         return a @ b
     if torch.promote_types(a.dtype, dtype) != dtype or on_cpu(a) or a.dtype == torch.float64:
@@ -72,7 +72,7 @@ def accumulate(a: Tensor, b: Tensor, total: Tensor) -> None:
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
-    """The activation of z; `activation` is one of ACTIVATIONS. relu2 is relu squared (So et al. 2021)."""
+    """The activation of z, by a name of ACTIVATIONS. relu2 is relu squared (So et al. 2021)."""
     match activation:
         case "gelu":
             return F.gelu(z)
@@ -87,7 +87,7 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 
 def multiply_by_derivative(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
-    """Return grad * act'(z): by aten's backward of the activation, in one pass where aten has one.
+    """Return grad * act'(z): in a single pass by aten's backward of the activation, except for relu2.
 
     For relu, z may be the output instead, as both are above 0 in the same places.
     """
@@ -122,10 +122,12 @@ def restore_leading_dims(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _dequantize(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+    """x * scale in float32; see `_multiply_by_scale`."""
     return _multiply_by_scale(x.to(torch.float32), scale, dim)
 
 
 def _multiply_by_scale(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+    """x * scale in x's dtype. scale: a number, or a tensor which broadcasts to x after `unsqueeze(dim)`."""
     if scale is None:
         return x
     return x * (scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(dim)).to(x.dtype)

@@ -15,8 +15,8 @@ ALIGNMENT = 16  # bytes: `torch._scaled_mm` needs sizes, strides and addresses i
 def can_multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether `torch._scaled_mm` can multiply a [M, K] and b [K, N].
 
-    It needs a contiguous along K, b contiguous along K, and at most one factor in e5m2. With scales for each row or
-    column, it also needs a bfloat16 output and b in e4m3.
+    Conditions: a and b are contiguous along K, and not both are in e5m2. With scales for each row or column, also: the
+    output is bfloat16, and b is in e4m3.
     """
     if not (a.is_cuda and torch.version.hip is None and a.ndim == b.ndim == 2 and a.numel() and b.numel()):
         return False
@@ -32,7 +32,7 @@ def can_multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor |
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(a * a_scale) @ (b * b_scale), for factors that `can_multiply` accepts; summed in float32 and rounded once."""
+    """(a * a_scale) @ (b * b_scale), for factors which `can_multiply` accepts; summed in float32 and rounded once."""
     out = torch.empty((len(a), b.shape[1]), dtype=dtype, device=a.device)
     _launch(a, b, a_scale, b_scale, out)
     return out
@@ -60,5 +60,5 @@ def _has_row_scales(*scales: Tensor | None) -> bool:
 
 
 def _align(x: Tensor) -> Tensor:
-    """x, copied if its address is no multiple of ALIGNMENT."""
+    """x, copied if the address of x is no multiple of ALIGNMENT."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
 """The variants of the kernels in the launches, for compilation without a GPU by `launching.aot`.
 
-A variant is a kernel with a configuration (tiles, warps, ...) and an epilogue. A string such as "i32:16" is the Triton
+A variant is a kernel with a configuration (tiles, warps, ...) and an epilogue. A string like "i32:16" is the Triton
 type of a kernel's argument; see `launching.aot: Variant.arguments`.
 """
 
@@ -83,14 +83,14 @@ def _product(
     chosen: the configuration on all chips that `elsewhere` does not list.
     features: any of
         "bias", "residual", "scales": the operand is given;
-        "gated": two products of one input, for swiglu;
+        "gated": two products of the same input, for swiglu;
         "z": also store the pre-activation;
         "sum": add to the output in memory;
         "slope": multiply by the derivative of `activation` at the residual, instead of applying `activation`.
     of, to: dtypes of factors and output.
     transposed: which factors have contiguous columns: "", "a", "b" or "ab".
     aligned: whether sizes and strides are multiples of 16.
-    elsewhere: other configurations, by the beginning of the chip's name.
+    elsewhere: configurations for further chips, by the beginning of the chip's name.
     """
     at, bt = "a" in transposed, "b" in transposed
 
@@ -156,7 +156,7 @@ VARIANTS = (
 
 
 def _combine(name: str, constexprs: dict[str, int | str | None], **types: str) -> Variant:
-    """COMBINE with other constexprs and argument types."""
+    """COMBINE with some constexprs and argument types replaced."""
     return replace(
         COMBINE,
         name=f"matmul.combine/{name}",

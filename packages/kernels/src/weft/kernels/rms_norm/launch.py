@@ -53,8 +53,9 @@ def backward(
     dweight: Tensor | None,
     H: int,
 ) -> None:
-    """Writes dx and dweight [H], each where it is not None.
+    """Writes dx and dweight [H], each unless None.
 
+    grad: the gradient of y. grad_sum: of `total`, or None; added to dx. x: `total` where forward had a residual.
     dweight is the sum of the programs' addends, in the order of the programs.
     """
     if not x.numel():

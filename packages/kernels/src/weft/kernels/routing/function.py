@@ -1,7 +1,8 @@
 """Routing of local tensors: forward and backward of the four ops.
 
-Triton kernels (`launch.py`) compute on a GPU and in Triton's interpreter; plain torch (`reference.py`) on a CPU, in
-float64, and for more experts or choices than a kernel's registers hold. `use_kernels` chooses.
+Triton kernels (`launch.py`) compute on a GPU and in Triton's interpreter; plain torch (`reference.py`) on a CPU and in
+float64. `route` and `statistics` also use plain torch for more experts or choices than a kernel's registers hold: see
+`uses_kernels`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..launching.launched import launched
 from . import reference
 from .reference import Router, wide_dtype
 
-MOST_EXPERTS, MOST_CHOICES = 512, 16  # in a kernel's registers
-MOST_ROWS = 2**31 - 1  # numbered by int32
+MOST_EXPERTS, MOST_CHOICES = 512, 16  # of a token, in a kernel's registers
+MOST_ROWS = 2**31 - 1  # rows are numbered by int32
 
 
 def uses_kernels(scores: Tensor, k: int) -> bool:
-    """Whether kernels compute on these scores [..., E], for k choices."""
+    """Whether Triton kernels compute `route` and `statistics` for scores [..., E] and k choices."""
     return use_triton(scores) and scores.shape[-1] <= MOST_EXPERTS and k <= MOST_CHOICES
 
 
@@ -39,7 +40,7 @@ def route(
     scale: float,
     groups: tuple[int, ...],
 ) -> tuple[tuple[Tensor, Tensor], Tensors]:
-    """The weights and experts of `reference.route`. Saves the scores and the experts. Options: of `Router`."""
+    """The weights and experts of `reference.route`. Saves the scores and the experts. Options: fields of `Router`."""
     options = (k, score, softmax_after, normalize, scale, groups)
     if not uses_kernels(scores, k):
         weights, experts = reference.route(scores, bias, Router(*options))
@@ -51,7 +52,7 @@ def route(
 
 
 def route_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], **options: Any) -> Tensors:
-    """`reference.route_backward`. The bias has no gradient."""
+    """The gradient of the scores, see `reference.route_backward`; None for the bias. grads: of weights and experts."""
     scores, experts = saved
     assert scores is not None and experts is not None, "forward saves both"
     grad = grads[0]
@@ -66,9 +67,9 @@ def route_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], **opt
 
 
 def sort_rows(experts: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.sort_by_expert`: source, positions, offsets.
+    """Sort choices by expert -> source, positions and offsets of `reference.sort_by_expert`.
 
-    Raises ValueError for more choices than an int32 counts.
+    Raises ValueError for more than `MOST_ROWS` choices.
     """
     if experts.numel() > MOST_ROWS:
         raise ValueError(
@@ -100,7 +101,7 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[tuple[Ten
 
 
 def dispatch_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *, num_experts: int) -> Tensors:
-    """The gradient of x: the sum of its rows' gradients."""
+    """The gradient of x: for each token, the sum of the gradients of the token's rows. grads: of rows and offsets."""
     positions, experts = saved
     assert positions is not None and experts is not None, "forward saves both"
     grad = grads[0]
@@ -110,7 +111,7 @@ def dispatch_backward(saved: Tensors, grads: Tensors, needed: Sequence[bool], *,
 
 
 def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, choices: tuple[int, ...]) -> Tensor:
-    """`reference.sum_rows` -> [..., H]. weights: [..., k], in the shape `choices`."""
+    """Sum each token's rows, see `reference.sum_rows` -> [..., H]. choices: (..., k), the shape of the weights."""
     k = choices[-1]
     if use_triton(y) and (weights is None or weights.dtype != torch.float64):
         output = y.new_empty(*choices[:-1], y.shape[-1])
@@ -127,7 +128,7 @@ def combine(y: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor
 
 
 def combine_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Tensors:
-    """The gradients of y and the weights: `reference.sum_rows_backward`."""
+    """The gradients of y and the weights, see `reference.sum_rows_backward`; None for the experts."""
     y, positions, weights = saved
     assert y is not None and positions is not None and weights is not None, "forward saves all"
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needed[0] else None
@@ -144,7 +145,10 @@ def combine_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool]) -> Te
 def statistics(
     logits: Tensor, experts: Tensor, previous: Tensor | None, *, layer: int, layers: int
 ) -> tuple[Tensor, Tensors]:
-    """The sums of `router_statistics`, added to row `layer` of a copy of `previous`. Saves the logits."""
+    """The output of `router_statistics`: a copy of `previous` (None: zeros), with sums added to row `layer`.
+
+    Saves the logits.
+    """
     E, k = logits.shape[-1], experts.shape[-1]
     if previous is None:
         output = logits.new_zeros(layers, 2 * E + 1, dtype=wide_dtype(logits))
@@ -158,7 +162,7 @@ def statistics(
 
 
 def statistics_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *, layer: int, layers: int) -> Tensors:
-    """The gradients of the logits and of the previous statistics, which is the upstream gradient itself."""
+    """The gradients of the logits and of `previous`, which gets `grad` itself; None for the experts."""
     (logits,) = saved
     assert logits is not None, "forward saves them"
     dlogits = None
@@ -171,12 +175,12 @@ def statistics_backward(saved: Tensors, grad: Tensor, needed: Sequence[bool], *,
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """x [..., H] as [N, H], also for H = 0, where reshape could not tell N."""
+    """x [..., H] as [N, H], also for H = 0, for which reshape(-1, H) fails."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_range(name: str, experts: Tensor, num_experts: int) -> None:
-    """Raise ValueError for an expert outside 0 to num_experts - 1. name: of the op. Reads the values."""
+    """Raise ValueError for an expert outside 0 to num_experts - 1. Reads values. name: of the op."""
     if not experts.numel():
         return
     low, high = (int(each) for each in experts.aminmax())

@@ -1,21 +1,21 @@
 """Routing kernels: the choice of experts, the router's sums, a counting sort, and tokens sorted by expert and back.
 
-`route`, `route_backward`, `statistics` and `statistics_backward` keep a row of E scores in registers, ROWS rows a
-program. `count`, `scan` and `place` are the sort; BLOCK choices a program. `gather_rows`, `sum_rows` and
-`sum_rows_backward` compute one token a program. No kernel uses atomics: every run gives the same bits.
+A program of `route`, `route_backward`, `statistics` and `statistics_backward` keeps ROWS rows of E scores in registers.
+The sort is `count`, `scan` and `place`, in this order; a program has BLOCK choices. A program of `gather_rows`,
+`sum_rows` and `sum_rows_backward` computes a token. No kernel uses atomics: every run gives the same bits.
 """
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-(2**63))  # a key below every score's
-NAN_KEY = tl.constexpr(0x7FFFFFFF)  # above every number's
+LOWEST = tl.constexpr(-(2**63))  # a key below the key of every score
+NAN_KEY = tl.constexpr(0x7FFFFFFF)  # `ordered_bits` of NaN, above the bits of every number
 LEAST_SUM = tl.constexpr(1e-20)  # as in reference.py
 
 
 @triton.jit
 def ordered_bits(values):
-    """float32 -> int32 in the same order; 0.0 for -0.0, and NaN above all."""
+    """float32 -> int32 in the same order. -0.0 gives the bits of 0.0; NaN is above all numbers."""
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(values == 0, 0, bits)
@@ -24,7 +24,7 @@ def ordered_bits(values):
 
 @triton.jit
 def value_of(keys):
-    """The float32 value of a key made of `ordered_bits`."""
+    """The float32 value of an int64 key with `ordered_bits` in the upper 32 bits."""
     bits = (keys >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -38,10 +38,11 @@ def route(
     SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The k highest of each row of scores, and their weights: `reference.route`.
+    """The k highest scores of each row, as experts, and their weights: `reference.route`.
 
-    GROUPED: a row is `groups` groups of `members` experts, each in MEMBERS columns. A column's key has the bits of its
-    value above and E - 1 - expert below: keys are distinct, and of equal values the lower expert has the higher key.
+    GROUPED: a row has `groups` groups of `members` experts, and a group takes MEMBERS columns. A column's key has
+    `ordered_bits` of the column's value in the upper 32 bits and E - 1 - expert in the lower: keys are distinct, and
+    among equal values the lower expert has the higher key.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_rows = rows < N
@@ -153,7 +154,7 @@ def statistics(
     N, E, k, stride_ln,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """addends [programs, 2 * E + 1]: each program's sums over its rows, in order, for `router_statistics`."""
+    """addends [programs, 2 * E + 1]: for `router_statistics`, the sums of each program over the program's rows."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_E)[None, :]
     counts = tl.zeros((ROWS, BLOCK_E), tl.int32)
@@ -205,7 +206,10 @@ def statistics_backward(
 
 @triton.jit
 def load_ids(experts_ptr, places, R, first, E):
-    """The choices' experts, counted from `first`: E for an expert outside, E + 1 for a place behind the last."""
+    """The experts of choices, counted from `first`. E: an expert outside `first` to first + E - 1. E + 1: no choice.
+
+    places: the choices to load; a place from R on is no choice.
+    """
     ids = tl.load(experts_ptr + places, mask=places < R, other=0).to(tl.int64) - first
     ids = tl.where((ids < 0) | (ids >= E), E, ids)
     return tl.where(places < R, ids, E + 1).to(tl.int32)
@@ -218,7 +222,7 @@ def count(
     R, first, E,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """counts [blocks, E + 1]: how many of a block's choices are of each expert, and of experts outside."""
+    """counts [blocks, E + 1]: how many choices of a block are of each expert, and last, of experts outside."""
     block = tl.program_id(0).to(tl.int64)
     ids = load_ids(experts_ptr, block * BLOCK + tl.arange(0, BLOCK), R, first, E)
     for start in range(0, E + 1, BLOCK_E):
@@ -253,9 +257,9 @@ def place(
     R, first, E,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """source[position] = choice and positions[choice] = position, where position counts the choices sorted before.
+    """source[position] = choice and positions[choice] = position. A choice's position: how many are sorted before.
 
-    before: of `scan`. ends [E + 1]: the sums of totals up to each expert.
+    before: the counts, replaced by `scan`. totals: from `scan`. ends [E + 1]: the cumulative sums of totals.
     """
     block = tl.program_id(0).to(tl.int64)
     place_in_block = tl.arange(0, BLOCK)
@@ -276,7 +280,7 @@ def place(
 
 @triton.jit
 def gather_rows(x_ptr, positions_ptr, rows_ptr, H, k, stride_xn, BLOCK_H: tl.constexpr):
-    """rows[positions[token, choice]] = x[token]. BLOCK_H columns of a token a program."""
+    """rows[positions[token, choice]] = x[token]. A program copies BLOCK_H columns of a token."""
     across = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0).to(tl.int64) // across
     cols = tl.program_id(0) % across * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -292,9 +296,10 @@ def sum_rows(
     H, E, k, stride_yn,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """output[token] = the sum of weights[token, j] * y[positions[token, j]], in the order of j; without weights 1.
+    """output[token] = the sum of weights[token, j] * y[positions[token, j]], in the order of j.
 
-    ends: where the rows of each of E experts end; rows behind the last add nothing. None: all rows count.
+    weights_ptr: None for weights of 1. ends: where the rows of each of E experts end; rows behind the last expert's add
+    nothing. None: all rows count.
     """
     across = tl.cdiv(H, BLOCK_H)
     token = tl.program_id(0).to(tl.int64) // across
@@ -322,7 +327,7 @@ def sum_rows_backward(
     """dy[positions[token, j]] = weights[token, j] * grad[token]; dweights[token, j]: the dot product of grad[token] and
     y[positions[token, j]].
 
-    Either may be left out. The gradient's row is read once.
+    dy or dweights may be None. A token's row of grad is read once.
     """
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, BLOCK_K)

@@ -14,18 +14,19 @@ from ..launching.rows import RowTile, contiguous_rows, programs_of
 from . import kernel
 from .reference import Router
 
-# Scores a thread: a row of 512 has two warps, and a warp has four rows of 64. Compiled without spills for sm_80 to
-# sm_100 and gfx942; the speed is not measured yet.
+# Scores in the registers of a thread: a row of 512 has two warps, and a warp has four rows of 64. Compiled without
+# spills for sm_80 to sm_100 and gfx942; the speed is not measured yet.
 ELEMENTS = 8
-WARPS_AT_WORK = 32  # of the sums' programs on a multiprocessor; more would only give more addends
-# Choices a program of the sort counts and places; experts, blocks and equal choices compared at once.
+WARPS_AT_WORK = 32  # warps of `kernel.statistics` on a multiprocessor; more would only give more addends
+# A program of the sort has BLOCK choices. At a time, `count` compares with BLOCK_E experts, `scan` sums BLOCK_B blocks
+# of BLOCK_E experts, and `place` compares CHUNK choices for equality. WARPS: of these programs.
 BLOCK, BLOCK_E, BLOCK_B, CHUNK, WARPS = 128, 32, 32, 32, 4
-MOST_H = 1024  # columns a program of the rows' kernels: 16 bytes of bf16 a thread
+MOST_H = 1024  # columns of a program which gathers or sums rows: 16 bytes of bf16 a thread
 SUM_BACKWARD_WARPS = 8  # with 4 warps, Triton 3.6 spills on sm_90
 
 
 def route(scores: Tensor, bias: Tensor | None, weights: Tensor, experts: Tensor, *options: Any) -> None:
-    """Writes `reference.route` of scores [..., E]. options: the fields of a `Router`, in order."""
+    """Writes the weights and experts of `reference.route` for scores [..., E]. options: of `Router`, in order."""
     router = Router(*options)
     if not experts.numel():
         return
@@ -48,7 +49,7 @@ def route(scores: Tensor, bias: Tensor | None, weights: Tensor, experts: Tensor,
 
 
 def route_backward(grad: Tensor, scores: Tensor, experts: Tensor, dscores: Tensor, *options: Any) -> None:
-    """Writes `reference.route_backward`. options: as for `route`."""
+    """Writes the gradient of the scores, see `reference.route_backward`. options: as for `route`."""
     router = Router(*options)
     if not dscores.numel():
         return
@@ -65,6 +66,7 @@ def route_backward(grad: Tensor, scores: Tensor, experts: Tensor, dscores: Tenso
 
 
 def _flags(router: Router) -> dict[str, bool]:
+    """The kernels' constants for the router's options."""
     return {
         "SIGMOID": router.score == "sigmoid",
         "AFTER": router.softmax_after,
@@ -73,7 +75,7 @@ def _flags(router: Router) -> dict[str, bool]:
 
 
 def statistics(logits: Tensor, experts: Tensor, row: Tensor) -> None:
-    """Adds the sums of logits [..., E] and experts [..., k] to a row [2 * E + 1], in the order of the programs."""
+    """Adds the sums of `router_statistics` to `row` [2 * E + 1], for logits [..., E] and experts [..., k]."""
     if not logits.numel():
         return
     E, k = logits.shape[-1], experts.shape[-1]
@@ -91,7 +93,7 @@ def statistics(logits: Tensor, experts: Tensor, row: Tensor) -> None:
 
 
 def statistics_backward(grad: Tensor, logits: Tensor, dlogits: Tensor) -> None:
-    """Writes the gradient of the logits [..., E]. grad: [2 * E + 1]."""
+    """Writes the gradient of the logits [..., E]. grad: of the row, [2 * E + 1]."""
     if not dlogits.numel():
         return
     E = logits.shape[-1]
@@ -130,7 +132,7 @@ def sort_by_expert(experts: Tensor, source: Tensor, positions: Tensor, offsets: 
 
 
 def gather_rows(x: Tensor, positions: Tensor, rows: Tensor, k: int) -> None:
-    """Writes `reference.gather_rows` of x [..., H]."""
+    """Writes the rows of `reference.gather_rows` for x [..., H]."""
     if not rows.numel():
         return
     H = rows.shape[-1]
@@ -144,10 +146,10 @@ def gather_rows(x: Tensor, positions: Tensor, rows: Tensor, k: int) -> None:
 def sum_rows(
     y: Tensor, positions: Tensor, weights: Tensor | None, output: Tensor, k: int, ends: Tensor | None = None
 ) -> None:
-    """Writes `reference.sum_rows` into output [..., H].
+    """Writes the sums of `reference.sum_rows` into output [..., H].
 
-    ends: int32 [E], where the rows of each expert end; y may have fewer rows than there are choices, and the choices
-        whose rows are behind the last expert's add nothing. None: y has a row for each choice.
+    ends: int32 [E], where the rows of each expert end. Choices of rows behind the last expert's add nothing, and y may
+        lack these rows. None: y has a row for each choice.
     """
     if not output.numel():
         return
@@ -164,7 +166,7 @@ def sum_rows(
 def sum_rows_backward(
     grad: Tensor, y: Tensor, positions: Tensor, weights: Tensor, dy: Tensor | None, dweights: Tensor | None
 ) -> None:
-    """Writes dy and dweights, each where it is given: `reference.sum_rows_backward`."""
+    """Writes dy and dweights of `reference.sum_rows_backward`; not a gradient which is None."""
     k, H = weights.shape[-1], y.shape[-1]
     if not y.numel():
         if dweights is not None:
@@ -181,7 +183,7 @@ def sum_rows_backward(
 
 
 def _columns(H: int) -> int:
-    """The number of columns a program computes, for rows of H."""
+    """BLOCK_H for rows of H: H rounded up to a power of two, from 16 to MOST_H."""
     return min(MOST_H, max(16, 1 << (H - 1).bit_length()))
 
 
@@ -200,6 +202,7 @@ _SORT = {"BLOCK": BLOCK, "BLOCK_E": BLOCK_E, "BLOCK_B": BLOCK_B, "CHUNK": CHUNK}
 
 
 def _variant(of: str, form: str, constexprs: dict[str, int], warps: int, **types: str) -> Variant:
+    """The variant `routing.OF/FORM` of the kernel named `of`. types: argument types which differ from `_TYPES`."""
     function = getattr(kernel, of)
     kinds = _TYPES | types
     return Variant(
@@ -212,7 +215,7 @@ def _variant(of: str, form: str, constexprs: dict[str, int], warps: int, **types
 
 
 def _variants_of_scores(E: int, k: int) -> tuple[Variant, ...]:
-    """The kernels over rows of E scores: softmax as Qwen3-MoE's router, and sigmoid in groups as DeepSeek-V3's."""
+    """The kernels which keep rows of E scores: with softmax, as Qwen3-MoE; with sigmoid and groups, as DeepSeek-V3."""
     tile = RowTile.of(E, ELEMENTS)
     sizes = {"ROWS": tile.rows, "BLOCK_E": tile.block, "BLOCK_K": k}
     softmax = sizes | {"SIGMOID": 0, "AFTER": 0, "NORMALIZE": 1, "GROUPED": 0, "GROUPS": 1, "MEMBERS": E}

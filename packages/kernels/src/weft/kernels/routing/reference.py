@@ -1,4 +1,4 @@
-"""Routing in plain torch: the meaning of the ops, and their code on a CPU and in float64.
+"""Routing in plain torch: the definition of the ops, and the computation on a CPU and in float64.
 
 N tokens, E experts, k choices of each token, hidden size H. No one-hot matrices: gather, topk, index_select.
 """
@@ -17,18 +17,18 @@ LEAST_SUM = 1e-20  # added to the sum of chosen sigmoids, as in transformers' De
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The options of one `route`, as the op's computation uses them. Made by `route`, which checks them."""
+    """The options of one call of `route`, checked by `sharded.route`."""
 
     k: int  # experts of a token
     score: str = "softmax"  # or "sigmoid"
-    softmax_after: bool = False  # softmax over the chosen scores alone, and choose by the scores themselves
+    softmax_after: bool = False  # choose by the scores themselves, then take the softmax of the chosen scores alone
     normalize: bool = True  # divide the weights by their sum
     scale: float = 1.0  # factor of the weights
     groups: Sequence[int] = ()  # (groups of experts, groups that a token may choose from); () without groups
 
     @property
     def is_over_chosen(self) -> bool:
-        """Whether the weights are a softmax over the chosen scores alone: a normalized softmax is the same."""
+        """Whether the weights are a softmax over the chosen scores alone. A normalized softmax gives the same."""
         return self.score == "softmax" and (self.softmax_after or self.normalize)
 
 
@@ -72,10 +72,10 @@ def route(scores: Tensor, bias: Tensor | None, router: Router) -> tuple[Tensor, 
 
 
 def _highest(values: Tensor, k: int, allowed: Tensor | None = None) -> Tensor:
-    """The indices of the k highest values along the last dim, int64, in descending order; the lower of equal values
-    first.
+    """The indices, int64, of the k highest values along the last dim, in descending order of value.
 
-    NaN is above every number, as in torch.topk. allowed: where False, a value is below all allowed ones.
+    Of equal values, the lower index comes first. NaN is above every number, as in torch.topk.
+    allowed: bool like values. Values where `allowed` is False count as lower than all further values.
     """
     values = values.masked_fill(values == 0, 0.0)  # -0.0 equals 0.0, but has other bits
     is_nan = values.isnan()
@@ -162,9 +162,10 @@ def sum_rows(y: Tensor, positions: Tensor, weights: Tensor | None, k: int) -> Te
 def sum_rows_backward(
     grad: Tensor, y: Tensor, positions: Tensor, weights: Tensor, dy: Tensor | None, dweights: Tensor | None
 ) -> None:
-    """Write the gradients of y and of the weights of `sum_rows`, each where it is given.
+    """Write the gradients of y and of the weights of `sum_rows`; not a gradient which is None.
 
-    grad: [N, H]. dy: grad times the weights, [N * k, H]. dweights: dot products of rows, [N, k].
+    grad: [N, H], of the output. dy: [N * k, H], weights times rows of grad. dweights: [N, k], dot products of rows of
+    y and grad.
     """
     index = positions.view(weights.shape)
     dtype = wide_dtype(y, weights)
@@ -177,7 +178,7 @@ def sum_rows_backward(
 
 
 def statistics(logits: Tensor, experts: Tensor) -> Tensor:
-    """logits [N, E], experts [N, k] -> [2 * E + 1] in `wide_dtype`: see `router_statistics`."""
+    """logits [N, E], experts [N, k] -> a row [2 * E + 1] of `router_statistics`, in `wide_dtype`."""
     wide = logits.to(wide_dtype(logits))
     E = logits.shape[1]
     index = experts.reshape(-1).long()

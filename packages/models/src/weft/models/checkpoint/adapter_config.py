@@ -1,4 +1,4 @@
-"""adapter_config.json of a folder of LoRA adapters, in peft's format. Nothing here needs torch."""
+"""Reads and checks adapter_config.json, peft's description of a folder of LoRA adapters. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds LoRA adapters, without the model that they change."""
+    """Whether a folder holds LoRA adapters alone, without the base model."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the model that a folder of adapters changes, from base_model_name_or_path.
+    """The folder of the base model for a folder of adapters, from base_model_name_or_path.
 
     A relative path counts from the working folder, as in peft.
-    Raises ValueError where the field names no folder here, or again a folder of adapters.
+    Raises ValueError where the field names no folder on this machine, or again a folder of adapters.
     """
     file = folder / ADAPTER_CONFIG
     name = read_json(file, "save or fetch the adapters again").get(_BASE)
@@ -131,10 +131,11 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def check_patterns(config: dict[str, Any], ranks: Mapping[str, int], file: Path) -> None:
-    """Raises ValueError for a rank_pattern or alpha_pattern that gives a layer a rank or alpha of its own.
+    """Raises ValueError unless rank_pattern and alpha_pattern are as `save_lora` writes them.
 
-    An adapter that joins n of our layers must have both patterns: n times the config's rank, and n times its alpha.
-    ranks: of each adapter in the file, by the name of Hugging Face's layer.
+    The patterns name the layers of Hugging Face that are n > 1 layers in Weft, as q, k and v in one. The adapter of
+    such a layer joins n adapters, and has n times the config's rank and n times the config's alpha.
+    ranks: {name of Hugging Face's layer: rank of the adapter in the file}.
     """
     multiples = {name: rank // config["r"] for name, rank in ranks.items()}
     for field, value_per_part in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):

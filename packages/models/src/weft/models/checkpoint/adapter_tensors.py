@@ -1,4 +1,4 @@
-"""The tensors of a folder of LoRA adapters: which slices of adapter_model.safetensors each adapter of a model reads."""
+"""Finds which slices of adapter_model.safetensors each adapter of a model reads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ADAPTER_FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapters:
-    """The adapters in an open folder, checked against a model. Made by `open_adapters`."""
+    """The adapters of an open folder, which fit the model. Made by `open_adapters`."""
 
     config: Mapping[str, Any]  # adapter_config.json
-    sources: Mapping[str, _Source | _Stack]  # by target of `lora`
+    sources: Mapping[str, _Source | _Stack]  # {target of `lora`: where the values of A and B are}
 
     def attach(self, model: nn.Module, *, dtype: torch.dtype | None = None, dropout: float | None = None) -> None:
         """Add adapters to the model, with values unread. dtype, dropout: as for `load_lora`."""
@@ -40,7 +40,9 @@ class StoredAdapters:
         lora(model, self.config["r"], self.config["lora_alpha"], sorted(self.sources), dtype=dtype, dropout=dropout)
 
     def read(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and this rank's values, on the CPU, of each adapter's parameter on this rank."""
+        """Yields (name, this rank's values on the CPU) of the adapters' parameters on this rank; called after
+        `attach`.
+        """
         for target, adapter in lora_of(model).adapters.items():
             for leaf, parameter in model.get_submodule(adapter).named_parameters():
                 yield f"{adapter}.{leaf}", self.sources[target].read(leaf, local_slices(parameter))
@@ -95,7 +97,7 @@ def add_adapters(model: nn.Module, document: Mapping[str, Any], file: Path) -> N
 
 
 def _pairs(opened: Any, layers: Mapping[str, Any], file: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """Hugging Face's layer -> its "A" and "B" in the file. Raises ValueError as `load_lora`.
+    """{Hugging Face's layer: {"A": slices, "B": slices}} of the file. Raises ValueError as `load_lora`.
 
     layers: the names of Hugging Face's layers. kind: the model's class.
     """
@@ -118,9 +120,9 @@ def _pairs(opened: Any, layers: Mapping[str, Any], file: Path, kind: str) -> dic
 
 
 def _stored_layers(model: nn.Module, weights: Any) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
-    """Our layers by Hugging Face's layer and part number; and the number of experts of each projection.
+    """{Hugging Face's layer: {part number: our layer}}, and {projection of experts: number of experts}.
 
-    weights: the family's module. An expert's matrix counts as a layer of its own, "layers.0.mlp.experts.gate_proj[3]".
+    An expert's matrix counts as a layer, as "layers.0.mlp.experts.gate_proj[3]". weights: the family's module.
     """
     layers: dict[str, dict[int, str]] = {}
     stacks: dict[str, int] = {}
@@ -139,7 +141,7 @@ def _stored_layers(model: nn.Module, weights: Any) -> tuple[dict[str, dict[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One layer's adapter in the file, as slices of the file's A [R, in] and B [out, R]."""
+    """The adapter of a layer, as slices of the file's A [R, in] and B [out, R]."""
 
     a: Any  # the file's A, as safetensors slices
     b: Any  # the file's B
@@ -164,7 +166,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The adapters of one projection of experts in the file: a source for each expert."""
+    """The adapters of a projection of experts: a source for each expert."""
 
     experts: tuple[_Source, ...]
 
@@ -177,10 +179,10 @@ class _Stack:
 
 
 def _join_stacks(sources: dict[str, _Source], stacks: dict[str, int], file: Path) -> dict[str, _Source | _Stack]:
-    """The sources by target of `lora`. sources: by our layer, an expert's matrix as in `_stored_layers`.
+    """Join the sources of experts: {target of `lora`: source or stack}.
 
-    stacks: the number of experts by projection. Raises ValueError for a projection of which some experts have no
-    adapter.
+    sources, stacks: keys as from `_stored_layers`. Raises ValueError for a projection with adapters of some experts
+    only.
     """
     found: dict[str, _Source | _Stack] = {}
     for layer, source in sources.items():
@@ -200,11 +202,11 @@ def _join_stacks(sources: dict[str, _Source], stacks: dict[str, int], file: Path
 
 
 def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] | None:
-    """Splits a stored layer's adapter among our `parts` layers, as c_attn's among q, k and v. Part number -> source.
+    """Split a stored layer's adapter among our `parts` layers, as c_attn's among q, k and v: {part number: source}.
 
-    An adapter of the config's rank: every part uses the whole A, and its own rows of B. A part whose rows are all zero
-    gets no adapter, unless all of B is zero, as before training. An adapter of a higher rank must be block diagonal,
-    with a block of ranks for each part.
+    An adapter of the config's rank: every part uses the whole A, and the part's rows of B. A part with zero rows gets
+    no adapter, unless all of B is zero, as before training. An adapter of a higher rank must be block diagonal, with a
+    block of ranks for each part.
     Returns None where no split exists.
     """
     outputs, wide = pair["B"].get_shape()
@@ -227,8 +229,8 @@ def _sources(pair: dict[str, Any], parts: int, rank: int) -> dict[int, _Source] 
 
 
 def stored_layer_of(weights: Any, weight: str) -> Stored:
-    """The layer of Hugging Face's model that stores a weight, in whole or in part; or an expert's layer with "{}" in
-    the place of the number. weights: the family's module.
+    """The layer of Hugging Face's model with a given weight, in whole or in part; for a stack of experts, a name with
+    "{}" in place of the expert's number. weights: the family's module.
     """
     stored: Stored = weights.stored(weight)
     return replace(stored, name=stored.name.removesuffix(".weight"))

@@ -1,6 +1,6 @@
-"""LoRA adapters on disk, in the folder layout that `peft` reads and writes.
+"""LoRA adapters on disk, in the folder layout of `peft`: adapter_config.json and adapter_model.safetensors.
 
-A folder holds adapter_config.json and adapter_model.safetensors. `from_pretrained` reads such a folder with its base.
+`from_pretrained` reads a folder of adapters together with the base model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .shards import sync_folder, write_documents
 def save_lora(
     model: nn.Module, folder: str | Path, *, base: str | None = None, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Writes a model's adapters alone, in the form that `peft.PeftModel.from_pretrained` and `load_lora` read.
+    """Writes a model's adapters alone, to be read by `peft.PeftModel.from_pretrained` and `load_lora`.
 
     Where `base` is a folder, `from_pretrained(folder)`, `weft generate` and peft's AutoPeftModelForCausalLM read the
     base model and the adapters at once.
@@ -39,9 +39,9 @@ def save_lora(
     tokenizer: written into the folder. Where None, the tokenizer files of the folder `base` are copied; without
         `base`, the files that the model carries, see `from_pretrained`. generation_config.json is copied likewise,
         from the folder `base` or else from the model.
-    Hugging Face's model may store several layers as one, like GPT-2's q, k and v. Their adapters are written as one
-    adapter: A stacks the layers' A matrices, B has the layers' B matrices on its diagonal, and rank and alpha are
-    multiplied by the number of layers. The adapters of stacked experts are written as an adapter for each expert.
+    Hugging Face's model may join several layers, like GPT-2's q, k and v. The adapters of joined layers are written as
+    a joint adapter: A stacks the layers' A matrices, B has the layers' B matrices on the diagonal, and rank and alpha
+    are multiplied by the number of layers. The adapters of stacked experts are written as an adapter for each expert.
     Every rank must call this. Communication: as `save_pretrained`, for the adapters only.
     Raises ValueError for a model without adapters, a model outside the families and an existing folder; OSError where
     the folder cannot be written. A parallel model raises on every rank.
@@ -126,9 +126,9 @@ def _documents(model: nn.Module, base: str | None, tokenizer: Tokenizer | None) 
 
 
 def _join_adapters(parts: dict[int, tuple[Tensor, Tensor]], num_parts: int) -> tuple[Tensor, Tensor]:
-    """A and B of a stored layer that joins `num_parts` of our layers: B's blocks on the diagonal, see `save_lora`.
+    """(A, B) for a stored layer made of `num_parts` of our layers, with B's blocks on the diagonal; see `save_lora`.
 
-    parts: part number -> (A, B), for the parts that have an adapter.
+    parts: {part number: (A, B)} of the parts with an adapter.
     """
     if num_parts == 1:
         return parts[0]

@@ -1,4 +1,4 @@
-"""checksums.json of a Hugging Face folder that Weft writes: a manifest like a checkpoint's, ignored by transformers."""
+"""Writes and checks checksums.json in Weft's Hugging Face folders: a manifest, ignored by transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ INDEX_FILE = "model.safetensors.index.json"
 def write_with_checksums(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensors: Iterable[Tensor]
 ) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Writes a safetensors file by `write_shard`; returns the manifest's entries of the file and of its tensors."""
+    """Writes a safetensors file by `write_shard`. Returns the manifest's entries: the file's, and by name the
+    tensors'.
+    """
     stored: dict[str, StoredTensor] = {}
 
     def add_checksums() -> Iterable[Tensor]:
@@ -57,12 +59,12 @@ class FolderChecksums:
                 self.check_content(name, read_plain(folder / name))
 
     def check_content(self, name: str, content: bytes) -> None:
-        """Raises DamagedCheckpoint where a file without tensors was changed after Weft wrote it."""
+        """Raises DamagedCheckpoint where a file without tensors was changed after the save."""
         if self._manifest is not None and name in self._manifest.files:
             self._manifest.check(self._folder, name, content)
 
     def check_header(self, filename: str) -> None:
-        """Raises DamagedCheckpoint where the header of a safetensors file was changed after Weft wrote it."""
+        """Raises DamagedCheckpoint where the header of a safetensors file was changed after the save."""
         if self._manifest is not None and filename in self._manifest.files:
             self._manifest.check(self._folder, filename, read_header(self._folder / filename))
 
@@ -82,7 +84,8 @@ class FolderChecksums:
         return _ChecksummedSlices(name, stored, self._pieces)
 
     def check(self, mesh: ProcessMesh | DeviceMesh | None, device: torch.device) -> None:
-        """Raises DamagedCheckpoint where a tensor, if the ranks together read all of it, was changed since the save.
+        """Raises DamagedCheckpoint where a tensor was changed after the save; only tensors read whole, by all ranks
+        together, are checked.
 
         Communication: with a mesh and checksums, an all-gather of the checksums along each axis, on `device`.
         """
@@ -100,7 +103,7 @@ class FolderChecksums:
 
 
 class _ChecksummedSlices:
-    """A tensor's safetensors slices. Each read records its checksum in `pieces`."""
+    """A tensor's safetensors slices. Each read records a checksum in `pieces`."""
 
     def __init__(self, name: str, stored: Any, pieces: dict[tuple[str, int, Piece], int]) -> None:
         self._name, self._stored, self._pieces = name, stored, pieces

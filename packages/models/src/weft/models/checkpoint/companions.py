@@ -60,8 +60,8 @@ class Companions:
         """The companions to save when the caller of a save gives a tokenizer, as every run does; unchanged for None.
 
         The tokenizer's files replace files of the same names. The tokenizer's end token becomes eos_token_id if the
-        companions have no eos_token_id. If the companions hold a different tokenizer.json, all of them are dropped:
-        their token ids belong to another vocabulary.
+        companions have no eos_token_id. If the companions hold a different tokenizer.json, all companions are dropped:
+        the token ids belong to a different vocabulary.
         """
         if tokenizer is None:
             return self

@@ -22,7 +22,7 @@ def _may_lengthen(saved: ModelConfig, target: ModelConfig) -> bool:
     return saved.is_length_independent and target.is_length_independent and target.max_seq_len >= saved.max_seq_len
 
 
-# Fields in which two configs may differ although the same weights compute the same under both; each with a condition.
+# Fields that may differ between two configs under which equal weights compute equal outputs; each with a condition.
 MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
     "initializer_range": _always,  # for drawing fresh weights, which a checkpoint replaces
     # Dropout acts in training only: a run may choose its own, as fine-tuning commonly does.
@@ -39,10 +39,10 @@ MAY_DIFFER: Mapping[str, Callable[[ModelConfig, ModelConfig], bool]] = {
 
 
 def differences(saved: ModelConfig, target: ModelConfig) -> dict[str, tuple[object, object]]:
-    """The fields because of which the same weights compute something else under `target` than under `saved`.
+    """The differences because of which equal weights compute different outputs under the two configs.
 
-    Returns name -> (saved value, target value); the single entry "family" for configs of two families. A field in
-    MAY_DIFFER is left out where its condition holds.
+    Returns {field: (saved value, target value)}; for configs of two families only the entry "family". A field in
+    MAY_DIFFER is left out where the condition holds.
     """
     if type(saved) is not type(target):
         return {"family": (saved.title, target.title)}
@@ -55,9 +55,7 @@ def differences(saved: ModelConfig, target: ModelConfig) -> dict[str, tuple[obje
 
 
 def check_config(saved: ModelConfig, target: ModelConfig, folder: Path, *, further_difference: str = "") -> None:
-    """Raises ValueError where the same weights would compute something else under `target` than under `saved`.
-
-    The message names each differing field with both values.
+    """Raises ValueError, naming the `differences`, where equal weights would compute different outputs.
 
     saved: the folder's config, from `config_of`. target: the config of the model to fill with the folder's weights.
     further_difference: added to the differences in the message.
@@ -78,9 +76,9 @@ def check_config(saved: ModelConfig, target: ModelConfig, folder: Path, *, furth
 def config_of(folder: str | Path) -> ModelConfig | None:
     """The config of a checkpoint or of a Hugging Face folder; None for a checkpoint of a model outside the families.
 
-    A folder of LoRA adapters has the config of its base model.
+    A folder of LoRA adapters has the config of the base model.
     Raises ValueError for an absent or incomplete folder and for an unknown model; DamagedCheckpoint for a config.json
-    that was changed after Weft wrote it.
+    changed after the save.
     """
     folder = Path(folder)
     if is_adapter_folder(folder):

@@ -1,4 +1,4 @@
-"""Converts checkpoints of a run to Hugging Face folders and back, one tensor at a time."""
+"""Converts checkpoints of a run to Hugging Face folders and back, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from .tensors import check_tensors, open_tensors, read_parameter, weight_files
 def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Converts a checkpoint of a run to a Hugging Face folder, or a Hugging Face folder to a checkpoint.
 
-    Memory holds a single written tensor and the source values for it at a time. A converted checkpoint has no
-    optimizer state and is at step 0: a run resumed from it starts with its weights. The tokenizer's files,
+    Memory holds a single written tensor and the tensor's source values at a time. A converted checkpoint has no
+    optimizer state and is at step 0: a resumed run starts with the converted weights. The tokenizer's files,
     generation_config.json and the token ids in config.json are carried over.
     LoRA adapters, in a checkpoint or in a folder of their own, are folded into the weights of a Hugging Face folder;
     the model is then in memory.
     shard_bytes: the largest size of a weights file, unless a single tensor is larger.
     Returns the names of the source's files left behind, for example code.
-    Raises ValueError for an incomplete source or one of neither kind, and for a target that exists or another process
-    is making; OSError where the target cannot be written.
+    Raises ValueError for a source that is incomplete or of neither kind, and for a target already existing or being
+    made by another process; OSError where the target cannot be written.
     """
     if is_adapter_folder(source) or ((source / MANIFEST).is_file() and ADAPTERS in Manifest.read(source).files):
         save_pretrained(from_pretrained(source), target, shard_bytes=shard_bytes)
@@ -67,8 +67,8 @@ def convert(source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES) -> li
 def copy_folder(source: Path, target: Path) -> None:
     """Copies the files of a Hugging Face folder. The target appears complete or not at all.
 
-    Raises ValueError for a target that exists or another process is making, and for an entry of the source that is a
-    link out of the folder, a pipe or a folder; OSError where the target cannot be written.
+    Raises ValueError for a target already existing or being made by another process, and for a link out of the source,
+    a pipe or a folder in the source; OSError where the target cannot be written.
     """
     paths = sorted(source.iterdir())
     for path in paths:
@@ -213,7 +213,7 @@ def _to_checkpoint(source: Path, target: Path, shard_bytes: int) -> list[str]:
 
 
 def _unknown_files(source: Path, known: Iterable[str]) -> list[str]:
-    """The visible files of a folder outside `known`, sorted. A companion that links out of the folder is outside."""
+    """The visible files of a folder outside `known`, sorted; and companions of `known` linking out of the folder."""
     carried = {name for name in known if not (name in (*FILES, GENERATION_FILE) and links_outside(source / name))}
     return sorted(path.name for path in source.iterdir() if path.name not in carried and not path.name.startswith("."))
 
@@ -228,7 +228,7 @@ def _make_model(source: Path, config: Mapping[str, Any], tensors: Collection[str
 
 
 def _assign_files(model: nn.Module, shard_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """File name -> parameters with shapes. A file holds up to `shard_bytes` of float32, or one larger parameter."""
+    """{file name: {parameter: shape}}. A file holds up to `shard_bytes` of float32, or a single larger parameter."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     file_bytes = 0
     for name, parameter in model.named_parameters():

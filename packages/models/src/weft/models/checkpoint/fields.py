@@ -9,7 +9,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..documents import as_type, types_of
 
-# Fields about the file itself and about running the model, without effect on the network. Weft does not save them.
+# Fields about the file itself and about running the model, without effect on the network. Weft saves none.
 _NO_EFFECT = frozenset(
     [
         "_attn_implementation",
@@ -109,27 +109,27 @@ _REMEDIES = {"quantization_config": "quantized weights are not supported; save t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """How the fields of config.json are read and written for one model_type. Made by the family's `weights` module.
+    """Reads and writes the fields of config.json for a model_type, by tables. Made by the family's `weights` module.
 
     A field outside these tables, FIXED and IGNORED is an error.
     """
 
     model: str  # the model's name in errors
-    config: type[ModelConfig]  # the family's config class; its annotations give the fields' types
+    config: type[ModelConfig]  # the family's config class, with annotated types of the fields
     names: Mapping[str, str]  # Hugging Face's name of a field -> the name in our config
-    required: Collection[str]  # keys of `names` that config.json must have
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where they differ from ours
+    required: Collection[str]  # keys of `names` without which config.json is refused
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' defaults, where different from ours
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> supported values; the first is written
     read_by_family: Collection[str] = ()  # fields read by the family's `weights` module itself
     ignored: Collection[str] = ()  # the family's fields without effect on the network
-    # Keys of `names` for sizes that may be null, such as head_dim: transformers and our config then derive the size
+    # Keys of `names` for sizes that may be null, as head_dim: transformers and our config then derive the size
     # from further sizes. A size of 0 is an error. For keys of `names` not listed here, null is an error.
     nullable: Collection[str] = ()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The values for our config, by our names. config: the content of config.json.
 
-        A field missing from config.json gets its value from `defaults`. Absent from the result: missing fields
+        A field missing from config.json gets the value in `defaults`. Absent from the result: missing fields
         without a default, and null fields.
         Raises ValueError for a required field missing or null, and for a field unknown, null without being
         `nullable`, of the wrong type, or of an unsupported value.
@@ -143,7 +143,7 @@ class Fields:
         return {own_name: values[name] for name, own_name in self.names.items() if values.get(name) is not None}
 
     def write(self, config: object) -> dict[str, Any]:
-        """The fields of config.json for one of our configs, without the `read_by_family` fields."""
+        """The fields of config.json for a config of ours, without the `read_by_family` fields."""
         written = {name: getattr(config, own_name) for name, own_name in self.names.items()}
         fixed = {name: values[0] for name, values in self.fixed.items()}
         # Written as null: for an absent id, transformers would assume a default of its own. `Companions.in_config`

@@ -51,23 +51,23 @@ def from_pretrained(
 ) -> nn.Module:
     """Reads the model of a Hugging Face folder, of a checkpoint of a run, or of a folder of LoRA adapters.
 
-    A folder of adapters, as `save_lora` and peft write, gives the model of its base_model_name_or_path, which is a
-    folder of one of the other kinds, with the adapters beside the layers; `merge_lora` folds them in. Their dtype is
-    float32 at least. The tokenizer and generation settings are those in the folder of adapters, else the base's.
-    mesh, plan: lay the model out on `mesh` by `plan` (None: by the model's own plan). Without a mesh: one device.
-    device_mesh: torch's name for `mesh`; give one of the two.
-    dtype: of the parameters; stored values are rounded to this dtype. Where None, each parameter keeps the dtype of
-        its stored tensor. A folder in bfloat16 then gives bfloat16 parameters, and an optimizer loses small updates
+    A folder of adapters, as written by `save_lora` and peft, gives the base model, from the folder named by
+    base_model_name_or_path, with the adapters beside the layers; `merge_lora` folds the adapters in. The adapters'
+    dtype is float32 at least. Tokenizer and generation settings come from the folder of adapters, else from the base.
+    mesh, plan: lay the model out on `mesh` by `plan` (None: by the model's own plan). Without a mesh: a single device.
+    device_mesh: torch's name for `mesh`; give either.
+    dtype: of the parameters; stored values are rounded to this dtype. Where None, each parameter keeps the stored
+        dtype. A folder in bfloat16 then gives bfloat16 parameters, and an optimizer loses small updates
         to 16-bit weights: to train the whole model, give dtype=torch.float32 and compute in bfloat16 by
         torch.autocast.
-    Each rank reads only the slices it holds. Reads from a checkpoint, and from a folder written by Weft, are verified
+    Each rank reads only local slices. Reads from a checkpoint, and from a folder written by Weft, are verified
     against checksums.
     The model carries the folder's tokenizer files, chat template, generation_config.json and the token ids in
     config.json; `save_pretrained` and `save_checkpoint` write these files and fields again.
     Communication: for a Hugging Face folder with checksums, on a mesh: an all-gather of the checksums along each
     axis. For a checkpoint, as `load_checkpoint`.
     Raises ValueError, before any weight is read, for an absent or incomplete folder and for an unsupported model;
-    DamagedCheckpoint for a folder changed after Weft wrote it.
+    DamagedCheckpoint for a folder changed after the save.
     """
     mesh = mesh_argument(mesh, device_mesh)
     folder = Path(folder)
@@ -124,7 +124,8 @@ def _read_model(
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` and Weft's `from_pretrained` read.
+    """Writes a Hugging Face folder, for transformers' `AutoModelForCausalLM.from_pretrained` and Weft's
+    `from_pretrained`.
 
     Rank 0 writes under a temporary name and then renames: the folder appears complete or not at all.
     LoRA adapters are merged into the written weights, as by `merge_lora`; the model itself is unchanged. `save_lora`
@@ -133,10 +134,10 @@ def save_pretrained(
     tokenizer: written into the folder, where `weft generate` and transformers' AutoTokenizer look. These files
         replace the model's own tokenizer files, see `from_pretrained`. The tokenizer's end token becomes eos_token_id
         where the model's folder had none.
-    Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of its
-    mesh and sent from its stage to the other stages; rank 0's outcome is broadcast once before and once after.
-    Raises ValueError where the folder exists, and for a model outside the families, which includes a subclass that
-    computes otherwise, say with another MLP; OSError where the folder cannot be written. A parallel model raises on
+    Every rank must call this. Communication, for a parallel model: each parameter is gathered on every rank of the
+    parameter's mesh and broadcast over "pp"; rank 0's outcome is broadcast once before and once after.
+    Raises ValueError where the folder exists, and for a model outside the families, as a subclass with a different
+    computation; OSError where the folder cannot be written. A parallel model raises on
     every rank.
     """
     folder = Path(folder)
@@ -206,7 +207,7 @@ def _from_checkpoint(
     manifest = Manifest.read(folder)
     if CONFIG not in manifest.files:
         raise ValueError(
-            f"{folder} is of a model of no family, so its config is not known; build the model, and call "
+            f"{folder} has no config.json, as for a model class outside Weft's families; build the model, and call "
             f"load_checkpoint(model, folder)"
         )
     config = manifest.document(folder, CONFIG)
@@ -245,7 +246,7 @@ def _from_checkpoint(
 
 
 def _replace(model: nn.Module, loaded: Mapping[Tensor, nn.Parameter]) -> None:
-    """Replaces every parameter in all modules holding the parameter, so tied weights stay tied."""
+    """Replaces every parameter in all modules holding the parameter: tied weights stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, loaded[parameter])
@@ -272,7 +273,7 @@ def weights_of_model(model: nn.Module) -> Any:
 
 
 def shards_of(parameters: Mapping[str, Tensor], weights: Any, shard_bytes: int) -> dict[str, list[StoredGroup]]:
-    """File name -> stored tensors, with their parameters. A file holds up to shard_bytes, or one larger group."""
+    """{file name: groups of stored tensors}. A file holds up to `shard_bytes`, or a single larger group."""
     files: list[list[StoredGroup]] = [[]]
     held = 0
     for group in group_by_stored_tensor({n: tuple(each.shape) for n, each in parameters.items()}, weights.stored):
@@ -293,7 +294,7 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def whole_parameter(model: nn.Module, name: str, keep: bool) -> Tensor:
-    """Gathers a parameter, with its adapter merged, on every rank, on the CPU. keep: if False, return no rows of it."""
+    """Gathers a parameter, with the adapter merged, on every rank, on the CPU. keep: False returns an empty tensor."""
     pipeline = pipeline_of(model)
     if pipeline is None:
         parameter = merged_parameter(model, name)
@@ -345,11 +346,11 @@ def attempt(function: Any, *arguments: Any, **options: Any) -> Exception | None:
 
 
 def raise_on_all(error: Exception | None, parallel: bool) -> None:
-    """Raises the error of a step that rank 0 has done, such as writing a file. Called on every rank after the step.
+    """Raises rank 0's error on every rank. Called by all ranks after rank 0 has done a step, as writing a file.
 
-    error: on rank 0, the outcome of `attempt`; None for success.
-    parallel: every rank raises rank 0's error, whatever its own `error`. Communication: a broadcast from rank 0.
-        If False, this process raises its own error, without communication.
+    error: the outcome of `attempt` on rank 0, None for success; ignored on further ranks.
+    parallel: False for a single process, which raises `error` without communication.
+    Communication: a broadcast from rank 0.
     """
     if parallel:
         outcome = [error]

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the tensors, which file holds which part of each, and the checksums of all files.
 
-The manifest is JSON and is written last, so a folder with a manifest is complete. Reading a manifest also checks that
-the parts of each tensor cover the tensor exactly once. Nothing here needs torch.
+The manifest is JSON and is written last: a folder with a manifest is complete. Reading a manifest also checks that the
+parts of each tensor cover the tensor exactly once. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..documents import as_type, check_plain_name, parse_json, read_plain
 # The most elements of a tensor: torch counts elements in 64 bits.
 _MOST_ELEMENTS = 2**62
 _MOST_DIMS = 64  # torch's own bound
-# The most dims cut by the parts of a tensor. Each axis of a mesh cuts one dim, and meshes have fewer axes.
+# The most dims cut by the parts of a tensor. Each axis of a mesh cuts a single dim, and meshes have fewer axes.
 _MOST_CUT = 8
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, and a shape
 
@@ -47,7 +47,7 @@ REMEDIES = {
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint, or a file of the checkpoint, was changed after Weft wrote it; the message names the file."""
+    """A checkpoint, or a file of the checkpoint, was changed after the save; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class StoredPart:
     sum: int  # checksum of the part's values, by `positional_sum` in shards.py
 
     def key(self, name: str) -> str:
-        """The part's name in its file. name: the tensor's name."""
+        """The part's name in the safetensors file. name: the tensor's name."""
         return key_of(name, self.offsets)
 
 
@@ -78,7 +78,7 @@ class StoredFile:
     """A file of the folder."""
 
     nbytes: int
-    sha256: str  # of the whole file; for a safetensors file, of its header
+    sha256: str  # of the whole file; for a safetensors file, of the header
 
 
 def key_of(name: str, offsets: tuple[int, ...]) -> str:
@@ -90,7 +90,7 @@ def key_of(name: str, offsets: tuple[int, ...]) -> str:
 
 
 def as_document(value: Mapping[str, Any]) -> bytes:
-    """The bytes of a JSON file that holds `value`."""
+    """`value` as the bytes of a JSON file."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
@@ -160,7 +160,7 @@ class Manifest:
         return found
 
     def document(self, folder: Path, name: str) -> dict[str, Any]:
-        """A JSON file of the folder, parsed. Raises as `content`, and DamagedCheckpoint for a file that is not JSON."""
+        """A JSON file of the folder, parsed. Raises DamagedCheckpoint where the file was changed, or is not JSON."""
         content = self.content(folder, name)
         try:
             return parse_json(content, str(folder / name), self.remedy)
@@ -168,13 +168,13 @@ class Manifest:
             raise DamagedCheckpoint(str(error)) from None
 
     def content(self, folder: Path, name: str) -> bytes:
-        """A file of the folder that holds no tensors. Raises DamagedCheckpoint where the file was changed."""
+        """The bytes of a file without tensors. Raises DamagedCheckpoint where the file was changed."""
         content = read_plain(folder / name)
         self.check(folder, name, content)
         return content
 
     def check_documents(self, folder: Path) -> None:
-        """Raises DamagedCheckpoint where a file without tensors was changed after Weft wrote it."""
+        """Raises DamagedCheckpoint where any file without tensors was changed after the save."""
         for name in self.files.keys() - {part.file for tensor in self.tensors.values() for part in tensor.parts}:
             self.content(folder, name)
 
@@ -219,7 +219,7 @@ class _Optimizer:
 
 
 def _check(holds: _Content) -> None:
-    """Raises ValueError unless file names are plain and each tensor's parts cover it once, within listed files."""
+    """Raises ValueError unless file names are plain, and each tensor is covered once by parts in listed files."""
     for name, file in holds.files.items():
         check_plain_name(name, "it")
         if file.nbytes < 0:
@@ -239,10 +239,10 @@ def _check(holds: _Content) -> None:
 
 
 def coverage_error(shape: tuple[int, ...], parts: Sequence[Box]) -> str | None:
-    """Why the parts do not cover a tensor of this shape exactly once, in words; None if the parts do.
+    """The reason, in words, why the parts do not cover a tensor of this shape exactly once; None if the parts do.
 
     Method: give each box a signed count at each corner. The counts of the parts add up to the counts of the whole
-    tensor exactly if the parts cover each element once, because a box's corners determine its indicator function
+    tensor exactly if the parts cover each element once, because a box's corners determine the indicator function
     (mixed differences over all dims lose nothing of a function with bounded support). This takes 2**d steps a part,
     for parts that cut d dims.
     """

@@ -37,7 +37,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def make_state_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
 ) -> dict[str, tuple[nn.Parameter, dict[str, Tensor]]]:
-    """Parameter name -> the parameter, and zeroed tensors to load its state into.
+    """{parameter name: (parameter, {state name: zeros})}; the checkpoint's values are loaded into the zeros.
 
     State of the parameter's shape gets the parameter's layout.
     """

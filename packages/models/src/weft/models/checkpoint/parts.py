@@ -45,7 +45,7 @@ class TensorPart:
         return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=self.values.shape)
 
     def copy_to_cpu(self, into: TensorPart | None = None) -> TensorPart:
-        """A copy of the part in CPU memory, which later training steps do not change.
+        """A copy of the part in CPU memory, safe from later training steps.
 
         into: an earlier copy of the same part to overwrite: allocating memory takes longer than copying.
         """

@@ -1,4 +1,4 @@
-"""Field names, tensor names and rotary settings that the rotary families' files share, as of transformers 4 and 5."""
+"""The fields, tensor names and rotary settings common to files of the rotary families, as of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = {  # Hugging Face's name: our name
     "attention_dropout": "attention_dropout",
 }
 NULLABLE = ("num_key_value_heads", "head_dim")
-ACTIVATIONS = ("silu", "swish")  # two names of one function
+ACTIVATIONS = ("silu", "swish")  # two names of a single function
 
 # The fields of config.json that `read_rope` reads.
 ROPE_FIELDS = ("partial_rotary_factor", "rope_interleaved", "rope_parameters", "rope_scaling", "rope_theta")
@@ -48,7 +48,7 @@ PREFIX = "model."  # of all tensor names except the head's
 
 
 def stored(parameter: str) -> Stored:
-    """Where Hugging Face's files store one of our parameters."""
+    """Where Hugging Face's files store a parameter of ours."""
     return Stored(parameter if parameter.startswith("lm_head.") else f"{PREFIX}{parameter}")
 
 
@@ -99,11 +99,11 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of rope scaling: how its settings in config.json become the fields of our class."""
+    """A kind of rope scaling: which settings in config.json become which fields of our class."""
 
     make: type[Any]  # our class
     names: Mapping[str, str]  # Hugging Face's name -> our field
-    optional: tuple[str, ...] = ()  # keys of `names` that may be absent
+    optional: tuple[str, ...] = ()  # keys of `names` not required
     unmapped: tuple[str, ...] = field(default=())  # further known settings, without a field of ours
 
 
@@ -136,7 +136,7 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def read_rope(config: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """rope_theta and rope_scaling for our config, as far as config.json gives them. max_seq_len: the model's.
+    """rope_theta and rope_scaling for our config, if present in config.json. max_seq_len: the model's.
 
     Raises ValueError for an unknown kind of scaling or setting, and for a missing setting.
     """

@@ -1,4 +1,4 @@
-"""Safetensors files, written tensor by tensor, and checksums of parts of tensors."""
+"""Writes safetensors files tensor by tensor, opens them, and computes checksums of parts of tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ STORED_DTYPES = {  # by the name of a dtype in a safetensors header
 }
 NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}  # the name of a dtype in a safetensors header
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# The header is padded to a multiple of these bytes, so that the data of a mapped file begins where torch could allocate
-# memory. torch's sum over differently aligned memory adds in another order, with another rounding.
+# The header is padded to a multiple of these bytes: the data of a mapped file then begins where torch could allocate
+# memory. torch's sum over differently aligned memory has a different order and rounding.
 ALIGNED = 64
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer headers
 _BLOCK = 1 << 20  # elements that `positional_sum` sums at once: 8 MiB of int64
@@ -46,7 +46,7 @@ def write_shard(
 
     tensors: the tensors named in `shapes`, in the same order, on any device. Each is requested after the previous
         tensor was written.
-    Returns the file's size, and the SHA-256 of its header only: the values are checked by `positional_sum`.
+    Returns the file's size, and the SHA-256 of the header only: the values are checked by `positional_sum`.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -68,7 +68,7 @@ def write_shard(
 
 
 def read_header(path: Path) -> bytes:
-    """The header of a safetensors file, its 8 bytes of length included; reads no more than the format allows."""
+    """The header of a safetensors file, the 8 bytes of length included; reads no more than the format allows."""
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
@@ -78,7 +78,7 @@ def open_shard(path: Path, remedy: str) -> Any:
     """Opens a safetensors file on the CPU by `safe_open`.
 
     remedy: how the error ends.
-    Raises ValueError for a path that is missing, is no plain file, or is in another format.
+    Raises ValueError for a missing path, for anything but a plain file, and for a different format.
     """
     if not path.is_file():  # opening a pipe would block
         raise ValueError(f"{path} is {'no plain file' if path.exists() else 'missing'}; {remedy}")
@@ -121,13 +121,13 @@ def sync_folder(folder: Path) -> None:
 def positional_sum(values: Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
     """A checksum of a piece of a stored part of a tensor: the sum over elements of w * (2 i + 1), modulo 2**64.
 
-    A part is a block of a tensor, stored as one tensor of a file. A piece is a block of a part, as one rank reads it;
-    a writer sums the whole part.
+    A part is a block of a tensor, stored as a tensor of a file. A piece is a block of a part, as read by a rank; a
+    writer sums the whole part.
     w: an element's bits, as an integer. i: the element's flat index in the part.
     values: the piece. shape: of the part. starts: where the piece begins in the part.
-    The sums of pieces that cover the part exactly once add up to the part's sum, so several readers can each sum their
-    own piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show because
-    each element is weighted by its position, as in Fletcher's checksum (1982).
+    The sums of pieces that cover the part exactly once add up to the part's sum, so several readers can each sum a
+    piece. A changed bit always changes the sum, because 2 i + 1 is odd. Exchanged or lost elements show because each
+    element is weighted by position, as in Fletcher's checksum (1982).
     """
     if not values.numel():
         return 0

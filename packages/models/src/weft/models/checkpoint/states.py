@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a model and its optimizer, saved under any parallel plan and loaded under any other."""
+"""Saves and loads checkpoints of a run: model and optimizer. The plans of saving and loading may differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from .storage import FolderReader, FolderWriter, check_sums, partial_path
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and the other files.
+    """This rank's content of a checkpoint to be written: the rank's parts of all tensors, and the files without
+    tensors.
 
     Made by `snapshot`. A run copies the snapshot to CPU memory and writes the copy in the background.
     """
@@ -53,7 +54,7 @@ class Snapshot:
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
         """Writes the checkpoint, see `save_checkpoint`.
 
-        group: all ranks; nothing else may use it during the call.
+        group: of all ranks; not to be used elsewhere during the call.
         """
         try:
             with _without_warning():
@@ -107,8 +108,8 @@ def save_checkpoint(
     appears complete or not at all.
     The folder also gets the model's companions (tokenizer, chat template, generation settings; see `from_pretrained`)
     and, for the families of Weft, the model's config.json. A model class of the user's own is saved without a config,
-    and so is a subclass of a family that overrides how the family computes.
-    run: JSON values about the run; `read_run` returns them. tokenizer: written into the folder.
+    like a subclass that changes a family's computation.
+    run: JSON values about the run, for `read_run`. tokenizer: written into the folder.
     Every rank must call this. Communication: rank 0 gathers which parts each rank holds, sends each rank the list
     of parts to write, and gathers the results.
     Raises, on every rank, ValueError where the folder exists and OSError where writing fails.
@@ -119,16 +120,16 @@ def save_checkpoint(
 def load_checkpoint(
     model: nn.Module, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
 ) -> FolderReader:
-    """Fills the model's parameters and the optimizer's state from a checkpoint, whatever plan it was saved under.
+    """Fills the model's parameters and the optimizer's state from a checkpoint saved under any plan.
 
     Each rank reads only local slices and verifies the stored checksums.
-    The model's config must be the checkpoint's, except for fields that do not change what the same weights compute:
+    The model's config must be the checkpoint's, except for fields without effect on the outputs of given weights:
     dropout, initializer_range and, where positions are computed the same, a longer max_seq_len. A model class of the
-    user's own is compared by the names and shapes of its parameters.
+    user's own is compared by the names and shapes of parameters.
     No value is rounded: a parameter's dtype may be wider than the stored dtype, not narrower.
     The checkpoint's companions (tokenizer, chat template, generation settings, token ids) are attached to the model,
-    and later saves write them; see `from_pretrained`.
-    optimizer: of this model, of the saved kind, before its first step. Left unchanged where the checkpoint has no
+    and written by later saves; see `from_pretrained`.
+    optimizer: of this model, of the saved kind, before the first step. Left unchanged where the checkpoint has no
     optimizer state, as after `weft convert`.
     Returns the reader, which has counted the bytes read.
     Every rank must call this. Communication: an all-gather of the outcomes of each rank's checks; rank 0 gathers which
@@ -151,7 +152,7 @@ def fill_from(
     """As `load_checkpoint`. Called by `from_pretrained`, and by runs that begin with a checkpoint's weights.
 
     rounding: parameters may be narrower than stored.
-    absent: the names of parameters missing from the checkpoint, which stay as they are: adapters new to its model.
+    absent: the names of parameters to leave as they are, missing from the checkpoint: new adapters.
     """
     with FolderReader(Path(folder)) as reader:
         manifest = reader.manifest
@@ -197,7 +198,9 @@ def check_model(model: nn.Module, reader: FolderReader, absent: Collection[str] 
 
 
 def describe_difference(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> str | None:
-    """The first difference in name or shape between the checkpoint's tensors and the model's, in words, or None.
+    """The first difference in name or shape between the checkpoint's tensors and the model's, or None.
+
+    In words, for the errors of `check_model` and `check_config`.
 
     absent: as for `fill_from`.
     """
@@ -240,10 +243,9 @@ def _check_local_parameters(
     reader: FolderReader,
     rounding: bool,
 ) -> None:
-    """Checks dtypes and optimizer for the parameters on this rank: under a pipeline, those of its stages.
+    """Checks dtypes and optimizer for the parameters on this rank: under a pipeline, of the rank's stages.
 
     parameters: of the model, to be read.
-
     Communication: an all-gather of the outcomes. Raises the first failing rank's error on every rank.
     """
     outcomes: list[ValueError | None] = [None]
@@ -276,7 +278,7 @@ def _check_dtypes(parameters: Mapping[str, Tensor], reader: FolderReader) -> Non
 
 
 def _check_sums_of_all_ranks(reader: FolderReader) -> None:
-    """Compares the checksums of what all ranks have read with the manifest's, on rank 0; see `check_sums`.
+    """Compares the checksums of all ranks' reads with the manifest's, on rank 0; see `check_sums`.
 
     Communication: a gather of the sums, and a broadcast of the outcome.
     """
@@ -305,6 +307,6 @@ def _without_warning() -> Iterator[None]:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """The error of the lowest rank that failed."""
+    """The error of the lowest failed rank."""
     cause: BaseException = min(error.failures.items())[1][0]
     return cause

@@ -171,7 +171,7 @@ class FolderReader(StorageReader):
         self._open.clear()
 
     def read(self, name: str, number: int, piece: Piece) -> Tensor:
-        """A piece of the `number`-th part of a tensor.
+        """Read a piece of the `number`-th part of a tensor.
 
         Raises DamagedCheckpoint where the file's header was changed, or contradicts the manifest.
         """
@@ -195,9 +195,9 @@ class FolderReader(StorageReader):
         return tensor
 
     def read_into(self, name: str, whole: Tensor) -> None:
-        """Fills `whole`, which has the stored shape, one stored part in memory at a time, and verifies the checksums.
+        """Read a whole tensor into `whole`, part by part, and verify the checksums. whole: of the stored shape.
 
-        Raises DamagedCheckpoint where the tensor was changed since.
+        Raises DamagedCheckpoint where the tensor was changed after the save.
         """
         stored = self.manifest.tensors[name]
         assert sum(torch.Size(part.shape).numel() for part in stored.parts) == whole.numel(), "the manifest was checked"

@@ -1,4 +1,4 @@
-"""Where Hugging Face's files store a parameter: the tensor's name, the part of this tensor, and the orientation."""
+"""`Stored`: where Hugging Face's files store a parameter, by tensor name, part and orientation."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a parameter's values are in Hugging Face's files. A family's `weights.stored` makes one for each parameter.
+    """Where a parameter's values are in Hugging Face's files. Made by a family's `weights.stored`.
 
     Several parameters may share a stored tensor, like GPT-2's q, k and v, joined along the parameters' first dim.
     """
 
     name: str  # of the stored tensor
-    part: int = 0  # which of the parameters in the stored tensor
-    parts: int = 1  # how many parameters the stored tensor holds
+    part: int = 0  # the parameter's place among the parameters that share the stored tensor
+    parts: int = 1  # the number of parameters that share the stored tensor
     transposed: bool = False  # whether the file stores the transpose
-    # Whether the parameter is a stack, of which the file stores each entry, the matrix of an expert, as a tensor of its
-    # own. `name` then has "{}" in the place of the expert's number.
+    # Whether the parameter is a stack of experts' matrices, and the file has a tensor for each expert. `name` then has
+    # "{}" in place of the expert's number.
     stacked: bool = False
 
     def names(self, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """The names of the stored tensors: one, or one for each entry of a stack. shape: the parameter's."""
+        """The names of the stored tensors: a single name, or for a stack a name by expert. shape: the parameter's."""
         return tuple(self.name.format(i) for i in range(shape[0])) if self.stacked else (self.name,)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored tensor, of each for a stack. shape: the parameter's."""
+        """The shape of the stored tensor; for a stack, of each expert's. shape: the parameter's."""
         if self.stacked:
             return shape[1:]
         whole = (shape[0] * self.parts, *shape[1:])
         return whole[::-1] if self.transposed else whole
 
     def slices(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of the stored tensor that hold `slices` of the parameter. shape: the parameter's. No stack."""
+        """The stored tensor's slices with the values of the parameter's `slices`. shape: the parameter's. No stack."""
         first, *further = slices
         start = self.part * shape[0]
         found = (slice(start + first.start, start + first.stop), *further)
         return found[::-1] if self.transposed else found
 
     def place(self, whole: Tensor) -> Tensor:
-        """The parameter's view of the stored tensor, in the parameter's shape; to be written to."""
+        """The view of a stored tensor `whole` into which the parameter's values are written. No stack."""
         own = whole.mT if self.transposed else whole
         size = own.shape[0] // self.parts
         return own[self.part * size : (self.part + 1) * size]
 
     def to_parameter_orientation(self, read: Tensor) -> Tensor:
-        """Values read from the stored tensor, in the parameter's orientation."""
+        """Values read from the stored tensor, transposed into the parameter's orientation if necessary."""
         return read.mT.contiguous() if self.transposed else read
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Stored tensors and the parameters in them: one tensor of one or several parameters, or a stack's tensors."""
+    """Stored tensors written together: a tensor with the parameters sharing the tensor, or all tensors of a stack."""
 
     tensors: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -73,7 +73,7 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The values required of a stored tensor without a parameter: those of `tensor`, or any accepted by `accepts`.
+    """The values required of a stored tensor without a parameter: equal to `tensor`, or accepted by `accepts`.
 
     Files of Hugging Face may hold tensors besides the parameters: a tied head, a causal mask, rotary frequencies.
     Made by a family's `weights.repetition` for `check_tensors`, which also accepts a tensor of zeros.
@@ -87,7 +87,7 @@ class Repeats:
 
 
 def tied_head(embedding: str) -> Repeats:
-    """The values required of a stored head where embeddings are tied: those of the table named `embedding`."""
+    """The values required of a stored head where embeddings are tied: equal to the table named `embedding`."""
     return Repeats(
         what=f"{embedding}, though config.json ties them by tie_word_embeddings",
         remedy="set tie_word_embeddings to false in config.json to keep this head, or remove the tensor to drop it",
@@ -96,7 +96,7 @@ def tied_head(embedding: str) -> Repeats:
 
 
 def join_parameters(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
-    """The stored tensor, joined from its parameters, which are all given, in any order.
+    """Join all parameters of a stored tensor, given in any order.
 
     The dtype is the narrowest to hold the values of all parameters without rounding.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: which files hold them, and whether the tensors fit the model of config.json."""
+"""Opens and reads the tensors of a Hugging Face folder, and checks that the tensors fit the model of config.json."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OpenTensor = Callable[[], Any]  # returns the slices of a tensor
 
 
 def open_tensors(folder: Path, files: ExitStack, prefix: str, sums: FolderChecksums) -> dict[str, OpenTensor]:
-    """Stored tensor's name -> a function returning the tensor's slices. `sums` records each read.
+    """{name of a stored tensor: function returning the tensor's slices}. `sums` records each read.
 
-    prefix: the family's, such as "transformer.", before all tensor names of a model with a head, except the head's.
-    Where no stored name has this prefix, the file holds the model without a head, like the published GPT-2, and the
-    prefix is put before every name.
+    files: closes the files. prefix: the family's, as "transformer.", before all tensor names of a model with a head,
+    except the head's. Where no stored name has this prefix, the file holds the model without a head, like the published
+    GPT-2, and the prefix is put before every name.
     Raises ValueError for a missing file, a file in another format, and a tensor in two files.
     """
     tensors: dict[str, OpenTensor] = {}
@@ -56,7 +56,7 @@ def weight_files(folder: Path) -> list[str]:
 
     Files outside the index are ignored, as in transformers.
     Raises ValueError for a folder without weights; for a folder with two sets of weights, model.safetensors beside an
-    index of other files; and for a file name in the index that is not plain.
+    index of further files; and for a file name in the index with a folder.
     """
     single = (folder / SINGLE_FILE).is_file()
     if (folder / INDEX_FILE).is_file():
@@ -86,14 +86,13 @@ def _slices(sums: FolderChecksums, file: Any, name: str) -> Any:
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, OpenTensor], folder: Path, weights: Any) -> None:
-    """Raises ValueError if the files lack a tensor of the model, or hold a further tensor that is no repetition.
+    """Raises ValueError if the files do not fit the model. Called before any weight is loaded or converted.
 
-    Also for a tensor of the model with another shape, or with a dtype outside WEIGHT_DTYPES. Called before any weight
-    is loaded or converted.
-    weights: the module of the model's family; its `stored` and `repetition` are called.
-    A repetition is a tensor whose values follow from the config or from another tensor, like the head of a tied
-    model. Its values are read and compared, because other values would mean a network that config.json does not
-    describe. A tensor of zeros is accepted as an unfilled placeholder.
+    Refused are a missing tensor of the model, a tensor of a wrong shape or with a dtype outside WEIGHT_DTYPES, and a
+    further tensor that is no repetition. A repetition has values that follow from the config or from a second tensor,
+    like the head of a tied model. The values are read and compared, because different values would mean a network not
+    described by config.json. A tensor of zeros is accepted as an unfilled placeholder.
+    weights: the module of the model's family, with the functions `stored` and `repetition`.
     """
     shapes, experts = {}, {}
     for name, parameter in model.named_parameters():
@@ -160,9 +159,9 @@ def read_parameter(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The slices `part` of a parameter of `shape`, read from the files. Of a stack, one entry is read at a time.
+    """Read the slices `part` of a parameter of `shape` from the files; a stack expert by expert.
 
-    dtype: None for the stored tensor's; for a stack, the narrowest dtype that holds all stored values.
+    dtype: of the result. None: the stored dtype; for a stack, the narrowest dtype for all stored values.
     """
     names = stored.names(shape)
     if not stored.stacked:
@@ -178,7 +177,7 @@ def read_parameter(
 
 
 def read_slices(stored: Any, part: tuple[slice, ...]) -> Tensor:
-    """A slice of a stored tensor in memory of its own; safetensors may return a view of the whole tensor's memory."""
+    """A slice of a stored tensor, copied if safetensors returns a view of the whole tensor's memory."""
     shape = [s.stop - s.start for s in part]
     if 0 in shape:
         return torch.empty(shape, dtype=WEIGHT_DTYPES[stored.get_dtype()])

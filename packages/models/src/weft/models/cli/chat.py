@@ -22,7 +22,7 @@ from .arguments import renamed_options
 
 USER, SYSTEM = "user", "system"
 EXIT, RESET = "/exit", "/reset"
-MARK = "Answered."  # an answer whose end in the rendered text shows the template's end of a turn
+MARK = "Answered."  # a made-up answer: `_end_of_turn` renders it to see what the template writes after an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class ChatOptions:
 def chat(folder: Path, base: Path, tokenizer: Tokenizer, options: ChatOptions) -> int:
     """Answer the prompt, the messages typed on a terminal, or each line of standard input. Returns the exit status.
 
-    folder: of the model, or of its adapters. base: of the model. tokenizer: the model's.
-    Raises ValueError for a folder without a chat template, for messages that the template refuses or that are too long
-    for the model, and, unless messages are typed on a terminal, for an empty answer.
+    folder: of the model or of adapters. base: of the model. tokenizer: the model's.
+    Raises ValueError for a folder without a chat template, for messages refused by the template or too long for the
+    model, and, unless messages are typed on a terminal, for an empty answer.
     """
     template = _find_template(folder, tokenizer, options.template)
     system = [] if options.system is None else [{"role": SYSTEM, "content": options.system}]
@@ -67,7 +67,7 @@ def chat(folder: Path, base: Path, tokenizer: Tokenizer, options: ChatOptions) -
 
 
 class Conversation:
-    """The messages of a conversation, and the model that answers them."""
+    """The messages of a conversation, and the answering model."""
 
     def __init__(
         self, model: Any, tokenizer: Tokenizer, template: ChatTemplate, ends: tuple[int, ...], options: ChatOptions
@@ -86,11 +86,10 @@ class Conversation:
         self.messages = [each for each in self.messages if each["role"] == SYSTEM]
 
     def answer(self, text: str) -> Iterator[str]:
-        """The model's answer to a message, in pieces: one for each token, some empty.
+        """Yield the model's answer to a message, a piece for each token; some pieces are empty.
 
-        An answer that the caller stops reading stays in the conversation as far as it was read. A message without an
-        answer does not stay.
-        Raises ValueError for a message that the template refuses, or that is too long for the model.
+        The message and the answer, as far as the caller read on, join the conversation. A message without an answer is
+        forgotten. Raises ValueError for a message refused by the template, or too long for the model.
         """
         import torch
 
@@ -116,10 +115,10 @@ class Conversation:
                 self.messages = [*messages, {"role": ASSISTANT, "content": "".join(pieces)}]
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The messages without the oldest turns, as many as the model's length demands; and the prompt's tokens.
+        """The messages, without the oldest turns if the model's length demands, and the tokens of their prompt.
 
-        Once messages have to be left out, half of the length becomes free: the following turns then continue what is
-        cached.
+        If any turn must go, turns go until half of the length is free. The next turns can then continue the cached
+        prompt.
         """
         tokens, first = self._encode(messages), sum(each["role"] == SYSTEM for each in messages)
         if len(tokens) + min(self._options.tokens, self._limit // 4) <= self._limit:
@@ -262,7 +261,7 @@ def _render(template: ChatTemplate, messages: Sequence[Message]) -> str:
 
 
 def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-    """The special token that the template writes after an answer, if there is one: [token] or []."""
+    """The special token written by the template after an answer: [token], or [] if there is none."""
     try:
         text = template.render([{"role": USER, "content": "Hello"}, {"role": ASSISTANT, "content": MARK}])
     except BadExample:

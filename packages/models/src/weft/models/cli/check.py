@@ -75,7 +75,7 @@ def _parse(arguments: Sequence[str]) -> list[Path]:
 
 
 def _check(path: Path, saved: Golden) -> bool:
-    """Runs the step of a file, and prints what has changed. Returns whether anything has."""
+    """Run the step of a golden file again, and print the changes. Returns whether there are any."""
     now = _rerun(path, saved)
     changes = find_changes(saved, now)
     if not changes:
@@ -95,7 +95,7 @@ def _check(path: Path, saved: Golden) -> bool:
 
 
 def _rerun(path: Path, saved: Golden) -> Golden:
-    """The step of a file as it is today. Raises ValueError, naming the file, for a step that cannot be run."""
+    """The step of a golden file as of today. Raises ValueError, with the path, where the step cannot run."""
     try:
         arguments, config_file = arguments_of(saved.command, path.parent)
         with raising_mistakes("command.options"):
@@ -110,7 +110,7 @@ def _rerun(path: Path, saved: Golden) -> Golden:
 
 
 def _report_to_github(path: Path, changes: Sequence[Change]) -> None:
-    """Prints annotations and appends to the job's summary, where this process is a step of a workflow of GitHub's."""
+    """In a GitHub workflow, print annotations, and append a table to the job's summary."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())

@@ -46,6 +46,7 @@ class CompareOptions:
 
 
 def run(arguments: list[str]) -> int:
+    """Runs `weft compare` with the arguments after `compare`. Returns the exit status: see `ABOUT`."""
     options = parse(CompareOptions, arguments, command="compare", about=ABOUT)
     folders = [options.first, options.second]
     with report_bad_input("compare"):

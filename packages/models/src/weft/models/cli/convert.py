@@ -81,7 +81,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _is_for_weft_alone(folder: Path) -> bool:
-    """Whether a model is saved with model_type weft_moe. A config.json that cannot be read is refused by `convert`."""
+    """Whether a model has model_type weft_moe, unknown to transformers. False for a damaged config.json, which
+    `convert` refuses.
+    """
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..data.manifest import Manifest
 
 MIB = 1 << 20
-NAMED = 3  # at most so many names of left-out files or entries are printed
+NAMED = 3  # the most names of left-out files or entries to print
 HELP = f"""\
 usage: {PROGRAM} data COMMAND [ARGUMENTS]
 
@@ -213,7 +213,7 @@ def _prepare(arguments: list[str]) -> int:
         with renamed_options(RENAMED):
             template = None if options.task == "pretrain" else find_template(tokenizer, options.template)
         if options.template is not None and template is not None:
-            tokenizer = with_template(tokenizer, template.source)  # the model is saved with it
+            tokenizer = with_template(tokenizer, template.source)  # to be saved with the model
         with _progress() as progress, renamed_options(RENAMED):
             manifest = prepare(
                 options.inputs,
@@ -259,7 +259,7 @@ def _prepare(arguments: list[str]) -> int:
 
 
 def _check_task(options: PrepareOptions) -> None:
-    """Raises ValueError for options of texts with a task of examples, and the other way round."""
+    """Raises ValueError for options of texts with a task of examples, and for options of examples with texts."""
     if options.task == "pretrain":
         if options.template is not None:
             raise ValueError(f"--template {options.template} is for examples; give --task sft, dpo or kto")
@@ -277,7 +277,7 @@ def _check_task(options: PrepareOptions) -> None:
 
 
 def _describe_contents(folder: Path, manifest: Manifest) -> str:
-    """The numbers of documents or examples, and of tokens."""
+    """The number of documents or examples, and of tokens, in words."""
     documents, tokens = (sum(getattr(shard, name) for shard in manifest.shards) for name in ("documents", "tokens"))
     if manifest.task == "pretrain":
         return f"{_count(documents, 'document')}, {_count(tokens, 'token')}"
@@ -342,7 +342,7 @@ def _count(number: int, noun: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (bytes read, bytes in all), which shows a bar on a terminal."""
+    """Context whose value is a function (bytes read, bytes in all) that updates a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

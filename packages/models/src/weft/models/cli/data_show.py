@@ -1,4 +1,4 @@
-"""`weft data show`: prints the first documents or examples of data, and which tokens of them are learned."""
+"""`weft data show`: prints the first documents or examples of data, with marks around learned tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .arguments import parse, renamed_options, report_bad_input
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
 
-RENAMED = {"data.template": "template"}  # options of `weft train`, named in errors, as `weft data` has them
+RENAMED = {"data.template": "template"}  # in errors: {option of `weft train`: the same option of `weft data`}
 MOST_TOKENS = 2000  # of a document or segment are shown
 LEARNED, PROMPT, NORMAL = "\033[32m", "\033[2m", "\033[0m"  # green, dim
 SEGMENT_NAMES = {
@@ -102,7 +102,7 @@ def show(arguments: list[str]) -> int:
 
 
 def _find_documents(path: Path, count: int) -> tuple[Tokenizer, Iterator[_Shown]]:
-    """The first documents of texts, records with a text, or a prepared folder."""
+    """The first documents of texts, of records with a text, or of a prepared folder; and the tokenizer."""
     from ..data.sources import Mixture, find_data
 
     source = find_data(path)
@@ -134,12 +134,12 @@ def _find_prepared_examples(path: Path, task: Task, count: int) -> tuple[Tokeniz
 def _find_records(
     path: Path, task: Task, tokenizer: Tokenizer, template: ChatTemplate | None, count: int
 ) -> Iterator[_Shown]:
-    """The first examples of records; no more parts of the records are read than have them."""
-    from ..data.examples.contents import Records
+    """The first `count` examples of records. Reads no further parts of the records than needed."""
+    from ..data.examples.contents import ExampleRecords
     from ..data.inputs import LeftOut
     from ..data.prepare import PART_BYTES
 
-    records, left_out = Records(task, tokenizer, template), LeftOut(empty=0, skipped=[], bad=0, passed=[])
+    records, left_out = ExampleRecords(task, tokenizer, template), LeftOut(empty=0, skipped=[], bad=0, passed=[])
     parts = records.find_parts([path], PART_BYTES, None)
     entries = islice((entry for part in parts for entry in records.entries(part, left_out)), count)
     segments = [

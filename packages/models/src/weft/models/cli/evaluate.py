@@ -93,12 +93,12 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """The checked input of a call."""
+    """The checked inputs of a run of the command."""
 
     folder: Path
     reference: Path | None
     task: Task
-    reason: str  # why it is this task
+    reason: str  # how the task was found, in words
     data: Any  # a source of texts or of examples
     length: int
 
@@ -126,7 +126,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _compute(inputs: _Inputs, options: EvaluateOptions) -> Mapping[str, int | float]:
-    """The figures to print. Raises LossNotFinite."""
+    """The figures to print, by name. Raises LossNotFinite."""
     import torch
 
     from ..checkpoint.huggingface import from_pretrained
@@ -153,7 +153,7 @@ def _compute(inputs: _Inputs, options: EvaluateOptions) -> Mapping[str, int | fl
 
 
 def _find_inputs(options: EvaluateOptions) -> _Inputs:
-    """The folders, the task and the data. Raises ValueError."""
+    """Find the folders, the task and the data. Raises ValueError for input that cannot be used."""
     _check(options)
     folder = find_checkpoint(options.folder)
     tokenizer, config = find_tokenizer_of(folder), model_of(base_of(folder))
@@ -202,7 +202,7 @@ def _check(options: EvaluateOptions) -> None:
 
 
 def find_task(path: Path) -> tuple[Task, str]:
-    """The task of the records under `path`, by the fields of the first one or as prepared; and the reason, in words.
+    """The task of the data at `path`, as prepared or by the fields of the first record; and the reason, in words.
 
     Raises ValueError for a missing path and for a record in no form of a task.
     """
@@ -235,7 +235,7 @@ def _task_of_fields(file: Path, names: Iterable[str]) -> tuple[Task, str]:
 
 
 def _first_fields(file: Path, is_named: bool) -> list[str] | None:
-    """The fields of a file's first record; None for a file of text and without a record."""
+    """The fields of a file's first record; None for a file of text, or without a record."""
     kind = kind_of(file, (*FIELDS, "text"), is_named=is_named)
     if kind in (Kind.TEXT, Kind.NONE):
         return None

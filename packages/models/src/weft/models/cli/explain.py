@@ -1,4 +1,4 @@
-"""`weft explain`: show what `weft train` would do, without doing it."""
+"""`weft explain`: show the steps of a run of `weft train`, without training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Examples
   {PROGRAM} explain --mesh.dp 4 --plan.zero 2
   {PROGRAM} explain llama3-8b --mesh.dp 256 \\
     --mesh.tp 8 --mesh.pp 8 --plan.zero 1
-  {PROGRAM} explain llama3-8b --mesh.dp 8 --plan.zero 3 \
+  {PROGRAM} explain llama3-8b --mesh.dp 8 --plan.zero 3 \\
     --compile --chip h100
   {PROGRAM} explain --mesh.pp 2 --rank 3
   {PROGRAM} explain --mesh.dp 2 --save golden.json
@@ -82,15 +82,18 @@ def run(arguments: list[str]) -> int:
 
 
 def _read_chip(options: argparse.Namespace) -> Chip | None:
-    """The chip of --chip; None without. Raises ValueError for one that cannot be read, and for options without it."""
+    """The chip of --chip; None without --chip.
+
+    Raises ValueError for an unknown chip, for a --timeline that cannot be written, and for --json or --timeline alone.
+    """
     if options.chip is None:
         for name in ("json", "timeline"):
             if getattr(options, name):
-                raise ValueError(f"--{name} is of a prediction on a chip; add --chip, as --chip h100")
+                raise ValueError(f"--{name} needs a prediction on a chip; add --chip, as --chip h100")
         return None
     if options.timeline is not None:
         if options.timeline.suffix not in (".svg", ".json"):
-            raise ValueError(f"--timeline {options.timeline} is neither .svg nor .json; give a name that ends so")
+            raise ValueError(f"--timeline {options.timeline} is neither .svg nor .json; name it .svg or .json")
         if not options.timeline.parent.is_dir():
             raise ValueError(f"--timeline {options.timeline}: there is no folder {options.timeline.parent}")
     return load_chip(options.chip)
@@ -113,17 +116,17 @@ def _predict(
 
 
 def _check_save(path: Path) -> None:
-    """Raise ValueError for a --save that cannot be written, before a step runs."""
+    """Raise ValueError for a --save without a folder, or of another kind of file, before a step runs."""
     if not path.parent.is_dir():
         raise ValueError(f"--save {path} cannot be written: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ValueError(f"--save {path} is a folder; give a file, as --save {path / 'golden.json'}")
     if path.exists():
-        read_golden(path)  # a file of another kind is not replaced
+        read_golden(path)  # raises for a file of another kind
 
 
 def _save(options: argparse.Namespace, run_arguments: list[str], config: TrainConfig, axes: dict[str, int]) -> None:
-    """Write the golden file of --save, and print a line about it."""
+    """Write the golden file of --save, and print a line about the file."""
     from ..train.guard import make_golden, ranks_of_stages
 
     path: Path = options.save
@@ -153,10 +156,11 @@ def _own_options() -> argparse.ArgumentParser:
 def complete_configuration(
     name: str | None, config: TrainConfig, batch: str | None
 ) -> tuple[TrainConfig, dict[str, int]]:
-    """The configuration with all sizes and plan options filled in, and the axes of the mesh.
+    """Fill in all sizes and plan options of a configuration. Returns the configuration, and the mesh's sizes by axis.
 
-    name: of the recipe. batch: of --batch.
-    Raises ValueError if the run is impossible.
+    name: of the recipe; None without. batch: of --batch; None keeps the configuration's, enlarged to a row for each
+    data-parallel rank and microbatch where the user chose no size. Called by explain and check.
+    Raises ValueError for a run that cannot start.
     """
     model = config.model if config.model_class is not None else None
     base = base_configuration(name, origin_of(config), model, config.task)  # to see whether the batch size was changed

@@ -64,7 +64,7 @@ class GenerateOptions:
     """Continue a text with a trained model."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """A run of `weft train`, owner last checkpoint is taken; a checkpoint; or LoRA adapters."""
+    """A run of `weft train`, whose last checkpoint is taken; a checkpoint; or LoRA adapters."""
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint=f"(default: {PROMPT_HINT})")] = None
     """The text to continue; with --chat, the only message to answer."""
     chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -133,8 +133,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(options: GenerateOptions) -> None:
-    """Raise ValueError for an option out of range, for texts that are empty or not UTF-8, and for options that miss
-    --chat."""
+    """Raise ValueError for an option out of range, an empty or invalid text, and an option that needs --chat."""
     of_chat = {"--system": options.system, "--template": options.template}
     if misplaced := [name for name, value in of_chat.items() if value is not None and not options.chat]:
         raise ValueError(f"{misplaced[0]} is an option of --chat; add --chat, or leave {misplaced[0]} out")
@@ -160,7 +159,7 @@ def _check(options: GenerateOptions) -> None:
 
 
 def _tokens_of(options: GenerateOptions) -> int:
-    """The most tokens of a text or an answer."""
+    """The most tokens of a text or an answer: --tokens or the default."""
     return (CHAT_TOKENS if options.chat else TOKENS) if options.tokens is None else options.tokens
 
 
@@ -170,9 +169,9 @@ def base_of(folder: Path) -> Path:
 
 
 def find_tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer in a checkpoint's folder; without one the byte tokenizer, if the vocabulary has the same size.
+    """The tokenizer in a checkpoint's folder, or else the byte tokenizer, if the model's vocabulary has the same size.
 
-    Raises ValueError for a folder without a model, and for a tokenizer that does not fit the model's vocabulary.
+    Raises ValueError for a folder without a model, and for a tokenizer larger than the model's vocabulary.
     """
     base = base_of(folder)
     if not folder.is_dir():

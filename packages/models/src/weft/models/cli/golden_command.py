@@ -16,7 +16,7 @@ from ..train.config import TrainConfig
 
 
 def command_of(arguments: Sequence[str], *, folder: Path, config: Path | None, batch: str | None) -> Command:
-    """The command for a golden file in `folder`.
+    """The `Command` to save in a golden file in `folder`. Called by `weft explain --save`.
 
     arguments: of `weft explain`, without the options of explain alone. config, batch: of --config and --batch.
     """
@@ -39,7 +39,10 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def arguments_of(command: Command, folder: Path) -> tuple[list[str], Path | None]:
-    """The arguments of `weft explain` without its own options, and the path of --config."""
+    """The inverse of `command_of`: the arguments of `weft explain` common to train, and the path of --config.
+
+    folder: of the golden file.
+    """
     arguments = [] if command.recipe is None else [command.recipe]
     if command.from_folder is not None:
         arguments += ["--from", _absolute(command.from_folder, folder)]
@@ -52,7 +55,7 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def command_line(golden: Golden, path: Path) -> str:
-    """The command that saves the file anew."""
+    """The `weft explain` command to save the golden file at `path` again."""
     arguments, config = arguments_of(golden.command, path.parent)
     own = [] if config is None else ["--config", str(config)]
     own += [] if golden.command.batch is None else ["--batch", golden.command.batch]
@@ -60,13 +63,13 @@ def command_line(golden: Golden, path: Path) -> str:
 
 
 def with_mesh_of(config: TrainConfig, golden: Golden) -> TrainConfig:
-    """The configuration, with the file's sizes of axes that otherwise depend on this machine's GPUs."""
+    """The configuration with the golden file's dp and tp where the options leave these to this machine's GPUs."""
     sizes = {axis: golden.mesh.get(axis, 1) for axis in ("dp", "tp") if getattr(config.mesh, axis) is None}
     return replace(config, mesh=replace(config.mesh, **sizes))
 
 
 def describe_ranks(golden: Golden) -> str:
-    """How many ranks a file has: "2 ranks of 16, one of each pipeline stage"."""
+    """The number of recorded ranks in words: "2 ranks of 16, one of each pipeline stage"."""
     count, processes = len(golden.ranks), math.prod(golden.mesh.values())
     stages = golden.mesh.get("pp", 1)
     kinds = ", one of each pipeline stage" if count == stages > 1 else ""

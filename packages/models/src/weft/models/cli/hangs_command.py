@@ -1,4 +1,4 @@
-"""`weft check --hangs`: prove that no rank of a run's training step waits for another for ever."""
+"""`weft check --hangs`: proves that no rank of a run's training step waits for ever, or shows the hang."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Prints
 another, and which rank waits for which.
 
 Exit status
-  0: no rank does; 1: the step hangs; 2: input that cannot be used.
+  0: no rank waits for ever; 1: the step hangs; 2: input that cannot be used.
 """
 
 
 def check_runs(arguments: Sequence[str]) -> int:
-    """Check the golden files, or the run, that the arguments name. Returns the exit status.
+    """Check golden files or a run for hangs, and print the results. Returns the exit status.
 
-    arguments: of `weft check`, without --hangs. Raises ValueError for input that cannot be used.
+    arguments: of `weft check`, without --hangs. Raises ValueError for wrong arguments.
     """
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} check", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
@@ -71,7 +71,7 @@ def _has_options(arguments: Sequence[str]) -> bool:
 
 
 def _check(config: TrainConfig, axes: dict[str, int], before: str = "") -> int:
-    """Check a run's step and print the result. Returns 1 if it hangs."""
+    """Check a run's step, and print the result after `before`. Returns 1 for a hang, else 0."""
     from ..train.hang_check import check_run  # imported here because torch takes seconds
 
     result = check_run(config, axes)

@@ -14,8 +14,8 @@ from weft.mesh.extension import WIDTH, coloured
 from ..terminal import PROGRAM
 from .arguments import parse, report_bad_input
 
-MOST_RANKS_OF_PICTURE = 2**20  # most ranks of a mesh that is drawn, which takes 0.1 s
-PLANNED = 1024  # most ranks of a plan: the bytes of every rank are computed, which takes 10 s
+MOST_RANKS_OF_PICTURE = 2**20  # to draw; takes 0.1 s
+MOST_RANKS_OF_PLAN = 1024  # to plan for; takes 10 s, for the bytes of every rank
 ABOUT = f"""\
   Draws which rank holds which part of a tensor. With TARGET, also plans the change to that layout: the steps, the \
 layout before and after each, and the bytes received. No process is started.
@@ -66,15 +66,15 @@ def run(arguments: list[str]) -> int:
     options = parse(LayoutOptions, arguments, command="layout", about=ABOUT)
     console = Console(highlight=False, soft_wrap=True)
     with report_bad_input("layout"):
-        text = _explained(options, console.width)
+        text = _explain(options, console.width)
     console.print(coloured(text))
     return 0
 
 
-def _explained(options: LayoutOptions, columns: int) -> str:
-    """The picture of the layout, or the plan for the change to the target.
+def _explain(options: LayoutOptions, columns: int) -> str:
+    """The picture of the layout, or with a target the plan of the change. columns: width of the terminal.
 
-    Raises ValueError for an invalid mesh, shape or layout.
+    Raises ValueError for an invalid mesh, shape or layout, and for a mesh too large.
     """
     mesh = _mesh(options.mesh)
     shape = None if options.shape is None else _shape(options.shape)
@@ -85,7 +85,7 @@ def _explained(options: LayoutOptions, columns: int) -> str:
     target = Layout(mesh, options.target)
     if shape is None:
         raise ValueError("planning a change of layout needs the shape of the whole tensor; give it, as --shape 8,6")
-    _check_size(mesh, PLANNED, "planned for")
+    _check_size(mesh, MOST_RANKS_OF_PLAN, "planned for")
     import torch
     from weft.reshard import plan
 

@@ -22,7 +22,7 @@ from .arguments import parse, report_bad_input
 
 MOST_PROCESSES = 256
 LONGEST = 3600.0  # seconds
-BUSY = 0.5  # processes that run or wait for a core, in the mean of the last minute, on a machine that is not quiet
+BUSY = 0.5  # mean of running processes over the last minute above which a warning is printed
 COMMENT = f"Written by {PROGRAM} measure: for {PROGRAM} explain --chip FILE and {PROGRAM} plan --chip FILE"
 ABOUT = f"""\
   Measures this machine and writes a file for `{PROGRAM} explain --chip FILE` and `{PROGRAM} plan --chip FILE`. \
@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
     options = parse(MeasureOptions, arguments, command="measure", about=ABOUT)
     with report_bad_input("measure"):
         measuring = _check(options, gpu_count())
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # ends the processes, too
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # also ends the processes
     print(f"measuring with {_count(measuring.processes)}, for {measuring.seconds:g} s or a little more")
     busy = os.getloadavg()[0]
     if busy > BUSY:
@@ -81,7 +81,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(options: MeasureOptions, gpus: int) -> Measuring:
-    """Raises ValueError for options that cannot be used."""
+    """Check the options. gpus: of this machine. Raises ValueError for a wrong option."""
     processes = options.processes if options.processes is not None else gpus or min(2, os.cpu_count() or 1)
     if not 1 <= processes <= MOST_PROCESSES:
         raise ValueError(f"--processes is {processes}; give 1 to {MOST_PROCESSES}")
@@ -100,7 +100,7 @@ def _check(options: MeasureOptions, gpus: int) -> Measuring:
 
 
 def _table(chip: Chip) -> str:
-    """What was found, for people."""
+    """The measured chip as lines of text."""
     lines = ["", f"{chip.name}; {chip.source}"]
     if chip.threads is not None:
         lines.append(f"  threads of a process       {chip.threads}")

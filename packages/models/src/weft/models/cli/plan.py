@@ -1,4 +1,4 @@
-"""`weft plan`: find the best parallel plan of a training run by prediction, with a proof, and print its command."""
+"""`weft plan`: the options. Finds the fastest parallel plans of a training run by prediction, with a proof."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Exit status
 """
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MOST_PROCESSES = 2**20
-# Options of the mesh and the plan, and the fields of a candidate which they fix.
+# Option of the mesh or the plan -> the field of `Candidate` to fix.
 FIXED_BY = {
     **{f"mesh.{axis}": axis for axis in ("pp", "dp", "cp", "tp", "ep")},
     **{f"plan.{name}": name for name in ("sequence", "context", "schedule", "microbatches", "recompute", "zero")},
@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
         rows, tokens = config.data.batch_size, config.data.sequence_length
         if own.batch is not None:
             rows, tokens = batch_sizes(own.batch)
-        # the mesh and the plan come from candidates; what remains is of every candidate
+        # Mesh and plan come from candidates; the rest is common to all candidates.
         data = replace(config.data, batch_size=rows, sequence_length=tokens)
         plan = PlanConfig(experts_tokens=None)
         config = replace(config, data=data, mesh=MeshConfig(), plan=plan, output=None, resume=None)
@@ -128,7 +128,7 @@ def _read_chip(name: str | None) -> Chip:
 
 
 def _find_fixed(arguments: Sequence[str], config: TrainConfig) -> dict[str, object]:
-    """The fields of candidates fixed by options of the command line, with their values."""
+    """The fields of `Candidate` fixed by options of the command line, with their values. Refuses --plan.split."""
     fixed: dict[str, object] = {}
     for argument in arguments:
         option = argument.partition("=")[0].removeprefix("--").replace("_", "-")

@@ -1,4 +1,4 @@
-"""The search of `weft plan` for a run, and its printed results: a table with commands, the certificate, or JSON."""
+"""Runs the search of `weft plan`, and prints the results: a table with commands and the certificate, or JSON."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def plan_and_print(
 ) -> None:
     """Search the space for the run, print the results, and write the best plan to `output`.
 
-    name: of the recipe, or None. config: of the run, without mesh and plan. base: before the command's options, for
-    the printed commands. memory: bytes of a rank; None for the chip's. Communication: none.
-    Raises ValueError where no plan fits.
+    name: of the recipe; None without. config: of the run, without mesh and plan. base: the recipe's configuration,
+    from which printed commands differ by options. memory: bytes for a rank; None for the chip's. within: as for
+    `search_plans`. as_json: print JSON alone. Communication: none.
+    Raises ValueError where no plan fits, or none was priced in time.
     """
     found = search_plans(
         workload_of(config),
@@ -64,7 +65,7 @@ def plan_and_print(
         size = size_in_words(config.model, config.model_class)
         print(f"{title_of(name, config)}: {size}; {space.processes:,} processes on {chip.name}")
         print(f"batch {rows:,} x {tokens:,} tokens; {limit / 2**30:.2f} GiB of memory for each process")
-        print("\n".join(table(found.plans, [command_of(each, name, config, base) for each in found.plans])))
+        print("\n".join(table(found.plans, [train_command(each, name, config, base) for each in found.plans])))
         print("\n".join(certificate_lines(found.certificate, found.plans)))
     if output is not None and found.plans:
         output.write_text(as_toml(name, config_of(config, found.plans[0].candidate)), encoding="utf-8")
@@ -72,18 +73,21 @@ def plan_and_print(
             print(f"the best plan is in {output}: {PROGRAM} train --config {shlex.quote(str(output))}")
 
 
-def command_of(found: FoundPlan, name: str | None, config: TrainConfig, base: TrainConfig) -> str:
-    """The `weft train` command that runs a plan."""
+def train_command(found: FoundPlan, name: str | None, config: TrainConfig, base: TrainConfig) -> str:
+    """The `weft train` command for a found plan. name, config, base: as for `plan_and_print`."""
     chosen = replace(config_of(config, found.candidate), output=None, resume=None)
     try:
         options = options_between(chosen, base, "")
-    except NoOption:  # a value of the model that no option sets: only a file has it
+    except NoOption:  # no option sets a value of the model; only a file can
         return f"{PROGRAM} train --config FILE, with the file of --output"
     return shlex.join([PROGRAM, "train", *([] if name is None else [name]), *options])
 
 
 def table(plans: Sequence[FoundPlan], commands: Sequence[str]) -> Iterator[str]:
-    """The plans as lines: a row each, its command, and the part of a step which grew most against the best."""
+    """Lines about each plan: a row of numbers, the part of a step slower than in the best plan, and the command.
+
+    commands: of `train_command`, one for each plan.
+    """
     yield f"{'':>3}  {'seconds':>9}  {'tokens/s':>12}  {'MFU':>6}  {'memory':>10}  plan"
     for number, (each, command) in enumerate(zip(plans, commands, strict=True), 1):
         yield (
@@ -98,7 +102,10 @@ def table(plans: Sequence[FoundPlan], commands: Sequence[str]) -> Iterator[str]:
 
 
 def certificate_lines(certificate: Certificate, plans: Sequence[FoundPlan]) -> Iterator[str]:
-    """The counts of plans refused, cut off and priced, and the proof that follows."""
+    """Lines about the search: counts of refused, cut off and priced plans, and whether the results are proved.
+
+    plans: the results.
+    """
     refused = sum(certificate.refused.values())
     yield (
         f"{certificate.enumerated:,} plans enumerated in {certificate.seconds:.1f} s: {refused:,} refused, "
@@ -121,7 +128,7 @@ def certificate_lines(certificate: Certificate, plans: Sequence[FoundPlan]) -> I
 
 
 def as_values(found: FoundPlans, name: str | None, config: TrainConfig, base: TrainConfig) -> dict[str, Any]:
-    """The results for JSON."""
+    """The results as values for JSON. name, config, base: as for `plan_and_print`."""
     certificate = asdict(found.certificate)
     if math.isinf(found.certificate.least_left):
         certificate["least_left"] = None
@@ -135,7 +142,7 @@ def as_values(found: FoundPlans, name: str | None, config: TrainConfig, base: Tr
                 "parts": dict(each.parts),
                 "mesh": each.candidate.axes | ({"ep": each.candidate.ep} if each.candidate.ep > 1 else {}),
                 "plan": asdict(each.candidate),
-                "command": command_of(each, name, config, base),
+                "command": train_command(each, name, config, base),
             }
             for each in found.plans
         ],

@@ -1,4 +1,4 @@
-"""What `weft explain --chip` adds: the time and the memory of a step on a chip, and what to change first."""
+"""`weft explain --chip`: predicts time and memory of a run's step on a chip, and finds faster changes of the plan."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..predict.advice import Change, advise
+from ..predict.advice import ChangedPlan, advise
 from ..predict.chip import Chip
 from ..predict.estimate import Estimate
 from ..predict.find_plans import parameters_of
 from ..predict.plan_memory import PlanMemory
 from ..predict.plan_prices import PlanPrices
 from ..predict.plans import Candidate
+from ..predict.stage_traces import StageTraces
 from ..predict.timeline_picture import timeline_json, timeline_svg
 from ..terminal import PROGRAM
 from ..train.candidates import candidate_of, checker, config_of, step_flops, workload_of
@@ -32,15 +33,14 @@ class Prediction:
     limit: int  # bytes of a device
     estimate: Estimate
     memory_bytes: int  # of the fullest rank, at the peak of a step
-    # The changes of the plan that would shorten the step most, or make it fit. Takes seconds.
-    find_changes: Callable[[], list[Change]]
+    find_changed_plans: Callable[[], list[ChangedPlan]]  # calls `advise`, which takes seconds
 
 
 def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> Prediction:
-    """The prediction of a run.
+    """Predict a run's step on a chip.
 
-    config: complete. axes: of the run's mesh.
-    Communication: none. Raises ValueError as `record`, and for a dtype of which the chip has no peak.
+    config, axes: from `complete_configuration`.
+    Communication: none. Raises ValueError as `record`, and for a dtype without a peak in the chip.
     """
     candidate = candidate_of(config, axes)
     config = replace(config, mesh=MeshConfig(), plan=PlanConfig(experts_tokens=config.plan.experts_tokens))
@@ -53,11 +53,12 @@ def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> Predict
         limit=chip.memory_bytes,
         flops=step_flops(config),
         memory=memory,
+        stages=StageTraces(workload=workload),
         least_sizes={},
     )
     found, nbytes = prices.estimate(candidate, keep_spans=True), memory.peak(candidate)
 
-    def find_changes() -> list[Change]:
+    def find_changed_plans() -> list[ChangedPlan]:
         parts = {str(part): seconds for part, seconds in found.parts.items()}
         return advise(prices, candidate, checker(config), seconds=found.seconds, parts=parts, memory_bytes=nbytes)
 
@@ -68,12 +69,12 @@ def predict(config: TrainConfig, axes: Mapping[str, int], chip: Chip) -> Predict
         limit=chip.memory_bytes,
         estimate=found,
         memory_bytes=nbytes,
-        find_changes=find_changes,
+        find_changed_plans=find_changed_plans,
     )
 
 
 def lines_of(found: Prediction) -> Iterator[str]:
-    """The prediction in words."""
+    """The prediction as lines of text. Calls `find_changed_plans`."""
     estimate, count = found.estimate, found.candidate.processes
     yield (
         f"on {count:,} x {found.chip.name}, predicted: {estimate.seconds:.4g} s a step, "
@@ -90,7 +91,7 @@ def lines_of(found: Prediction) -> Iterator[str]:
 
 
 def _lines_of_changes(found: Prediction) -> Iterator[str]:
-    changes, fits = found.find_changes(), found.memory_bytes <= found.limit
+    changes, fits = found.find_changed_plans(), found.memory_bytes <= found.limit
     count = found.candidate.processes
     if changes:
         yield "change first" if fits else "changes that fit"
@@ -105,7 +106,7 @@ def _lines_of_changes(found: Prediction) -> Iterator[str]:
 
 
 def as_values(found: Prediction) -> dict[str, Any]:
-    """The prediction for JSON."""
+    """The prediction as values for JSON. Calls `find_changed_plans`."""
     return {
         "chip": found.chip.name,
         "processes": found.candidate.processes,
@@ -125,20 +126,20 @@ def as_values(found: Prediction) -> dict[str, Any]:
                 "plan": asdict(each.candidate),
                 "compile": each.is_compiled,
             }
-            for each in found.find_changes()
+            for each in found.find_changed_plans()
         ],
     }
 
 
 def write_timeline(found: Prediction, path: Path, title: str) -> None:
-    """Write the step's timeline: a picture for a name that ends with .svg, else JSON for Perfetto."""
+    """Write the step's timeline: as a picture to a .svg file, else as JSON for Perfetto."""
     timeline = found.estimate.timeline
     text = timeline_svg(timeline, title) if path.suffix == ".svg" else timeline_json(timeline)
     path.write_text(text, encoding="utf-8")
 
 
-def _options(found: Prediction, change: Change) -> str:
-    """The options by which a change differs from the run."""
+def _options(found: Prediction, change: ChangedPlan) -> str:
+    """The options that turn the run into the changed plan, as on the command line."""
     changed = config_of(found.config, change.candidate)
     base = config_of(found.config, found.candidate)
     try:

@@ -1,4 +1,4 @@
-"""`weft train --replay RUN --step N`: the options by which a run takes one step of an earlier run again."""
+"""`weft train --replay RUN --step N`: the options for a run which takes a single step of an earlier run again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from .compare import check_run
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What `--replay` and `--step` mean for the run."""
+    """The run asked for by `--replay` and `--step`, as `weft train` would be called without these two options."""
 
-    arguments: list[str]  # of `weft train`, without --replay and --step
+    arguments: list[str]  # of `weft train`
     config: Path | None  # the value of --config
     last: int  # the step after which the run ends
     notes: tuple[str, ...]  # lines to print
 
 
 def plan_replay(arguments: Sequence[str], run: Path | None, step: int | None, config: Path | None) -> Replay | None:
-    """The run that takes `step` of `run` again, beginning at the newest checkpoint before; None without --replay.
+    """The run which takes a step of an earlier run again; None without --replay and --step.
 
-    arguments: further ones of the command, as the mesh. Where there is no such checkpoint, the run begins at step 0.
-    Raises ValueError for one of the options without the other, for a folder that is no run, and for a step without
-    digests.
+    The run begins at the newest checkpoint before the step, or without a checkpoint at step 0.
+    arguments: the command's further arguments, as of the mesh.
+    run, step, config: the values of --replay, --step and --config.
+    Raises ValueError for a lone --replay or --step, for --config beside them, for a folder without a run, and for a
+    step without digests.
     """
     if run is None and step is None:
         return None
@@ -57,7 +59,7 @@ def plan_replay(arguments: Sequence[str], run: Path | None, step: int | None, co
 
 
 def _newest_before(run: Path, step: int) -> Path | None:
-    """The newest complete checkpoint of a step before `step`."""
+    """The newest undamaged checkpoint of a step before `step`; None without any."""
     for saved, path in reversed(checkpoints(run).items()):
         if saved < step:
             try:
@@ -69,10 +71,12 @@ def _newest_before(run: Path, step: int) -> Path | None:
 
 
 def _has_output(arguments: Sequence[str]) -> bool:
+    """Whether the arguments give --output."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output")
     return parser.parse_known_args(list(arguments))[0].output is not None
 
 
 def _default_folder(run: Path, step: int) -> Path:
+    """The replay's folder for arguments without --output."""
     return Path("outputs") / f"{run.resolve().name}-replay-{step}-{datetime.now():%Y%m%d-%H%M%S-%f}"

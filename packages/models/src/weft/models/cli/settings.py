@@ -38,12 +38,12 @@ def read_configuration(
 ) -> tuple[str | None, TrainConfig]:
     """The recipe's name (None without a recipe) and the configuration, for `weft train` and `weft explain`.
 
-    arguments: the command's arguments, without its own options such as --config. file: the value of --config.
+    Four sources give options, and later sources override earlier: the recipe, the resumed run's config.toml, the
+    --config file, the command line.
+    arguments: the command's arguments, without options of the command alone, as --config. file: the value of --config.
     command: "train" or "explain", for the help text.
-    Later sources override earlier ones: the recipe, the resumed run's config.toml, the --config file, the command
-    line.
     about: the help text, with {recipes} for the list of recipes and {default} for the default recipe.
-    Raises ValueError for input that cannot be used, such as a --model option that contradicts the folder of --from.
+    Raises ValueError for unusable input, as a --model option which contradicts the folder of --from.
     """
     own_arguments = list(arguments)
     named_recipe = own_arguments.pop(0) if own_arguments and not own_arguments[0].startswith("-") else None
@@ -101,10 +101,11 @@ def read_configuration(
 def base_configuration(
     name: str | None, origin: Path | None, user_model: ModelConfig | None = None, task: str = "pretrain"
 ) -> TrainConfig:
-    """The configuration before the command's options: of the recipe or WITHOUT_RECIPE, with the given model.
+    """The defaults for a run's options: the configuration of the recipe, with the model of --from or of --model.
 
-    origin: the folder of --from. user_model: the config of the user's model class. task: of --task; the examples of a
-    task have up to TASK_LENGTH tokens where no recipe says how many. Sequences are cut to the model's length.
+    name: of the recipe; None: the options of training are `WITHOUT_RECIPE`, and for tasks other than pretrain, examples
+    have up to TASK_LENGTH tokens. Sequences are never longer than the model's max_seq_len.
+    origin: the folder with the model of --from. user_model: the config of the user's model class. task: of --task.
     Raises ValueError for an unknown recipe, for a folder without a known model, and if --model and --from both give a
     model.
     """
@@ -130,9 +131,9 @@ def base_configuration(
 
 
 def origin_of(config: TrainConfig) -> Path | None:
-    """The folder that holds the model of a configuration with --from; None without --from.
+    """The folder with the config, weights and tokenizer that a run with --from begins with; None without --from.
 
-    The folder is the checkpoint to resume from, or for a new run the folder of --from.
+    For a resumed run the folder is the checkpoint, for a new run the folder of --from.
     """
     if config.from_ is None:
         return None
@@ -140,7 +141,7 @@ def origin_of(config: TrainConfig) -> Path | None:
 
 
 def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> TrainConfig:
-    """The configuration with all plan options filled in for the mesh, for `weft train` and `weft explain`.
+    """The configuration with each unset plan option filled in for the mesh, for `weft train` and `weft explain`.
 
     Raises ValueError for an impossible plan.
     """
@@ -149,7 +150,7 @@ def with_complete_plan(config: TrainConfig, *, dp: int, cp: int, tp: int) -> Tra
 
 
 def _model_options() -> argparse.ArgumentParser:
-    """A parser of the options that determine the model and the length of sequences."""
+    """A parser of the options that decide about model and defaults: --from, --model, --task, and `resume_options`."""
     parser = resume_options()
     parser.add_argument("--from", type=Path, dest="from_")
     parser.add_argument("--model", dest="model_class")
@@ -249,10 +250,10 @@ def checkpoint_to_resume(output: Path | None, resume: str | None) -> Path | None
 
 
 def options_not_resumed(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Names of the options of a resumed run's config.toml that do not apply again: where to write and where to send.
+    """Names of options to ignore in a resumed run's config.toml: where to write, and where to send metrics.
 
-    The file may come from a stranger, and must not choose these places. With --resume PATH, "track" is left out, too.
-    Without PATH, the file lies in --output, the folder of the user's own run, and its trackers apply again.
+    The file may come from a stranger, and must not choose these places. "track" is ignored with --resume PATH only:
+    without PATH, the file is in --output, the folder of the user's own run.
     """
     options, _ = resume_options().parse_known_args(arguments)
     return ("output", "resume", "profile", *(() if options.resume == NEWEST else ("track",)))
@@ -273,9 +274,9 @@ def sizes_for_processes(config: TrainConfig) -> tuple[int, int, int]:
 
 
 def drop_unusable_mesh(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
-    """The config of a resumed run, without its mesh if the mesh cannot be used again.
+    """The config of a resumed run, without mesh, and plan options of the mesh, if the mesh cannot be used again.
 
-    It cannot if the command gives another mesh, or if there are too few processes.
+    The mesh cannot be used if the command gives a different mesh, or if there are too few processes.
     arguments: the arguments of the command.
     """
     try:

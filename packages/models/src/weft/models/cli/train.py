@@ -1,4 +1,4 @@
-"""`weft train`: check all that is possible without torch, then launch the run."""
+"""`weft train`: check the run as far as possible without torch, then launch the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..train.launch import adopt_launcher, check_world, launch
 from ..train.learning_rate import unfinished_warmup
 from ..train.memory_check import check_room, gpu_count
 from ..train.metrics_file import METRICS, check_logged, read_logged
-from ..train.model_class import check_blocks, check_class, count_adapters
+from ..train.model_class import check_blocks, check_class, check_named_cuts, count_adapters
 from ..train.report import describe_run
 from ..train.run import Run, axes_of, title_of
 from ..train.saved_run import check_same_run, logged_of, read_saved
@@ -87,6 +87,7 @@ Exit status
 
 
 def run(arguments: list[str]) -> int:
+    """Runs `weft train` with the arguments after `train`. Returns the exit status: see `ABOUT`."""
     with report_bad_input("train"):
         adopt_launcher()
         files, run_arguments = _files().parse_known_args(arguments)
@@ -107,7 +108,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _files() -> argparse.ArgumentParser:
-    """The parser of the options of `train` alone."""
+    """The parser of options about configuration files and replays, which are not options of the run itself."""
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--print-config", action="store_true")
@@ -117,7 +118,10 @@ def _files() -> argparse.ArgumentParser:
 
 
 def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
-    """The run described by the arguments, fully checked, and the number of GPUs. Raises ValueError."""
+    """The run described by the arguments, fully checked, and the number of GPUs.
+
+    file: the value of --config. Raises ValueError for an impossible run.
+    """
     name, config = read_configuration(arguments, file, command="train", about=ABOUT)
     origin, from_ = origin_of(config), config.from_
     base = base_configuration(name, origin, config.model if config.model_class is not None else None, config.task)
@@ -135,6 +139,7 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
         )
         if config.optimizer.name == "muon":
             check_blocks(config.model, config.model_class)
+    check_named_cuts(config)
     count_adapters(config)  # raises for targets that the model lacks
     reference_axes(config, axes_of(pp=config.mesh.pp, dp=dp, cp=cp, tp=tp))  # raises for another number of processes
     if from_ is not None and origin is not None:
@@ -176,7 +181,10 @@ def _complete_run(arguments: list[str], file: Path | None) -> tuple[Run, int]:
 
 
 def _digested_steps(config: TrainConfig) -> tuple[int, ...]:
-    """The steps of which the run of --against has digests; () without --against. Raises ValueError."""
+    """The steps with digests in the run of --against; () without --against.
+
+    Raises ValueError for a run without digests of any step up to --steps.
+    """
     if config.against is None:
         return ()
     check_run(config.against)
@@ -197,7 +205,11 @@ def _with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def _find_corpus(config: TrainConfig, origin: Path | None) -> Any:
-    """The run's documents, or the examples of its task. origin: the folder of --from. Raises ValueError."""
+    """The documents of a run of pretrain, or the examples of a run of any different task.
+
+    origin: the folder with the model of --from, whose tokenizer and chat template examples take.
+    Raises ValueError for unusable data.
+    """
     data = config.data
     if config.task == "pretrain":
         if data.template is not None:
@@ -254,7 +266,7 @@ def _find_reference(config: TrainConfig) -> Path | None:
 
 
 def _find_adapter_base(config: TrainConfig) -> Path | None:
-    """The Hugging Face folder that the run's adapters are saved for; None without adapters, or for other weights."""
+    """The Hugging Face folder with the base weights of the run's adapters; None without adapters or this folder."""
     if not config.lora.rank or config.from_ is None:
         return None
     folder = find_origin(config.from_)
@@ -263,7 +275,10 @@ def _find_adapter_base(config: TrainConfig) -> Path | None:
 
 
 def _lengthened(config: TrainConfig, base: TrainConfig, title: str) -> list[str]:
-    """A line to print if max_seq_len was raised to the length of the training sequences; otherwise an empty list."""
+    """A line to print if max_seq_len was raised to the length of the training sequences; otherwise an empty list.
+
+    base: the configuration before the command's options. title: the run's.
+    """
     longest, usual = config.model.max_seq_len, base.model.max_seq_len
     raised = longest == config.data.sequence_length > usual
     return [f"model.max_seq_len is {longest}, as data.sequence_length; {title} has {usual}"] if raised else []
@@ -272,7 +287,8 @@ def _lengthened(config: TrainConfig, base: TrainConfig, title: str) -> list[str]
 def _folder_and_checkpoint(config: TrainConfig, name: str) -> tuple[Path, Path | None, list[str]]:
     """The run's folder, the checkpoint to resume from or None, and the errors of newer, damaged checkpoints.
 
-    name: the run's title, for the default folder. Raises ValueError.
+    name: the run's title, for the default folder. Raises ValueError for a folder in use or with newer checkpoints, and
+    for an unusable checkpoint.
     """
     folder = config.output
     if config.resume is None:

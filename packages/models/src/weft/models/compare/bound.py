@@ -50,10 +50,11 @@ def own_rounding(*, ops: int, addends: int, length: int, stored: float, summed: 
 
 
 def allowed_difference(own: float, before: float, *, chooses: bool = False, is_update: bool = False) -> float:
-    """The largest relative difference explained by rounding; 1 and above: any difference.
+    """The largest relative difference of a tensor that rounding explains: `allowed` at the top of this file.
 
-    own: of `own_rounding`. before: the largest difference among the tensors computed earlier.
-    chooses: whether the module sends tokens to experts. is_update: whether this is a parameter's change in the step.
+    A result of 1 or more allows any difference.
+    own: of `own_rounding`. before: the largest relative difference among the tensors computed earlier in the step.
+    chooses: whether the tensor's module sends tokens to experts. is_update: whether the tensor is a parameter's update.
     """
     smooth = max(own, before)
     if is_update:

@@ -11,9 +11,10 @@ A digest has, for each block of the tensor (`grid.py`):
   Szegedy 1996), over 16 blocks of 4 sums with a standard deviation of about a third;
 and for the whole tensor the sum of squares and the largest magnitude.
 
-Of a replicated value every rank adds its n-th share, n being the number of replicas, so one wrong replica shows in the
-sketch; the hash is the first replica's, and a second sum of hashes is zero where all replicas agree. Addends of a
-Partial value are digested before the reduction: the sketch adds them up, and there is no hash.
+Digests of all ranks are added. With n replicas of a value, each rank divides the replica's sketch by n, and a wrong
+replica shows in the sum. The hash is the first replica's; a second sum of hashes (`disagreement`) is zero where all
+replicas agree. Addends of a Partial value are digested before the reduction: the sum of their sketches is the sketch of
+the reduced value, and there is no hash.
 
 Everything here runs on the tensor's device, and the host does not wait.
 """
@@ -35,19 +36,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by t
 
 @dataclass(slots=True)
 class Digest:
-    """The digest of a tensor, or of a rank's part, before the sum over ranks; tensors on the device.
+    """The digest of a rank's part of a tensor, on the tensor's device. For the numbers, see the top of this file.
 
-    Sums over ranks, parts and microbatches: each field is added, but `largest` is a maximum.
+    The digest of the whole tensor is the sum over parts, microbatches and ranks, but for `largest` the maximum.
     """
 
-    hashes: Tensor  # [blocks] int64: of the first replica
-    disagreement: Tensor  # [blocks] int64: zero, once summed over ranks, where all replicas have the same hash
+    hashes: Tensor  # [blocks] int64: zero but on the first replica
+    disagreement: Tensor  # [blocks] int64: the sum over ranks is zero where all replicas have the same hash
     sketches: Tensor  # [blocks, SKETCHES] float64
-    squares: Tensor  # scalar, float64: the sum of squares; of a Partial value no sum, since addends are squared
-    largest: Tensor  # scalar, float64
+    squares: Tensor  # scalar, float64: the sum of squares; without meaning for a Partial value (squares of addends)
+    largest: Tensor  # scalar, float64: the largest magnitude
 
     @classmethod
     def zeros(cls, blocks: int, device: torch.device) -> Digest:
+        """The digest of no elements. blocks: of the global tensor."""
         return cls(
             torch.zeros(blocks, dtype=torch.int64, device=device),
             torch.zeros(blocks, dtype=torch.int64, device=device),
@@ -67,19 +69,20 @@ class Digest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a local tensor [*leading, columns] is in the global tensor, which is seen as a matrix. Made by `place_of`.
+    """A local tensor's place in the global tensor, for `digest_part`: weights and signs from global indices.
 
-    R: the product of the local leading dims. C: the local columns.
+    The local tensor [*leading, C] is seen as a matrix [R, C], R being the product of the leading dims. Made by
+    `place_of`, once for all tensors at the same place.
     """
 
     blocks: int  # of the global tensor
-    row_weights: Tensor  # [R] int64, odd
-    row_signs: Tensor  # [R, SKETCHES] float64
-    row_blocks: Tensor  # [R] int64: the row's block, with 0 for the columns' part
-    col_weights: Tensor  # [C] int64, odd
-    col_signs: Tensor  # [C, SKETCHES] float64
-    col_cuts: tuple[tuple[int, int, int], ...]  # (start, stop, part): the local columns of each of the columns' parts
-    touched: tuple[int, ...]  # the blocks of which this rank has elements
+    row_weights: Tensor  # [R] int64, odd: a[row] of the hash
+    row_signs: Tensor  # [R, SKETCHES] float64: s[row] of the sketch
+    row_blocks: Tensor  # [R] int64: the block of the row's elements in part 0 of the columns
+    col_weights: Tensor  # [C] int64, odd: b[column] of the hash
+    col_signs: Tensor  # [C, SKETCHES] float64: t[column] of the sketch
+    col_cuts: tuple[tuple[int, int, int], ...]  # (start, stop, part) of local columns: add part to row_blocks
+    touched: tuple[int, ...]  # the blocks with elements on this rank
 
 
 def place_of(
@@ -90,10 +93,11 @@ def place_of(
     first_row: int = 0,
     tokens: Tensor | None = None,
 ) -> Place:
-    """Where the local part `slices` of a tensor of `shape` is.
+    """The Place of the local tensor at `slices` of a global tensor of `shape`.
 
-    first_row: added to the indices of dim 0, as for the rows of a microbatch of a batch of `shape[0]` rows.
-    tokens: on the CPU, [rows, T] or [1, T] int64, the index along dim 1 of each local row and place; None: `slices[1]`.
+    first_row: added to the indices of dim 0: the first row of a microbatch in a batch of `shape[0]` rows.
+    tokens: where tokens lie in memory out of reading order, on the CPU: the global index along dim 1 of each local
+        token, int64 [rows, local tokens], or [1, local tokens] for all rows. None: the indices are `slices[1]`.
     Communication: none.
     """
     shape = tuple(shape) or (1,)
@@ -137,9 +141,9 @@ def place_of(
 
 
 def digest_part(local: Tensor, place: Place, *, replicas: int = 1, is_first: bool = True) -> Digest:
-    """The digest of a rank's part of a tensor: of `local`, which lies at `place`.
+    """The digest of a rank's part of a tensor: `local`, at `place`. Communication: none.
 
-    replicas: how many ranks hold this part. is_first: whether this rank is the first of them.
+    replicas: the number of ranks with this part. is_first: whether this rank is the first of these ranks.
     """
     found = Digest.zeros(place.blocks, local.device)
     if local.numel() == 0:
@@ -158,7 +162,7 @@ def digest_part(local: Tensor, place: Place, *, replicas: int = 1, is_first: boo
 
 
 def _add_rows(found: Digest, matrix: Tensor, place: Place, rows: slice) -> None:
-    """Add some rows of a part to its digest."""
+    """Adds rows of a part to the part's digest `found`. matrix: [rows, C], at `rows` of the Place."""
     values = matrix.contiguous()
     blocks, weights, signs = place.row_blocks[rows], place.row_weights[rows], place.row_signs[rows]
     bits, real = values.view(_BITS[values.element_size()]).to(torch.int64), values.to(torch.float64)
@@ -186,7 +190,10 @@ def _signs(mixed: Tensor) -> Tensor:
 
 
 def _mix(index: Tensor, purpose: int) -> Tensor:
-    """A 64-bit number for each index, the same everywhere: SplitMix64 (Steele et al. 2014) of (index, purpose)."""
+    """A pseudorandom int64 for each index, the same on every machine: SplitMix64 (Steele et al. 2014).
+
+    purpose: a number for each independent sequence.
+    """
     z = index * _signed(0x9E3779B97F4A7C15) + _seed(purpose)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
@@ -205,4 +212,5 @@ def _signed(number: int) -> int:
 
 @lru_cache(maxsize=16)
 def _seed(purpose: int) -> int:
+    """The start of a purpose's sequence in `_mix`."""
     return _signed(purpose * 0xD1342543DE82EF95 % 2**64)

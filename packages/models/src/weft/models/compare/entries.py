@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from .grid import count_blocks
 
-# In the order in which a step computes them. "before": a parameter before the step, recorded where the step before was
-# not. "output": a module's output. "backward": the gradient of a module's output. "gradient": a parameter's, after
-# synchronization and before clipping. "weight": a parameter after the update.
+# In the order in which a step computes the tensors. "before": a parameter before the step, recorded only if the step
+# before has no digests. "output": a module's output. "backward": the gradient of a module's output. "gradient": a
+# parameter's gradient, after synchronization and before clipping. "weight": a parameter after the update.
 Kind = Literal["before", "output", "backward", "gradient", "weight"]
 KINDS: tuple[Kind, ...] = ("before", "output", "backward", "gradient", "weight")
 
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of a table of tensors. A run writes a table again only after a change."""
+    """A tensor of a step, without the digest's numbers. Entries are the same for many steps, and written once."""
 
     key: Key
     shape: tuple[int, ...]  # of the global tensor; of activations, of the whole batch
@@ -52,22 +52,23 @@ class Entry:
 
     @property
     def blocks(self) -> int:
+        """The number of blocks of the tensor in a digest."""
         return count_blocks(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDigests:
-    """The digests of a step, over all ranks. The blocks of an entry follow the blocks of the entry before."""
+    """The digests of a step, added over all ranks, as arrays over all entries: an entry's blocks follow another's."""
 
     step: int  # from 1
     loss: float
-    norm: float | None
-    entries: tuple[Entry, ...]
+    norm: float | None  # of the gradients, before clipping
+    entries: tuple[Entry, ...]  # in the order of computation
     hashes: NDArray[np.int64]  # [blocks of all entries]
     sketches: NDArray[np.float64]  # [blocks of all entries, SKETCHES]
     squares: NDArray[np.float64]  # [entries]
     largest: NDArray[np.float64]  # [entries]
-    disagreeing: frozenset[int]  # entries whose replicas differ
+    disagreeing: frozenset[int]  # indices of the entries whose replicas differ
     ops: dict[str, tuple[str, ...]]  # Weft's ops called directly by each module's forward
 
     def by_key(self) -> dict[Key, TensorDigest]:
@@ -89,13 +90,13 @@ class StepDigests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorDigest:
-    """The digest of a tensor of a step."""
+    """The digest of a tensor of a step, added over all ranks; for the numbers, see digest.py."""
 
     entry: Entry
     hashes: Any  # [blocks] int64
     sketches: Any  # [blocks, SKETCHES] float64
-    squares: float
-    largest: float
+    squares: float  # the sum of squares
+    largest: float  # the largest magnitude
     agrees: bool  # whether all replicas had the same bits
 
     @property
@@ -107,16 +108,16 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The facts about a run at the head of the file, before the steps. A resumed run appends a new header."""
+    """The facts about a run that judging its digests needs. A file begins with a header; a resumed run appends one."""
 
     parameters: dict[str, tuple[int, ...]]  # shapes by name, of all pipeline stages
-    modules: tuple[str, ...]  # all names
-    mesh: dict[str, int]
+    modules: tuple[str, ...]  # the names of all modules
+    mesh: dict[str, int]  # sizes by axis
     batch: tuple[int, int]  # rows and tokens of a row
     dtype: str
     reduce_dtype: str
     choosing: tuple[str, ...]  # modules with a choice of experts for each token
     microbatches: int
-    by_microbatch: tuple[str, ...]  # computed by the model for each microbatch separately, in words
+    by_microbatch: tuple[str, ...]  # parts of a step whose values depend on the number of microbatches, in words
     data: str  # checksum of the data
     seed: int

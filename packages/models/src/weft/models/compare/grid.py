@@ -10,7 +10,7 @@ SKETCHES = 4  # signed sums of a block
 
 
 def parts_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The parts of each dim of a tensor: 4 of a vector, 4 x 4 of a matrix, 2 x 2 x 4 of activations [B, T, H].
+    """The number of parts of each dim: 4 for a vector, 4 x 4 for a matrix, 2 x 2 x 4 for activations [B, T, H].
 
     Tensors of more dims are cut in the first two and the last. At most 16 blocks; no dim has more parts than elements.
     """
@@ -22,7 +22,7 @@ def parts_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def count_blocks(shape: Sequence[int]) -> int:
-    """The number of blocks; 1 for a scalar."""
+    """The number of blocks of a tensor; 1 for a scalar."""
     return math.prod(parts_of(shape))
 
 

@@ -17,23 +17,23 @@ from .structure import Structure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The difference of two runs in a tensor of a step, in the loss or in the norm."""
+    """The difference of two runs in one tensor of a step, in the loss or in the norm, explained by rounding or not."""
 
     step: int
-    what: str  # in words
+    what: str  # the tensor, in words
     name: str  # of the module or parameter; "" for the model
     phase: str  # "start", "forward", "backward", "gradients" or "update"
     difference: float  # relative 2-norm
-    allowed: float  # by rounding
-    before: float  # the largest difference among the tensors computed earlier
+    allowed: float  # the largest difference that rounding explains
+    before: float  # the largest difference among the tensors computed earlier in the step
     unit: float  # the unit roundoff of the tensor's dtype
     dtype: str
-    slices: tuple[tuple[int, int], ...] = ()  # of the global tensor: where most of the difference is
-    share: float = 1.0  # the slice's, of the squared difference
-    ranks: tuple[int, int] | None = None  # a rank of each run with elements of the slice
+    slices: tuple[tuple[int, int], ...] = ()  # (start, stop) by dim: the block with most of the difference
+    share: float = 1.0  # of this block in the squared difference
+    ranks: tuple[int, int] | None = None  # a rank of each run with elements of this block
     layouts: tuple[str, str] = ("", "")  # of the tensor in each run
     ops: tuple[str, ...] = ()  # Weft's ops called by the module's forward
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # lines to print: dtypes or replicas that differ
 
     @property
     def ulps(self) -> float:
@@ -43,23 +43,26 @@ class Finding:
 
 @dataclass(slots=True)
 class Judge:
-    """Compares two runs, step by step in ascending order.
+    """Compares two runs. The caller adds common steps, in ascending order, until `add` returns a Finding.
 
     Raises ValueError for runs with different models, data, seeds or batches.
     """
 
+    # Given:
     headers: tuple[Header, Header]
-    same_start: bool = False  # whether the first step added begins with the same weights in both runs
+    same_start: bool = False  # whether both runs load the same weights before the first step added
     ranks: int = 1  # of the largest mesh, if larger than the headers' meshes: a run may resume on a new mesh
+    # Found:
     finding: Finding | None = None  # the first difference unexplained by rounding
-    largest: Finding | None = None  # the explained difference with the largest share of the allowed difference
+    largest: Finding | None = None  # of the explained differences, the largest in proportion to the allowed
     steps: int = 0  # compared
     same: int = 0  # compared steps with the same bits in all tensors
-    tensors: int = 0  # compared in each of the last step
+    tensors: int = 0  # compared in the last step
     _structure: Structure = field(init=False)
-    _ops: dict[str, tuple[str, ...]] = field(init=False, default_factory=dict)
-    _is_first: bool = field(init=False, default=True)
-    _noise: dict[str, float] = field(init=False, default_factory=dict)  # of a parameter's gradients, in all steps
+    _ops: dict[str, tuple[str, ...]] = field(init=False, default_factory=dict)  # of the last step, by module
+    _is_first: bool = field(init=False, default=True)  # whether no step is added yet
+    # By parameter: the largest relative difference of the gradients so far.
+    _noise: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_comparable(*self.headers)
@@ -72,9 +75,11 @@ class Judge:
     def add(
         self, a: StepDigests, b: StepDigests, previous: Sequence[StepDigests | None] = (None, None)
     ) -> Finding | None:
-        """Compare a step. Returns the first tensor unexplained by rounding; the caller then adds no more steps.
+        """Compare a step. Returns the Finding of the first tensor unexplained by rounding, or None.
 
+        a, b: a step's digests of the first and the second run.
         previous: each run's digests of the step before, or None.
+        Raises ValueError for a tensor of two shapes.
         """
         assert a.step == b.step, "one step of two runs"
         of_a, of_b = a.by_key(), b.by_key()
@@ -107,9 +112,10 @@ class Judge:
         pairs: Mapping[Key, tuple[TensorDigest, TensorDigest]],
         weights: Mapping[str, tuple[TensorDigest, TensorDigest]],
     ) -> Iterator[Finding]:
-        """Every tensor of a step in the order of computation, with the difference and the allowed difference.
+        """The Finding of every tensor of a step, explained or not, in the order of computation.
 
-        weights: before the step. Judged where both runs begin with the same weights; in later steps taken as given.
+        pairs, weights: the tensors of both runs, and the weights before the step. Weights are judged only where both
+        runs begin with the same weights; in later steps their difference is taken as given.
         """
         if self._is_first and (a.step == 1 or self.same_start):
             for name, pair in weights.items():
@@ -142,7 +148,7 @@ class Judge:
         pairs: Mapping[Key, tuple[TensorDigest, TensorDigest]],
         weights: Mapping[str, tuple[TensorDigest, TensorDigest]],
     ) -> Iterator[Finding]:
-        """The change of each parameter in the step."""
+        """The Finding of each parameter's update: the weight after the step less the weight before."""
         changes = {}
         for key, (x, y) in pairs.items():
             if key.kind == "weight" and key.name in weights:
@@ -163,7 +169,11 @@ class Judge:
     def _found(
         self, step: int, key: Key, pair: tuple[TensorDigest, TensorDigest], *, before: float, scale: float = 0.0
     ) -> Finding:
-        """scale: the size by which a difference is divided, if larger than the tensor's own size."""
+        """The Finding of a tensor, with the bound of bound.py.
+
+        before: the largest difference among the tensors computed earlier in the step.
+        scale: what the difference is divided by, if larger than the tensor's norm: see `_scales`.
+        """
         size = max(pair[0].norm, scale)
         distance = _distance(*pair)
         difference = 0.0 if distance == 0 else distance / size if size else math.inf
@@ -184,6 +194,7 @@ class Judge:
         allowed: float,
         before: float,
     ) -> Finding:
+        """A Finding with block, ranks and notes. sketches: of the difference. what: the tensor, in words."""
         entry, other = pair[0].entry, pair[1].entry
         squares = np.square(sketches).mean(1)
         block = int(np.argmax(squares)) if np.isfinite(squares).all() else int(np.argmax(~np.isfinite(squares)))
@@ -221,7 +232,7 @@ class Judge:
         return tuple(dict.fromkeys(op for name in within for op in self._ops[name]))
 
     def _number(self, step: int, what: str, phase: str, a: float, b: float, before: float) -> Finding:
-        """The loss or the norm."""
+        """The Finding of a number, the loss or the norm: `a` and `b` in the two runs. what: the number, in words."""
         difference = 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / abs(a) if a else math.inf
         return Finding(
             step=step,
@@ -253,7 +264,7 @@ def check_comparable(a: Header, b: Header) -> None:
 
 
 def _weights_before(step: StepDigests, previous: StepDigests | None) -> dict[str, TensorDigest]:
-    """The digests of the weights at the start of a step: the step's own, or the digests after the step before."""
+    """The digests of the weights at the start of a step: recorded in this step, or after the step before."""
     found = {key.name: each for key, each in step.by_key().items() if key.kind == "before"}
     if found or previous is None or previous.step != step.step - 1:
         return found
@@ -261,6 +272,7 @@ def _weights_before(step: StepDigests, previous: StepDigests | None) -> dict[str
 
 
 def _pair(a: Mapping[str, TensorDigest], b: Mapping[str, TensorDigest]) -> dict[str, tuple[TensorDigest, TensorDigest]]:
+    """The digests of both runs, for names of both."""
     return {name: (a[name], b[name]) for name in a if name in b}
 
 
@@ -290,16 +302,18 @@ def _relative_of_all(weights: Mapping[str, tuple[TensorDigest, TensorDigest]]) -
 
 
 def _scales(digests: Mapping[str, TensorDigest]) -> dict[str, float]:
-    """The size by which a gradient's difference is divided, by parameter: see `_module_scales`."""
+    """By parameter, what the difference of its gradients is divided by: see `_module_scales`."""
     norms = {name: each.norm for name, each in digests.items()}
     return _module_scales(norms, {name: math.prod(each.entry.shape) for name, each in digests.items()})
 
 
 def _module_scales(norms: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
-    """For each parameter, the larger of the tensor's norm and its norm with the root mean square of the whole module.
+    """By parameter: the tensor's norm, but no less than equally many elements of the module's root mean square have.
 
-    The terms of a gradient may cancel: for the bias of keys they do, because softmax ignores a number added to all
-    scores. Only the terms' rounding remains. The size of the terms shows in the module's further gradients.
+    norms, sizes: by parameter, the tensor's norm and number of elements. A module's parameters are taken together.
+    Terms of a gradient may cancel, as for the bias of keys: softmax ignores a number added to all scores. The gradient
+    is then rounding alone, and a difference must be compared with the size of the terms, which shows in the module's
+    further gradients.
     """
     squares: dict[str, float] = {}
     counts: dict[str, int] = {}

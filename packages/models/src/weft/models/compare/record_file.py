@@ -1,8 +1,8 @@
 """The file of a run's digests: written line by line, step by step, and read back, also while the run goes on.
 
-Each line is a JSON object. The first is a header of the run; a table names the tensors of the following steps, until
-the next table; a step has the numbers of the step's tensors, as base64 of little-endian arrays. A resumed run appends a
-header, since the mesh may have changed. A last line without a newline is being written, and is not read.
+Each line is a JSON object: a header of the run, a table, or a step. A table names the tensors of the following steps,
+until the next table. A step has the numbers of the step's tensors, as base64 of little-endian arrays. A resumed run
+appends a header, since the mesh may have changed. A last line without a newline is being written, and is not read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from .grid import SKETCHES, parts_of
 
 DIGESTS = "digests.jsonl"
 _VERSION = 1
-_LARGEST = 2**34  # bytes of a readable file
+_LARGEST = 2**34  # bytes; larger files are refused
 _REMEDY = "copy the file again, or write it anew by `weft train --digests`"
 
 
 class DigestFile:
-    """Appends to the digests of a run. Made on the writing rank."""
+    """Writes the file of a running run, on rank 0 alone."""
 
     def __init__(self, folder: Path, header: Header, *, step: int) -> None:
-        """step: steps taken before the run is resumed; later lines are cut off. Raises ValueError, OSError."""
+        """Appends the header to the file in the run's folder.
+
+        step: the last step before this run begins, 0 for a new run; later steps in the file are removed.
+        Raises ValueError for a file that cannot be read, OSError for a failed write.
+        """
         self._path = folder / DIGESTS
         self._table: tuple[Entry, ...] | None = None
         if os.path.lexists(self._path):
@@ -58,12 +62,13 @@ class DigestFile:
         )
 
     def _append(self, value: dict[str, Any]) -> None:
+        """Appends a line."""
         append(self._path, (json.dumps(value) + "\n").encode())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recorded:
-    """The digests of a run, read back."""
+    """The digests of a run, as `read_digests` returns them."""
 
     folder: Path
     headers: dict[int, Header]  # by the header's first step; the first header under 0
@@ -80,7 +85,7 @@ class Recorded:
 
 
 def read_digests(folder: Path) -> Recorded:
-    """The digests of the run in `folder`.
+    """The digests of the run whose folder is `folder`.
 
     Raises ValueError for a run without digests, and, with the line's number, for a damaged file.
     """
@@ -119,6 +124,7 @@ def read_digests(folder: Path) -> Recorded:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines that end with a newline, without the newline. Raises ValueError for a file that cannot be read."""
     try:
         content = read_plain(path, limit=_LARGEST)
     except OSError as error:
@@ -127,7 +133,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _lines_until(path: Path, step: int) -> Iterable[bytes]:
-    """The lines of a file up to a step, with their newlines."""
+    """The lines of a file before the first later step than `step`, with their newlines."""
     for line in _whole_lines(path):
         if line.startswith(b'{"step": ') and int(line[9 : line.index(b",")]) > step:
             return

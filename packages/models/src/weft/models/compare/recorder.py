@@ -1,7 +1,8 @@
-"""`Recorder`: digests the tensors of a step by hooks from outside of the model, and sums the digests over the ranks.
+"""`Recorder`: digests the tensors of a step by hooks from outside of the model, and adds the digests over the ranks.
 
-The hooks are torch's global hooks, which see every module and sit on no module: a module with a hook would leave the
-fused ops, and compute different bits. A module skipped by a fused op therefore has no digest; the parent has a digest.
+The hooks are torch's global hooks, which see the calls of all modules. A hook on a module itself would keep the module
+out of fused ops, and change the bits. Where a fused op computes a module without a call, the module has no digest, but
+the module around has.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from .grid import SKETCHES, count_blocks
 
 
 class Recorder:
-    """Digests of the steps of a model in training, on this rank. Rank 0 gets the digests of all ranks.
+    """Digests the steps of a model in training. Every rank has a Recorder; rank 0's gets the digests of all ranks.
 
-    model: parallel already. batch: the rows and tokens of a whole batch.
+    model: after `parallelize`. batch: the number of rows of the whole batch, and of tokens in a row.
     every: digests step 1 and each multiple of `every`; 0: no step. steps: further steps, counted from 1.
     For each step call `begin`; where `begin` returns True, run forward and backward in the context `watching`, then
-    call `add_gradients` after synchronization, and `finish` after the update.
+    call `add_gradients` after synchronization, and `finish` after the update. `take` returns the results.
     """
 
     def __init__(
@@ -47,25 +48,25 @@ class Recorder:
         self._model, self._batch, self._every, self._steps = model, batch, every, frozenset(steps)
         self._step = self._last = 0  # the running step, and the last step with digests
         self.ops: dict[str, tuple[str, ...]] = {}  # Weft's ops called directly by each module's forward, of all ranks
-        self._unread: list[StepDigests] = []
+        self._unread: list[StepDigests] = []  # for `take`
         self._pipeline = pipeline_of(model)
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # by id of the module
         for name, module in model.named_modules():
             self._names.setdefault(id(module), name)
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, Place] = {}  # by the arguments of `place_of`
         self._found: dict[Key, _Found] = {}  # of the running step
         self._tokens: list[_Tokens] = []  # of each microbatch
-        self._calls: Counter[tuple[str, bool]] = Counter()
-        self._root_calls = -1
+        self._calls: Counter[tuple[str, bool]] = Counter()  # of each module in the step: in forward, recomputed
+        self._root_calls = -1  # the number of the model's running call, from 0: the microbatch
         self._latest: tuple[Tensor, list[Digest]] | None = None  # the tensor digested last
         self._hooked: set[tuple[Key, int]] = set()  # gradients digested, with their microbatches
-        self._running: list[str] = []  # modules whose forward runs
-        self._ops: dict[str, dict[str, None]] = {}  # of each module's own forward, in order
-        self._table: tuple[Entry, ...] | None = None  # of the last step, over all ranks
+        self._running: list[str] = []  # modules whose forward runs, innermost last
+        self._ops: dict[str, dict[str, None]] = {}  # by module: ops called by its own forward on this rank, in order
+        self._table: tuple[Entry, ...] | None = None  # the entries of the last step, over all ranks
         self._own: list[Any] | None = None  # this rank's part of the table, as sent last
 
     def begin(self, step: int) -> bool:
-        """Whether step `step`, counted from 1, has digests. Digests the weights if the step before had none."""
+        """Whether step `step`, counted from 1, has digests. If so, digests the weights unless the step before did."""
         is_due = step in self._steps or bool(self._every and (step == 1 or step % self._every == 0))
         self._step = step
         if (is_due and self._last != step - 1) or (step == 1 and is_due):
@@ -74,7 +75,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        """Inside, outputs of modules and the gradients of these outputs are digested. Communication: none."""
+        """Context manager: digests the outputs of modules, and the gradients of these outputs. Communication: none."""
         self._calls.clear()
         self._hooked.clear()
         self._root_calls, self._tokens = -1, _tokens_of(microbatches)
@@ -88,7 +89,7 @@ class Recorder:
                 hook.remove()
 
     def add_gradients(self) -> None:
-        """Digest the gradient of each parameter. Communication: none."""
+        """Digest the gradient of each parameter, from `.grad`. Communication: none."""
         for name, parameter in self._own_parameters():
             if parameter.grad is not None:
                 self._add(Key("gradient", name), parameter.grad)
@@ -105,6 +106,7 @@ class Recorder:
                 yield name, parameter
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        """Hook before the forward of every module."""
         if module is self._model and not _in_backward():
             self._root_calls += 1
             self._running.clear()  # a stage leaves the model's forward early
@@ -112,11 +114,13 @@ class Recorder:
             self._running.append(self._names[id(module)])
 
     def _observe(self, op: Any, part: str, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """Listener of `observing`: notes the op for the module whose forward runs."""
         if part in ("forward", "inference") and self._running and not _in_backward():
             self._ops.setdefault(self._running[-1], {})[op.name] = None
         return function(*arguments, **options)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook after the forward of every module: digests the output, and sees that its gradient is digested."""
         name = self._names.get(id(module))
         if name is None:  # of a further model, as a reference
             return
@@ -142,6 +146,8 @@ class Recorder:
             outputs[-1].register_hook(self._on_gradient(key, number, stage))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, key: Key, number: int, stage: int) -> Any:
+        """A hook of autograd that digests the gradient `key` of microbatch `number`, once."""
+
         def digest(grad: Tensor) -> None:
             if (key, number) not in self._hooked:
                 self._hooked.add((key, number))
@@ -150,12 +156,13 @@ class Recorder:
         return digest
 
     def _stage(self) -> int:
+        """The pipeline stage whose forward runs; 0 without a pipeline."""
         running = None if self._pipeline is None else self._pipeline.stages.running
         return 0 if running is None else running
 
     @torch.no_grad()
     def _add(self, key: Key, tensor: Tensor, tokens: _Tokens | None = None, stage: int = 0) -> None:
-        """Digest this rank's part of a tensor. tokens: of the microbatch, for an activation [B, T, ...]."""
+        """Digest this rank's part of a tensor. tokens: of the microbatch, for an activation; None for a parameter."""
         layout = layout_of(tensor) if isinstance(tensor, DTensor) else None if tokens is None else tokens.layout
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         share = _share_of(layout)
@@ -185,7 +192,7 @@ class Recorder:
                 found.digest.add(digest)
 
     def _place(self, tensor: Tensor, layout: Layout | None, shape: tuple[int, ...], tokens: _Tokens | None) -> Place:
-        """Where this rank's part of a tensor is in the global tensor of `shape`."""
+        """The Place of this rank's part of a tensor of global `shape`; activations are parts of the whole batch's."""
         device = tensor.device
         if isinstance(tensor, DTensor) and layout is not None:
             slices = layout.local_slices(tensor.shape, this_rank())
@@ -209,9 +216,9 @@ class Recorder:
         return place_of(shape, slices, device, first_row=tokens.first, tokens=tokens.places(slices[1]))
 
     def finish(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Digest the updated weights, and add the step's digests over all ranks to what `take` returns, on rank 0.
+        """Digest the updated weights, and add the step's digests over all ranks; `take` returns the sums on rank 0.
 
-        Waits for the device. loss, norm: of the step.
+        The host waits for the device. loss, norm: of the step.
         Communication: three all-reduces of the digests, and an all-reduce of a flag; if the tensors have changed since
         the last digested step, an all-gather of the tensors' keys.
         """
@@ -267,7 +274,7 @@ class Recorder:
 
 
 class _Found:
-    """A tensor of the running step: this rank's digest of it."""
+    """A tensor of the running step: the `Entry`, the pipeline stage, and the digest of this rank's parts so far."""
 
     __slots__ = ("digest", "entry", "stage", "touched")
 
@@ -277,7 +284,7 @@ class _Found:
 
 
 class _Tokens:
-    """The place of a microbatch's tokens in the batch, and the cut of the tokens over ranks."""
+    """Where a microbatch's tokens [B, T] are in the batch, from row `first` on, and which tokens are on this rank."""
 
     def __init__(self, tokens: Tensor, first: int) -> None:
         self.shape = tuple(tokens.shape)
@@ -285,15 +292,15 @@ class _Tokens:
         self.first = first  # the microbatch's first row in the batch
         self.local = tuple((tokens.to_local() if isinstance(tokens, DTensor) else tokens).shape)
         order = order_of(tokens)
-        self.order: Runs | RowOrders | None = order
+        self.order: Runs | RowOrders | None = order  # of tokens in memory; None: reading order
 
     def has_rows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is [B, T, ...] of this microbatch: a DTensor, or the local part of rows."""
+        """Whether a tensor has this microbatch's rows and tokens: [B, T, ...], as a DTensor or as the local part."""
         shape = tuple(tensor.shape)
         return shape[:2] == (self.shape if isinstance(tensor, DTensor) or self.layout is None else self.local)
 
     def places(self, cut: slice) -> Tensor | None:
-        """The tokens, in reading order, at the places `cut` of memory: [1 or rows, places]. None: in reading order."""
+        """The index in the row of each token in the slice `cut` of memory; None in reading order. For `place_of`."""
         if self.order is None:
             return None
         if isinstance(self.order, RowOrders):
@@ -310,7 +317,7 @@ def _tokens_of(microbatches: Sequence[Microbatch]) -> list[_Tokens]:
 
 
 class _Share:
-    """This rank's share of a tensor's digest, by the tensor's layout."""
+    """How this rank's part of a tensor counts in the sum over ranks: as a replica, or, not hashed, as an addend."""
 
     __slots__ = ("is_hashed", "options")
 
@@ -320,7 +327,7 @@ class _Share:
 
 
 def _share_of(layout: Layout | None) -> _Share | None:
-    """None for a Partial value other than a sum or a mean, which has no digest before the reduction."""
+    """The share of a tensor in this layout; None for a Partial min, max or product, since digests are sums."""
     if layout is None:
         return _Share(1, is_first=True, is_hashed=True)
     coordinate = layout.mesh.coordinate(this_rank())
@@ -339,12 +346,12 @@ def _share_of(layout: Layout | None) -> _Share | None:
 
 
 def _is_digested(tensor: Tensor, tokens: _Tokens) -> bool:
-    """Whether an output is real numbers [B, T, ...] of a microbatch."""
+    """Whether an output of a module is digested: floating-point, with data, and [B, T, ...] of the microbatch."""
     return not isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tokens.has_rows(tensor)
 
 
 def _addends(local: Tensor, ndim: int) -> list[Tensor]:
-    """The local addends of a Partial value: several where `exact_sums` stacks them in leading dims."""
+    """The addends of a Partial value in a local tensor, several inside `exact_sums`. ndim: of the global tensor."""
     extra = local.ndim - ndim
     return [local] if extra <= 0 else list(local.flatten(0, extra - 1))
 
@@ -368,9 +375,10 @@ def _gather(own: Any) -> list[Any]:
 
 
 def _join(of_ranks: Sequence[Sequence[tuple[Entry, int, tuple[int, ...]]]]) -> tuple[Entry, ...]:
-    """The table of all ranks: each tensor once, in the order of computation, with the first rank of each block.
+    """The table over all ranks: each tensor once, in the order of computation, with the first rank of each block.
 
-    Stages compute forward in ascending order, and backward in descending.
+    of_ranks: by rank, the (entry, stage, blocks on this rank) of each tensor. Stages compute forward in ascending
+    order, and backward in descending.
     """
     entries: dict[Key, tuple[Entry, Any]] = {}
     holders: dict[Key, dict[int, int]] = {}

@@ -1,4 +1,4 @@
-"""The output of `weft compare` about two runs, as text and as JSON."""
+"""`weft compare` of two runs' digests: the comparison, and the verdict as text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .record_file import Recorded, read_digests
 
 
 def compare_digests(runs: Sequence[Recorded]) -> Judge:
-    """Judge the steps with digests of both runs, until the first step unexplained by rounding.
+    """Judge the common steps of two runs, until the first step unexplained by rounding.
 
     Raises ValueError for runs without a common step, and as `Judge`.
     """
@@ -33,26 +33,26 @@ def compare_digests(runs: Sequence[Recorded]) -> Judge:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Recorded]:
-    """The digests of runs. Raises ValueError for a folder without a run, or a run without digests."""
+    """The digests of each run. Raises ValueError as `read_digests`."""
     return [read_digests(each) for each in folders]
 
 
 def describe_steps(steps: Sequence[int]) -> str:
-    """Steps in words: "steps 1, 10, 20 to 200"."""
+    """Steps in words: "step 1" or "12 steps, 1 to 110". steps: in ascending order."""
     if not steps:
         return "no step"
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 def verdict_of(judge: Judge) -> str:
-    """ "the same bits", "rounding" or "not rounding"."""
+    """The verdict in a word: "the same bits", "rounding" or "not rounding"."""
     if judge.finding is not None:
         return "not rounding"
     return "the same bits" if judge.same == judge.steps else "rounding"
 
 
 def describe(judge: Judge, names: tuple[str, str]) -> str:
-    """The verdict in lines. names: of the two runs."""
+    """The verdict as lines of text. names: of the two runs."""
     found, plural = judge.finding, "" if judge.steps == 1 else "s"
     if found is not None:
         return "\n".join(_describe_finding(found, names))
@@ -68,6 +68,7 @@ def describe(judge: Judge, names: tuple[str, str]) -> str:
 
 
 def _describe_finding(found: Finding, names: tuple[str, str]) -> list[str]:
+    """The lines about a difference unexplained by rounding."""
     lines = [f"not rounding: step {found.step}, {found.phase}: {found.what}"]
     lines.append(
         f"  differs by {_size(found)}; rounding explains {found.allowed:.1e}, since all before differs by at most "
@@ -86,13 +87,14 @@ def _describe_finding(found: Finding, names: tuple[str, str]) -> list[str]:
 
 
 def _size(found: Finding) -> str:
+    """The difference in words, relative and in ulps."""
     if math.isinf(found.difference) or math.isnan(found.difference):
         return "more than can be told: values are not finite, or zero in one run alone"
     return f"{found.difference:.1e} ({found.ulps:.3g} ulps of {found.dtype})"
 
 
 def as_json(judge: Judge) -> dict[str, Any]:
-    """The comparison as JSON types. Infinite numbers and NaN are null."""
+    """The comparison as a dict of JSON types. Infinite numbers and NaN are None."""
 
     def plain(found: Finding | None) -> dict[str, Any] | None:
         if found is None:

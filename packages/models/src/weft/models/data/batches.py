@@ -33,10 +33,10 @@ MOST_TURNS = 100_000  # of a period, which is then found within a second
 
 
 def permute(place: int, count: int, key: int) -> int:
-    """The image of `place` under the permutation of 0 .. count - 1 given by the 64-bit key.
+    """The image of `place` under a permutation of 0 .. count - 1 determined by the 64-bit key.
 
     A Feistel network permutes the numbers below a power of 4. An image of `count` or more goes through the network
-    again until it is below (cycle-walking, Black and Rogaway 2002): on average at most four times.
+    again until the image is below (cycle-walking, Black and Rogaway 2002): on average at most four times.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -110,7 +110,7 @@ class Order:
     ("order", source, epoch) of the seed. Each source of a mixture has epochs of its own; `Turns` says which source
     comes next.
 
-    weights, counts: of each source, its weight and its number of training samples.
+    weights, counts: by source, the weight and the number of training samples.
     Raises ValueError as `Turns` does.
     """
 
@@ -141,19 +141,19 @@ class Rows:
     documents: Tensor | None
 
     def named(self) -> dict[str, Tensor]:
-        """The arguments of `lay_out_batch` by name, without those that are None."""
+        """The tensors as arguments of `lay_out_batch`, by name, without None."""
         fields = {name: getattr(self, name) for name in Rows.__dataclass_fields__}
         return {name: each for name, each in fields.items() if each is not None}
 
 
 class Batches:
-    """The sequences of a run's data: training samples, in an order that depends on (seed, epoch, step) alone, and
-    held-out ones.
+    """The sequences of a run's texts: training samples, in an order that depends on (seed, step) alone, and held-out
+    samples.
 
-    A sample is T consecutive tokens; its target is the same run of tokens, a token later. `split` decides which
-    samples are held out, whatever the seed. The remaining samples are in the `Order` of the seed. A run continues from
-    its step alone.
-    packed: tokens attend within their own document only, and each document's positions begin at 0.
+    A sample is T consecutive tokens; the targets are the same run, a token later. `split` chooses the held-out samples,
+    for any seed alike; the remaining samples are in the `Order` of the seed. A step's number is all that a resumed run
+    needs.
+    packed: tokens attend within their document only, and each document's positions begin at 0.
     Raises ValueError as `check_enough` does, and as `Turns` does for the weights.
     """
 
@@ -227,7 +227,7 @@ def _document_starts(stream: Stream, start: int, length: int) -> NDArray[np.int6
 class Prefetch(Generic[T]):
     """Calls `read(step)` in a thread, a step ahead of the caller; a step asked for out of order is read at once.
 
-    Raises what `read` raises, when the caller asks for the step.
+    Errors of `read` are raised when the caller asks for the step.
     """
 
     def __init__(self, read: Callable[[int], T]) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer whose tokens are the bytes of a text in UTF-8: its tokenizer.json, encoding and decoding."""
+"""The tokenizer with the bytes of a text in UTF-8 as tokens: tokenizer.json, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 END_NAME = "<|endoftext|>"  # in a text, the name of BYTE_END
 BYTE_END = 256  # the token after each document, where a token is a byte
-BYTE_VOCAB_SIZE = 257  # the bytes and BYTE_END; an odd number, so every sharding of the vocabulary is uneven
+BYTE_VOCAB_SIZE = 257  # the bytes and BYTE_END; an odd number: every sharding of the vocabulary is uneven
 
 
 def is_byte_file(content: bytes) -> bool:
@@ -25,7 +25,7 @@ def is_byte_file(content: bytes) -> bool:
 
 @lru_cache(maxsize=1)
 def byte_file() -> bytes:
-    """The tokenizer.json of bytes: byte-level BPE without merges, whose ids are the bytes, and the end."""
+    """The tokenizer.json of bytes: byte-level BPE without merges. Ids are the bytes, and BYTE_END."""
     # GPT-2's name of a byte: itself where it is printable, otherwise the next of 256, 257, ... (Radford et al. 2019)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -47,7 +47,7 @@ def byte_file() -> bytes:
 
 
 def encode_bytes_with_places(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """See `Tokenizer.encode_with_places`; a token is a byte."""
+    """See `Tokenizer.encode_with_places`. A token is a byte, with the place of its character, or BYTE_END."""
     tokens: list[int] = []
     places: list[tuple[int, int]] = []
     start = 0
@@ -65,6 +65,10 @@ def encode_bytes_with_places(text: str) -> tuple[list[int], list[tuple[int, int]
 
 
 def decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
+    """See `Tokenizer.decode_each`. A piece for each token, empty inside a character, and a last piece for the rest.
+
+    BYTE_END and bytes that are not UTF-8 become U+FFFD.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         yield decoder.decode(bytes([token]) if token < BYTE_END else b"\xff")
@@ -72,4 +76,5 @@ def decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
 
 
 def as_file(value: Any) -> bytes:
+    """The content of a JSON file of a tokenizer."""
     return (json.dumps(value, indent=2) + "\n").encode()

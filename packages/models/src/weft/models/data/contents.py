@@ -1,4 +1,4 @@
-"""What a part of the input becomes in a prepared folder: documents of text for pretraining, or examples of a task."""
+"""`Contents`: how `prepare` turns input into entries of shards. `Texts` makes documents, `ExampleRecords` examples."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ if TYPE_CHECKING:
 
     from .examples.example import Task
 
-TEXTS_AT_ONCE = 1 << 20  # characters that a tokenizer is given together
+TEXTS_AT_ONCE = 1 << 20  # characters in a call of the tokenizer
 
 
 class Unusable(ValueError):
-    """Input that cannot be used."""
+    """Unusable input: ends a preparation, also when raised in a worker process."""
 
 
 class Entry(NamedTuple):
-    """A document of text, or an example, with which the files of a shard are continued."""
+    """A document of text, or an example, to be appended to the files of a shard."""
 
     # The tokens of a document, or of each segment of an example.
     documents: tuple[NDArray[np.integer[Any]], ...]
     masks: tuple[NDArray[np.bool_], ...] = ()  # of an example: the learned tokens of each segment
     label: bool | None = None  # of kto
-    prompt: str = ""  # words of the text
-    size: int = 0  # of the input, about, in bytes
+    prompt: str = ""  # the first words of the text, for `Shard.prompt`
+    size: int = 0  # about the bytes of input, for reports of progress
     place: object = ""  # of an example: where the record is; printed in errors
 
 
 class Contents(Protocol):
-    """What the parts of a preparation become; sent to every worker process."""
+    """Turns the parts of a preparation's input into entries; pickled for every worker process."""
 
     @property
     def task(self) -> Task: ...
     def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
-        """The parts of the inputs. Raises ValueError for input that cannot be used."""
+        """The parts of the inputs; leave_out is a folder to pass over. Raises ValueError for unusable input."""
         ...
 
     def request(self) -> dict[str, Any]:
-        """All that determines the bytes of the shards, besides the inputs and the tokenizer; kept in the manifest."""
+        """The options that determine the bytes of the shards, besides inputs and tokenizer; kept in the manifest."""
         ...
 
     def dated(self, time: datetime) -> Contents:
-        """These contents, with `time` as the present: the same for every run of a preparation."""
+        """A copy with `time` as the current time, which is equal for all runs and processes of a preparation."""
         ...
 
     def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
-        """The entries of a part, in order. left_out: counts input that yields no entry.
+        """The entries of a part, in order. left_out: filled here with the input that made no entry.
 
-        Raises Unusable for input that cannot be used.
+        Raises Unusable for unusable input.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Documents of text, each between the tokens of a boundary."""
+    """The `Contents` of pretraining: each text becomes a document between the tokens of `boundary`."""
 
     columns: Columns
     boundary: BoundaryTokens
@@ -81,7 +81,7 @@ class Texts:
         return find_parts(inputs, self.columns, part_bytes, leave_out=leave_out)
 
     def request(self) -> dict[str, Any]:
-        """The columns, and the tokens around documents."""
+        """The columns and the tokens around documents; see `Contents`."""
         return {
             **asdict(self.columns),
             "before_each": list(self.boundary.begin),
@@ -89,7 +89,7 @@ class Texts:
         }
 
     def dated(self, time: datetime) -> Texts:
-        """These contents: texts do not depend on the time."""
+        """The object itself: texts do not depend on the time."""
         return self
 
     def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:

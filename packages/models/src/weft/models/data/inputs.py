@@ -1,4 +1,4 @@
-"""Records and documents in files of text, JSON, CSV and Parquet, in parts that can be read independently."""
+"""Reads records and documents from files of text, JSON, CSV and Parquet, in parts independent of one another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMED = 12  # the most fields listed in an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A range of an input file; or a folder's entry that has no documents and is only counted."""
+    """A range of an input file; or an entry of a folder without documents, to be counted only."""
 
     path: Path
     # The range, from start up to stop. Lines of JSON: the lines beginning between these two bytes. Parquet: these row
@@ -33,16 +33,16 @@ class Piece:
     is_named: bool  # whether the caller named the file; a named file is not skipped
     nbytes: int  # about the bytes to read
     kind: Kind = Kind.TEXT  # how the file is read
-    passed: str = ""  # description of an entry passed over because it is no file; empty for files
+    passed: str = ""  # description of an entry of a folder that is no file; empty for files
 
 
-Part = tuple[Piece, ...]  # read in one go: `prepare` makes one shard of each part
+Part = tuple[Piece, ...]  # `prepare` makes a shard of each part
 
 
 def newest_time(parts: Sequence[Part]) -> datetime:
-    """When the newest input was changed, in seconds of UTC: the time that chat templates write into texts.
+    """When the newest input was changed, in whole seconds of UTC: the current time for chat templates.
 
-    Texts then do not depend on when, or by which process, they are made.
+    Rendered texts are then equal in every run and process.
     """
     newest = max(piece.path.stat().st_mtime_ns for part in parts for piece in part)
     return datetime.fromtimestamp(newest // 10**9, UTC).replace(tzinfo=None)
@@ -50,11 +50,11 @@ def newest_time(parts: Sequence[Part]) -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where a record holds its text."""
+    """Where the text of a record is, and whether records without a text are left out."""
 
     field: str = "text"  # in JSON
     column: str | None = None  # in Parquet, CSV and TSV; None for the same as field
-    # Leave out records without a text there, and files of a folder for which `find_parts` would raise.
+    # Leave out records without a text, and files of a folder for which `find_parts` would raise.
     skip_bad: bool = False
 
     @property
@@ -65,15 +65,16 @@ class Columns:
 
 @dataclass(slots=True)
 class LeftOut:
-    """Counts and names of input that yielded no document.
+    """Counts and names of input that made no document or example.
 
-    A caller of `read_part` makes an empty instance, for one part or for all. `read_part` fills it while yielding texts.
+    A caller of `read_part` or `read_examples` makes an empty instance, for a part or for all parts; the function fills
+    the instance while yielding.
     """
 
-    empty: int  # documents without text
-    skipped: list[str]  # files without text
-    bad: int  # records without text, under skip_bad
-    passed: list[str]  # entries of folders that are no files
+    empty: int  # documents without text, blank lines
+    skipped: list[str]  # files without text or records
+    bad: int  # records left out under skip_bad
+    passed: list[str]  # descriptions of entries of folders besides files
 
 
 def find_parts(
@@ -81,8 +82,8 @@ def find_parts(
 ) -> list[Part]:
     """The documents under `inputs`, in order, in parts of about `part_bytes` each; depends on the files alone.
 
-    Small files share a part. JSON lines are cut between lines, Parquet between row groups, other files nowhere.
-    leave_out: a folder within an input that is not read.
+    Small files share a part. JSON lines are cut between lines, Parquet between row groups, further kinds nowhere.
+    leave_out: a folder within an input to pass over.
     Raises ValueError for a missing path, for inputs without any text, and for a file of an unknown or damaged kind or
     without the column. With `columns.skip_bad`, these files are left out where the caller named only their folder.
     """
@@ -107,7 +108,7 @@ def cut_inputs(
     """The pieces of all files under `inputs`, in order, in parts of about `part_bytes` each.
 
     pieces_of: called with each file, and whether the caller named it, for the file's pieces.
-    leave_out: a folder within an input that is not read. accepted: the formats that the error for a missing path names.
+    leave_out: a folder within an input to pass over. accepted: the formats named in the error for a missing path.
     Raises ValueError for a missing path.
     """
     parts: list[list[Piece]] = [[]]
@@ -140,7 +141,7 @@ def _pieces(file: Path, is_named: bool, columns: Columns, part_bytes: int) -> It
             groups = row_groups(file, columns.name)
         if kind is Kind.TABLE:
             _check_table(file, columns.name)
-    except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not skip it
+    except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not apply
         raise ValueError(str(error)) from None
     except ValueError:
         if is_named or not columns.skip_bad:
@@ -173,8 +174,8 @@ def read_part(part: Part, columns: Columns, left_out: LeftOut) -> Iterator[str]:
     """The texts of a part's documents, without empty texts; `left_out` counts the rest.
 
     Reads a part from `find_parts`: to prepare data, to train on records, or to learn a tokenizer.
-    Raises ValueError for a named file that is not UTF-8, a damaged file, and, unless skip_bad, a record without
-    text in its field.
+    Raises ValueError for a named file not in UTF-8, a damaged file, and, unless skip_bad, a record without text in the
+    field.
     """
     for piece in part:
         for text in _read(piece, columns, left_out):
@@ -228,7 +229,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot be read, or that has no usable text."""
+    """In place of a record: the problem of an unreadable record, or of a record without usable text."""
 
     problem: str
 
@@ -239,8 +240,8 @@ BLANK = BadRecord("is blank")  # a blank line
 def read_records(piece: Piece) -> Iterator[tuple[Place, Any]]:
     """The records of a piece of JSON lines, of a list of JSON, or of a table, with their places.
 
-    A record is any value of JSON; a `BadRecord`, such as `BLANK`; and of a table a dict of texts.
-    Raises ValueError for a list and a table that cannot be read.
+    A record is any value of JSON, a `BadRecord` or `BLANK`; for a table, a dict of texts.
+    Raises ValueError for an unreadable list or table.
     """
     return {Kind.LINES: _read_lines, Kind.LIST: _read_list, Kind.TABLE: _read_table}[piece.kind](piece)
 
@@ -292,7 +293,7 @@ def _open_table(path: Path) -> Any:
 
 
 def _check_table(path: Path, column: str) -> None:
-    """Raises ValueError for a file without the column, and for a file other than CSV in UTF-8."""
+    """Raises ValueError for a file without the column, and for a file not CSV in UTF-8."""
     if not path.stat().st_size:
         return
     names = next(_rows(path), [])
@@ -324,7 +325,7 @@ def _read_table(piece: Piece) -> Iterator[tuple[Place, Any]]:
 
 
 def _parse_line(line: bytes) -> Any:
-    """The value of a line of JSON; a `BadRecord` for a line that is blank or not JSON."""
+    """The value of a line of JSON; a `BadRecord` for a line without JSON; `BLANK` for a blank line."""
     if not line.strip():
         return BLANK
     try:

@@ -1,4 +1,4 @@
-"""The kind of a file of documents, by suffix, or by the first bytes where the suffix does not tell."""
+"""Finds the kind of a file of documents by suffix, or by the first bytes if the suffix is unknown."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def kind_of(file: Path, fields: Collection[str], *, is_named: bool) -> Kind:
     if records is not None or (is_named and (is_json or (suffix == ".json" and head.strip()))):
         if suffix == ".json":
             raise ValueError(
-                f"{file} holds no records: neither a list of objects nor an object in each line; convert it to such "
-                f"a file, or name it .txt to train on it as text"
+                f"{file} holds no records: neither a list of objects nor an object in each line; convert the file to "
+                f"either form, or name it .txt to train on the JSON as text"
             )
         raise ValueError(
-            f"{file} holds JSON, and its suffix {file.suffix!r} does not say so; name it .jsonl if each line is an "
-            f"object, .json if it is a list of objects, or .txt to train on it as text"
+            f"{file} holds JSON, but has the suffix {file.suffix!r}; name it .jsonl if each line is an object, .json "
+            f"if the file is a list of objects, or .txt to train on the JSON as text"
         )
     return Kind.TEXT
 

@@ -25,7 +25,7 @@ VERSION = 1
 READ_BYTES = 1 << 20
 ANEW = "remove the folder and prepare it again"  # a folder with a manifest counts as complete and is not made again
 TOKENS = {"uint16": 2**16, "uint32": 2**32}  # the number of values of each dtype
-# The files of a shard by task: those of FILES from the first on.
+# A shard has the first files of FILES, as many as _NUM_FILES says.
 FILES = ("tokens", "documents", "masks", "labels")
 _NUM_FILES = {"pretrain": 2, "sft": 3, "dpo": 3, "kto": 4}
 _COUNTS = ("tokens", "documents", "empty")  # counts of shards whose sums are in the manifest
@@ -33,11 +33,10 @@ _COUNTS = ("tokens", "documents", "empty")  # counts of shards whose sums are in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Some documents in files: the tokens; and the end of each document, as 64-bit numbers. Examples have a document
-    for each segment, and a file of masks, a byte a token (1: learned); those of kto a file of labels, a byte an
-    example (1: desirable).
+    """The entry of a manifest about a part's files: tokens; and the end of each document, as 64-bit numbers.
 
-    Left-out input is counted here, and is not among the documents.
+    Examples have a document for each segment, and a file of masks, a byte a token (1: learned). Examples of kto have a
+    file of labels, a byte an example (1: desirable). Left-out input is counted here, and is not among the documents.
     """
 
     number: int
@@ -46,7 +45,7 @@ class Shard:
     sha256: tuple[str, ...]  # of the files
     empty: int  # documents without text
     skipped: tuple[str, ...]  # files without text
-    bad: int  # records left out
+    bad: int  # records left out under skip_bad
     prompt: str  # the first words of a document; the sample shown by a training run begins with these
     passed: tuple[str, ...] = ()  # entries of folders that are no files
 

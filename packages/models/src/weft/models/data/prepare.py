@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 64 << 20  # input for a shard: some 30 MB of tokens, for which a process needs about 1 GB of memory
 PROGRESS = "progress.json"
-UNUSABLE, STOPPED = 3, 4  # exit statuses of a worker process: input that cannot be used; output that cannot be written
+UNUSABLE, STOPPED = 3, 4  # exit statuses of a worker process: unusable input; unwritable output
 POLL_SECONDS = 0.2
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes of all inputs)
@@ -76,19 +76,19 @@ def prepare(
     part_bytes: int = PART_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
-    """Make a folder of token shards, or continue a folder that was begun.
+    """Make a folder of token shards, or continue an unfinished folder.
 
     The bytes are the same for any number of workers and of restarts. The manifest is written last: a folder with a
     manifest is complete. Documents without text, and files of a folder without text, are left out and counted. An
     output folder within an input is not read as input.
     bos, eos: the tokens around each document, see `boundary_tokens`; kept in the manifest's request.
-    task: of other tasks than pretrain the inputs are records of examples, of which `columns` gives skip_bad alone; of
-        columns, bos and eos nothing else counts. template: the chat template of messages.
-    workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard its
+    task: except for pretrain, the inputs are records of examples; of columns, bos and eos, only columns.skip_bad is
+        then used. template: the chat template of messages.
+    workers: processes; two or more are started by multiprocessing's forkserver, for which a program must guard the
         main module.
     part_bytes: bytes of input for each shard, about. progress: called while inputs are read; see `Progress`.
-    Raises ValueError for unusable input, for an output that holds something else or that another process is
-    preparing, and where the output cannot be written.
+    Raises ValueError for unusable input, for an output with different contents or in use by a second process, and where
+    the output cannot be written.
     """
     contents = _contents(task, tokenizer, columns or Columns(), bos, eos, template)
     parts = contents.find_parts(inputs, part_bytes, output)
@@ -126,15 +126,15 @@ def _contents(
 ) -> Contents:
     if task == "pretrain":
         return Texts(columns, boundary_tokens(tokenizer, bos=bos, eos=eos), tokenizer)
-    from .examples.contents import Records
+    from .examples.contents import ExampleRecords
 
-    return Records(task, tokenizer, template, columns.skip_bad)
+    return ExampleRecords(task, tokenizer, template, columns.skip_bad)
 
 
 def _request(
     inputs: Sequence[Path], parts: Sequence[Part], contents: Contents, tokenizer: Tokenizer, part_bytes: int
 ) -> dict[str, Any]:
-    """All that determines the bytes of the result."""
+    """The manifest's `request`: everything that determines the bytes of the result."""
     pieces = [
         [str(piece.path), piece.start, piece.stop, piece.kind.value, piece.passed] for part in parts for piece in part
     ]
@@ -225,7 +225,7 @@ def _describe_request(request: dict[str, Any]) -> str:
 
 
 def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
-    """Make the shards that are missing."""
+    """Make the missing shards, with `workers` processes."""
     sizes = [sum(piece.nbytes for piece in part) for part in job.parts]
     missing = [number for number in range(len(job.parts)) if _finished_shard(job, number) is None]
     total, finished = sum(sizes), sum(sizes) - sum(sizes[number] for number in missing)
@@ -266,7 +266,7 @@ def _make_shards(job: _Job, workers: int, progress: Progress) -> None:
 
 
 def _make_missing_shards(rank: int, job: _Job, missing: Sequence[int], folder: str) -> None:
-    """Make shards that no other process has begun, until none is left. Run by each worker process."""
+    """Make missing shards not yet begun by any process, until none is left. Run by each worker process."""
     read = 0
 
     def report(done: int) -> None:
@@ -287,7 +287,7 @@ def _make_missing_shards(rank: int, job: _Job, missing: Sequence[int], folder: s
 
 
 def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
-    """Write the files of a part, and last the record that they are complete."""
+    """Write the files of a part's shard, and last the shard's `_record`."""
     part, left_out = job.parts[number], LeftOut(empty=0, skipped=[], bad=0, passed=[])
     size = sum(piece.nbytes for piece in part)
     entries = job.contents.entries(part, left_out)
@@ -305,12 +305,12 @@ def _make_shard(job: _Job, number: int, report: Callable[[int], None]) -> None:
 
 
 def _record(output: Path, number: int) -> Path:
-    """The file that records a complete shard, until the manifest is written."""
+    """The path of the file recording that a shard is complete, until the manifest is written."""
     return output / f"part-{number:05}.json"
 
 
 def _finished_shard(job: _Job, number: int) -> Shard | None:
-    """A shard that is complete and of this preparation; None for a shard still to be made."""
+    """The entry of a complete shard of this preparation; None for a shard still to be made."""
     record = read_record(_record(job.output, number))
     if record is None or record.get("of") != job.request:
         return None

@@ -1,4 +1,4 @@
-"""The files of a shard written, entry by entry."""
+"""Writes the files of a shard, entry by entry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORT_BYTES = 1 << 20  # of input between two reports
 
 
 class _Growing:
-    """A file written piece by piece under a temporary name, with its digest."""
+    """A file written piece by piece under a temporary name, and a running digest."""
 
     def __init__(self, path: Path, files: ExitStack) -> None:
         self.path, self._digest = path, hashlib.sha256()
@@ -32,7 +32,7 @@ class _Growing:
         self._file.write(content)
 
     def finish(self) -> str:
-        """Rename the file to its path. Returns the SHA-256."""
+        """Rename the complete file to the final path. Returns the SHA-256."""
         finish(self._file, self.path)
         return self._digest.hexdigest()
 
@@ -47,9 +47,9 @@ def write_shard(
     dtype: str,
     report: Callable[[int], None],
 ) -> Shard:
-    """Write the files of a shard. Returns its record for the manifest.
+    """Write the files of a shard. Returns the shard's entry for the manifest.
 
-    left_out: the counts that `entries` fills. dtype: of tokens. report: called with the bytes of input read, about.
+    left_out: filled by `entries`. dtype: of tokens. report: called now and then with the bytes of input read, about.
     """
     import numpy as np
 

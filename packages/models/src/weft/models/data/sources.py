@@ -38,13 +38,13 @@ MOST_BYTES = 1 << 30  # each process holds the texts in memory
 
 @dataclass(frozen=True, slots=True)
 class Records(BytesOfText):
-    """The documents of a file or a folder with records; a token is a byte. Made by `find_records`."""
+    """The texts of a file or a folder with records, read by a run itself; a token is a byte. Made by `find_records`."""
 
     name: str
     parts: tuple[Part, ...]
     num_tokens: int  # the end of each document included
     sha256: str  # of the texts, when they were found
-    prompt: str  # the first words of the texts, with which a run begins its sample
+    prompt: str  # the first words of the texts: the beginning of a run's sample
     skipped: tuple[Path, ...]  # files without text
     passed: tuple[str, ...]  # descriptions of folder entries passed over because they are no files, such as pipes
 
@@ -114,7 +114,7 @@ def texts_of(parts: tuple[Part, ...], left_out: LeftOut) -> Iterator[str]:
 
 
 class Source(Protocol):
-    """Documents on which a run may be trained."""
+    """Documents for a run to train on."""
 
     @property
     def name(self) -> str: ...
@@ -203,7 +203,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Several sources with one tokenizer, of which samples are taken by weight."""
+    """Several sources with equal tokenizers; samples are taken by weight."""
 
     parts: tuple[tuple[Source, Fraction], ...]
 
@@ -357,7 +357,7 @@ def check_enough(data: Data, sequence_length: int) -> None:
 
 
 def repeats(data: Data, sequence_length: int, batch_size: int) -> list[str]:
-    """A warning for each source with fewer training sequences than a step takes of it."""
+    """Warnings, one for each source with fewer training sequences than a step takes from the source."""
     parts = data.parts if isinstance(data, Mixture) else ((data, Fraction(1)),)
     total, warnings = sum(weight for _, weight in parts), []
     for source, weight in parts:

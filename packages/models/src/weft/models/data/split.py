@@ -1,4 +1,4 @@
-"""Which tokens are trained on, and which are held out: runs of tokens, cut into sequences.
+"""Divides the tokens of a source into runs for training and held-out runs, and cuts runs into sequences.
 
 A place is the index of a token in the stream.
 """
@@ -22,8 +22,8 @@ Runs = list[tuple[int, int]]  # places (start, stop) of each run, in ascending o
 class Samples:
     """The sequences that fit into runs of tokens, numbered from 0.
 
-    A sequence is `length` tokens, and the next token as the last one's target; all lie in one run. The next sequence
-    of the run begins at this next token.
+    A sequence is `length` tokens of a run, and the run's next token, the target of the last. The next sequence begins
+    at this next token.
     """
 
     def __init__(self, runs: Sequence[tuple[int, int]], length: int) -> None:
@@ -103,5 +103,5 @@ def _complement(runs: Runs, stop: int) -> Runs:
 
 
 def even_middles(number: int, count: int) -> list[int]:
-    """The middles of `number` even parts of 0 .. count - 1."""
+    """`number` evenly spaced numbers among 0 .. count - 1: the middles of equal parts."""
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]

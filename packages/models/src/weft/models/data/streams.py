@@ -1,4 +1,4 @@
-"""The tokens of a source as one run of documents, read on demand."""
+"""`Stream`: the tokens of a source, document after document, read on demand."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ class ShardStream:
         if len(tokens) and (highest := int(tokens.max())) >= self._vocab_size:
             file = self._folder / self._shards[number].names[0]
             raise ValueError(
-                f"{file} is not what was prepared: it has the token {highest}, and there are {self._vocab_size}; {ANEW}"
+                f"{file} is not what was prepared: it has the token {highest} in a vocabulary of {self._vocab_size}; "
+                f"{ANEW}"
             )
 
 

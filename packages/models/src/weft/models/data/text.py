@@ -1,4 +1,4 @@
-"""Text files as a corpus: each file is a document, and its bytes are the tokens."""
+"""Text files as a corpus: each file is a document, and bytes are tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BytesOfText:
-    """Documents of text whose tokens are bytes: the base class of `Corpus` and `Records`."""
+    """Base class of `Corpus` and `Records`: documents of text with bytes as tokens."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class Corpus(BytesOfText):
     files: tuple[Path, ...]
     num_bytes: int
     skipped: tuple[Path, ...] = ()  # files of the folder without text
-    prompt: str = "def "  # the beginning of the sample that a run generates; the default suits the standard library
+    prompt: str = "def "  # the beginning of a run's generated sample; the default suits the standard library
     sha256: str = ""  # of the texts, when they were found
     passed: tuple[str, ...] = ()  # see `Entries`
 
@@ -72,11 +72,11 @@ class Corpus(BytesOfText):
 
 
 def find_corpus(path: Path | None) -> Corpus:
-    """The documents under `path`: a text file, or the files of a folder that are text in UTF-8. None: the standard
-    library's source.
+    """The documents under `path`: a text file, or a folder's files of text in UTF-8. None: the standard library's
+    source.
 
-    Files of a folder that are not text in UTF-8 are skipped.
-    Raises ValueError for a missing path, a path without text, and a file that is not text in UTF-8.
+    Further files of a folder are skipped.
+    Raises ValueError for a missing path, a path without text, and a file not text in UTF-8.
     """
     if path is None:
         files, _, num_bytes, sha256 = _read_texts(sorted(_standard_library_files(Path(sysconfig.get_path("stdlib")))))
@@ -106,7 +106,7 @@ def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
     A link to a file counts as this file. Links to folders, links to nothing, pipes and the like are passed over,
     and described.
     leave_out: a folder within `path` whose files are left out.
-    Raises ValueError for a path that is neither a file nor a folder.
+    Raises ValueError for a path to anything but a file or a folder.
     """
     if not path.is_dir():
         if not path.is_file():
@@ -133,7 +133,7 @@ def entries_under(path: Path, leave_out: Path | None = None) -> Entries:
 
 
 def _describe_entry(entry: Path) -> str:
-    """A description of a folder's entry that is no file."""
+    """A description of a folder's entry besides files, as a link or a pipe."""
     if entry.is_symlink() and not entry.exists():
         return "a link to nothing"
     for kind in ("fifo", "socket", "block_device", "char_device"):
@@ -177,7 +177,7 @@ def _first_words(files: Iterable[Path]) -> str:
 
 
 def _bad_byte(content: bytes) -> int | None:
-    """The place of the first byte that is not UTF-8; None for text in UTF-8."""
+    """The index of the first byte not in UTF-8; None for text in UTF-8."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -186,7 +186,7 @@ def _bad_byte(content: bytes) -> int | None:
 
 
 def _standard_library_files(root: Path) -> Iterator[Path]:
-    """The modules of the standard library, without its tests and without installed packages."""
+    """The modules of the standard library, without tests and without installed packages."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "test", "tests")]
         yield from (Path(folder) / name for name in names if name.endswith(".py"))

@@ -1,4 +1,4 @@
-"""Tokenizers as values: finding their files, encoding and decoding text."""
+"""`Tokenizer`: files as a value, encoding and decoding. `find_tokenizer` reads the files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FILES = (
 # The tokens tried in turn as the end of a document, if no file names the end.
 END_NAMES = (END_NAME, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 MODEL_FILE = "config.json"
-_OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files that change the tokens of tokenizer.json
+_OBJECTS = (CONFIG_FILE, SPECIAL_FILE, ADDED_FILE)  # files of JSON objects with changes to tokenizer.json
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Tokenizer:
     """A tokenizer, held as files. Only the fields are pickled; `tokenizers` parses the files at the first use."""
 
     files: tuple[tuple[str, bytes], ...]  # (name, content)
-    end: int  # the token that ends a document
+    end: int  # the token after a document
     vocab_size: int  # the number of tokens
 
     @cached_property
@@ -71,13 +71,13 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the end, tokenizer.json, and the changes by files beside it: equal sums give equal tokens."""
+        """SHA-256 of the end, of tokenizer.json, and of the changes by further files: equal sums give equal tokens."""
         changed = f"{self._changes}\n" if self._changes else ""
         return hashlib.sha256(f"{self.end}\n{changed}".encode() + dict(self.files)[TOKENIZER_FILE]).hexdigest()
 
     @cached_property
     def begin(self) -> tuple[int, ...]:
-        """The tokens that `encode` puts before a prompt: the BOS token, where the tokenizer adds one."""
+        """The tokens put before a prompt by `encode`: the BOS token, or none if the tokenizer adds none."""
         if self.is_bytes:
             return ()
         encoded = self._library.encode("a")
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def bos(self) -> int | None:
-        """The bos_token of the files, whether or not `encode` adds it; None without a bos_token."""
+        """The bos_token of the files, whether or not added by `encode`; None without a bos_token."""
         name = token_of(json.loads(dict(self.files).get(CONFIG_FILE, b"{}")).get("bos_token"))
         if name is None or self.is_bytes:
             return None
@@ -94,7 +94,7 @@ class Tokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """The tokens that transformers' AutoTokenizer gives for a prompt.
+        """The tokens of a prompt, as by transformers' AutoTokenizer.
 
         Names of special tokens in the text become these tokens. BOS comes first, if the tokenizer adds BOS.
         """
@@ -106,11 +106,11 @@ class Tokenizer:
         return found
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text that holds all its special tokens by name, such as a rendered chat; and for each token
-        the place (start, stop) of its characters in the text.
+        """The tokens of a text that names all special tokens, as a rendered chat; and by token the place (start, stop)
+        of the token's characters in the text.
 
-        Names of special tokens become these tokens, and no token is added. Tokens of one character's bytes all have
-        this character's place. The place of a token of spaces may be empty, at the end of the spaces.
+        Names of special tokens become these tokens, and no token is added. Several tokens of a single character all
+        have the character's place. The place of a token of spaces may be empty, at the end of the spaces.
         """
         if self.is_bytes:
             return encode_bytes_with_places(text)
@@ -120,7 +120,7 @@ class Tokenizer:
 
     @cached_property
     def end_name(self) -> str:
-        """The name of `end`, the token that ends a document."""
+        """The text that names the token `end`."""
         if self.is_bytes:
             return END_NAMES[0]
         name: str = self._library.id_to_token(self.end)
@@ -128,7 +128,7 @@ class Tokenizer:
 
     @cached_property
     def special_names(self) -> dict[str, str | list[str]]:
-        """The names of special tokens by their uses, as transformers gives them to chat templates: bos_token, ..."""
+        """{use: name of the special token}, as transformers' variables for chat templates: bos_token, ..."""
         return special_names(_settings_of(dict(self.files)))
 
     @cached_property
@@ -160,20 +160,20 @@ class Tokenizer:
         return [found.ids for found in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens. What is not UTF-8 becomes U+FFFD, and so does the end token of the byte tokenizer."""
+        """The text of the tokens. Bytes not in UTF-8, and the end token of the byte tokenizer, become U+FFFD."""
         return "".join(self.decode_each(tokens))
 
     def decode_each(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """The text of the tokens in pieces, each yielded as soon as its last token is drawn; joined, the pieces are
-        `decode`'s text.
+        """The text of the tokens in pieces, each yielded as early as possible; joined, the pieces are `decode`'s text.
 
-        after: the tokens before the first, such as a prompt, whose text is not repeated. Some decoders drop the
-            space before the first word of a text; after a prompt the space stays.
+        tokens: may be drawn while pieces are read.
+        after: the earlier tokens, as a prompt, whose text is not repeated. Some decoders drop the space before the
+            first word of a text; after a prompt the space stays.
         """
         return decode_bytes(tokens) if self.is_bytes else _decode_pieces(self._library, tokens, after)
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """The number of bytes of the tokens' text, in UTF-8; for the bits per byte that a run prints last.
+        """The number of bytes of the tokens' text, in UTF-8; for the bits per byte printed at the end of a run.
 
         Tokens added around a document count nothing; a cut character counts as U+FFFD.
         """
@@ -210,10 +210,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or of a folder with that file, such as a checkpoint; None: the tokenizer
-    of bytes.
+    """The tokenizer of a `tokenizer.json`, or of a folder with this file, as a checkpoint; None: the byte tokenizer.
 
-    end: the token that ends a document. None: the folder's eos_token, or else the first of END_NAMES in the
+    end: the name of the token after a document. None: the folder's eos_token, or else the first of END_NAMES in the
         vocabulary.
     Raises ValueError for a path without a tokenizer, for damaged files, for an end absent from the vocabulary, and
     without the library.
@@ -253,7 +252,7 @@ def find_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
 
 
 def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
-    """The tokenizer with another chat template, the text `source`, as its only one."""
+    """A copy of the tokenizer with `source` as the only chat template."""
     files = dict(tokenizer.files)
     config = json.loads(files.get(CONFIG_FILE, b"{}")) | {"chat_template": source}
     files.pop("chat_template.json", None)
@@ -264,9 +263,9 @@ def with_template(tokenizer: Tokenizer, source: str) -> Tokenizer:
 def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
     """A folder's files by name, with the named chat templates (`additional_chat_templates/NAME.jinja`) merged in.
 
-    All templates, chat_template.jinja included, become the field chat_template of tokenizer_config.json, where
-    transformers finds them, too; chat_template.jinja is then left out. Without the folder additional_chat_templates,
-    all files stay as they are.
+    All templates, chat_template.jinja included, become the field chat_template of tokenizer_config.json, also read by
+    transformers; chat_template.jinja is then left out. Without the folder additional_chat_templates, all files stay
+    unchanged.
     """
     if not (folder / CHAT_FOLDER).is_dir():
         return files
@@ -276,7 +275,8 @@ def with_named_templates(files: dict[str, bytes], folder: Path) -> dict[str, byt
 
 
 def _chat_templates(folder: Path, configured: Any) -> Any:
-    """The chat templates of a folder in the form of tokenizer_config.json: one as text, several as a list with names.
+    """The chat templates of a folder in the form of tokenizer_config.json: a single template as text, several as a
+    list with names.
 
     configured: the chat_template of tokenizer_config.json, which counts in a folder without files of templates.
     """
@@ -311,7 +311,7 @@ def _set_class(config: dict[str, Any], folder: Path, *, has_own: bool) -> None:
 
 
 def _settings_of(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
-    """The content of the files beside tokenizer.json that change its tokens, by their names."""
+    """{name: content} of the files with changes to tokenizer.json."""
     return {name: json.loads(files[name]) for name in _OBJECTS if name in files}
 
 
@@ -322,7 +322,7 @@ def _changes_of(files: Mapping[str, bytes]) -> Changes:
 
 
 def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
-    """The tokens and their numbers. Raises ValueError for a file that is no tokenizer, and without the library."""
+    """{token: number}. Raises ValueError for a file without a tokenizer, and without the library."""
     _object_of(file, files[TOKENIZER_FILE])
     try:
         changes = _changes_of(files)
@@ -339,9 +339,9 @@ def _vocabulary(file: Path, files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def config_file(end: str) -> bytes:
-    """The tokenizer_config.json for a tokenizer without one: transformers needs this file beside tokenizer.json.
+    """A new tokenizer_config.json, which transformers needs beside tokenizer.json.
 
-    end: the name of the token that ends a document.
+    end: the name of the token after a document.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,9 +1,9 @@
-"""The files of a tokenizer's folder: types of their values, and the changes that transformers makes when loading them.
+"""How further files of a tokenizer's folder change tokenizer.json, as in transformers.
 
 The tokens of a text depend on tokenizer.json and on the files beside tokenizer.json: added tokens, special tokens,
-and the class named in tokenizer_config.json. A value of a wrong type would change tokens silently, so `check_types`
-checks the types. `changes_of` finds how transformers changes tokenizer.json when loading the folder, by the rules of
-fast tokenizers, release 4.57. It reads the files without any library; `Changes.apply` needs `tokenizers`.
+and the class named in tokenizer_config.json. A value of a wrong type would change tokens silently: `check_types` checks
+the types. `changes_of` finds how transformers changes tokenizer.json when loading the folder, by the rules of fast
+tokenizers, release 4.57; no library is needed. `Changes.apply` makes a tokenizer with the library `tokenizers`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_types(content: Mapping[str, Any], settings: Mapping[str, Mapping[str, 
     """Raises ValueError for a value of another type than the file's format has, with the file and the place in the
     file.
 
-    content, beside: as of `changes_of`. Values that are not read are not checked.
+    content, settings: as for `changes_of`. Values never read are not checked.
     """
     for file, value in (("tokenizer.json", content), *settings.items()):
         _check(file, value, _TYPES[file])
@@ -92,7 +92,7 @@ def _check(where: str, value: Mapping[str, Any], types: Mapping[str, Any]) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The defaults of a class of transformers' tokenizers, for what the config does not set."""
+    """The defaults of a class of transformers' tokenizers, for settings missing in the config."""
 
     tokens: Mapping[str, str]  # special tokens by their names
     template: bool = False  # whether the class replaces the post-processor of tokenizer.json
@@ -124,7 +124,7 @@ KINDS: Mapping[str, _Kind] = {
 class Changes:
     """The changes to a tokenizer.json. Empty, and false, where the file is used unchanged."""
 
-    # Tokens missing in the file, or there with other flags: text, and the flags of `tokenizers.AddedToken` by FLAGS.
+    # Tokens missing in the file, or there with different flags: (text, flags of `tokenizers.AddedToken` by FLAGS).
     added: tuple[tuple[str, tuple[bool, ...]], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()  # replaced parts of the file, as JSON: pre_tokenizer, normalizer
     # The tokens before and after a prompt, replacing the file's post-processor; None for the file's own.
@@ -151,11 +151,11 @@ class Changes:
 
 
 def changes_of(content: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> Changes:
-    """The changes to a tokenizer.json by the files beside it.
+    """The changes to a tokenizer.json by further files of the folder.
 
     content: of tokenizer.json.
-    beside: the content of tokenizer_config.json, special_tokens_map.json and added_tokens.json, as far as these
-        files exist.
+    settings: {name: content} of tokenizer_config.json, special_tokens_map.json and added_tokens.json; missing files
+        have no entry.
     Raises ValueError where the class begins each prompt with a BOS token, and no BOS token is named.
     """
     config = settings.get("tokenizer_config.json", {})
@@ -183,7 +183,7 @@ def _special(kind: _Kind, named: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _named(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The config with the special tokens that count.
+    """The config with the special tokens in effect.
 
     A config with a list of added tokens is complete; special_tokens_map.json counts only beside older configs.
     """
@@ -214,7 +214,7 @@ def _added(
     named: Mapping[str, Any],
     special: Mapping[str, str | None],
 ) -> tuple[tuple[str, tuple[bool, ...]], ...]:
-    """The tokens to add: those missing in the file, and those with other flags than the file's."""
+    """The tokens to add: tokens missing in tokenizer.json, and tokens with different flags there."""
     of_file = {each["content"]: _flags(each) for each in content.get("added_tokens", ())}
     more = [each for each in named.get("additional_special_tokens") or () if token_of(each)]
     specials = [token for token in (*special.values(), *map(token_of, more)) if token]
@@ -235,7 +235,7 @@ def _added(
 
 
 def _flags(token: Mapping[str, Any]) -> tuple[bool, ...]:
-    """A token's flags in the order of FLAGS, with the library's defaults: a token that is not special is normalized."""
+    """A token's flags in the order of FLAGS, with the library's defaults: tokens not special are normalized."""
     special = bool(token.get("special", False))
     return (*(bool(token.get(name, False)) for name in FLAGS[:3]), bool(token.get("normalized", not special)), special)
 

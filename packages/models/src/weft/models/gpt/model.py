@@ -75,9 +75,7 @@ class GPT(CausalModel[GPTConfig]):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Token embedding plus position embedding, [B, T, H]; no further arguments for blocks.
 
-        positions: below max_seq_len.
-
-        Raises ValueError for more tokens than positions.
+        positions: below max_seq_len; None: counted from `first`. Raises ValueError for a count beyond max_seq_len.
         """
         if positions is None:
             positions = self._counted(tokens, first)  # [T]

@@ -1,4 +1,4 @@
-"""Batches laid out for a plan: rows over the data axes, tokens over "cp" in an order balancing causal work."""
+"""Lays batches out for a plan: rows over the data axes, tokens over "cp" in an order that balances causal work."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from weft.kernels.extension import Runs, as_laid, as_read
 from weft.mesh import Layout, ProcessMesh, Shard
 from weft.reshard.extension import as_process_mesh, this_rank, wrap
 
+from ..exact import check_batch
 from .packed.order import NO_WINDOW, order_by_documents
 from .packed.rows import RowOrders
 from .packed.transfer import prepare_exchanges
@@ -22,10 +23,10 @@ from .styles import CONTEXT_AXIS, TENSOR_AXIS
 
 
 class Ordered(NamedTuple):
-    """The model's argument `documents` or `dropout_key`, with the order in which the tokens are laid out.
+    """The model's argument `documents` or `dropout_key`, together with the order in which the tokens are laid out.
 
-    A pre-hook of the model (context.py) wraps the arguments, and pre-hooks of attention and dropout unwrap them; layers
-    hand them on. An order kept on a module would be a later batch's when a layer is recomputed.
+    A pre-hook of the model (context.py) makes an Ordered, layers hand the argument on, and pre-hooks of attention and
+    dropout unwrap it. The order is not kept on a module: a recomputed layer could find the order of a later batch.
     """
 
     order: Runs | RowOrders
@@ -34,14 +35,14 @@ class Ordered(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderedPositions:
-    """Positions of tokens laid out in another order than the reading order."""
+    """Positions of tokens that are not laid out in reading order."""
 
     values: DTensor  # [B, T] of ints, laid out as the tokens
-    # the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout; or those of each row
+    # runs of consecutive tokens, [start, stop) of the sequence, in the order of the layout; a RowOrders for runs by row
     order: Runs | RowOrders
 
 
-_ORDER = "_order_of_tokens"  # an attribute of tokens laid out in another order than the reading order
+_ORDER = "_order_of_tokens"  # attribute of tokens that are not laid out in reading order
 
 
 def order_of(tokens: Tensor) -> Runs | RowOrders | None:
@@ -66,8 +67,8 @@ class Batch:
     tokens, targets: [B, T]; plain tensors on a mesh of one process.
     positions, documents: None where the model needs none.
     numbers: [B, T], laid out as the targets; for `document_sums`. None where `lay_out_batch` got none.
-    order: the runs of consecutive tokens, [start, stop) of the sequence, in the order of layout. Where rows are
-        cut by their documents, a `RowOrders`: such runs for each row given to `lay_out_batch`. None for reading order.
+    order: runs of consecutive tokens, [start, stop) of the sequence, in the order of the layout. Where rows are cut by
+        documents, a `RowOrders`: runs for each row given to `lay_out_batch`. None for reading order.
     """
 
     tokens: Tensor
@@ -78,9 +79,9 @@ class Batch:
     numbers: Tensor | None = None
 
     def as_read(self, whole: Tensor) -> Tensor:
-        """A plain tensor [B, T, ...] of all tokens, such as `to_global(logits)`, with the tokens in reading order.
+        """Bring a plain tensor [B, T, ...] of all tokens, as `to_global(logits)`, into reading order.
 
-        Raises ValueError where rows are cut by their documents and only some rows were given.
+        Raises ValueError where rows are cut by documents and `lay_out_batch` got `rows=`.
         """
         if isinstance(self.order, RowOrders):
             return self.order.as_read(whole)
@@ -106,18 +107,19 @@ def lay_out_batch(
     numbers: of a token's document, as `documents`, but laid out as the targets: for `document_sums`.
     rows: None if every rank gives the whole batch. Otherwise the number of rows of the whole batch, B, and the tensors
         hold this rank's rows only, as `Layout(mesh, {"dp": Shard(0)})` cuts B rows (if "dp" is the data axis).
-    compiled: whether blocks are compiled by torch.compile. All rows then have one order, whatever their documents: a
-        graph holds for one order only. All rows have one order under a plan with `exact`, too.
-    With context="all_gather", tokens are laid out in an order in which causal attention, with the plan's windows, is
-    equal work for all ranks: `order_by_documents`, for each row with documents on the CPU, or for all rows as for one
-    document. In the first case attention sends keys and values only to the ranks whose queries see them, and the model
-    needs `documents=batch.documents`.
+    compiled: whether blocks are compiled by torch.compile.
+    With context="all_gather", the order of tokens gives all ranks equal causal work under the plan's windows
+    (`order_by_documents`). Documents on the CPU give each row an order of its own: attention then sends keys and values
+    only to the ranks that see the keys, and the model needs `documents=batch.documents`. Without documents, with
+    `compiled` (a graph holds for a single order) and under a plan with `exact`, all rows have a common order, as for a
+    single document.
     The order reaches the model with the batch's positions, or with the tokens if the model is called without
     positions. The loss needs no order: the logits and batch.targets are in the same order.
-    T need not be divisible: shards are cut as `torch.chunk` cuts; the last ranks have fewer tokens, or none.
+    T need not be divisible: shards are cut as by `torch.chunk`; the last ranks have fewer tokens, or none.
     Communication: none, apart from making the mesh's process groups.
-    Raises ValueError for tensors of different shapes, for a number of rows other than this rank's, and for a document
-    that comes back after it ended.
+    Raises ValueError for tensors of different shapes, for a wrong number of rows on this rank, for a document with
+    tokens again after its end, and under a plan with `exact` for rows or tokens that a mesh within the named one would
+    cut elsewhere.
     """
     mesh = as_process_mesh(mesh)
     companions = {"targets": targets, "positions": positions, "documents": documents, "numbers": numbers}
@@ -130,6 +132,8 @@ def lay_out_batch(
         raise ValueError(f"lay_out_batch takes tokens [B, T], got {tuple(tokens.shape)}")
     if documents is not None and (documents.is_floating_point() or documents.is_complex()):
         raise ValueError(f"lay_out_batch: documents are {documents.dtype}; give ints, the number of a token's document")
+    if plan.exact is not None:
+        check_batch(plan.exact, tokens.shape[0] if rows is None else rows, tokens.shape[1])
     if mesh.size == 1 and plan.exact is None:
         documents = None if documents is None else documents.to(tokens.device)
         numbers = None if numbers is None else numbers.to(tokens.device)
@@ -184,9 +188,9 @@ def lay_out_batch(
 def cut_rows(
     mesh: ProcessMesh, plan: ParallelPlan, documents: Tensor | None, *, compiled: bool = False
 ) -> RowOrders | None:
-    """The order of each row by its documents, as `lay_out_batch` uses it; None where it uses another.
+    """The orders of rows by documents that `lay_out_batch` will use; None where rows are not cut by documents.
 
-    Raises ValueError for a document that comes back after it ended.
+    Raises ValueError for a document with tokens again after its end.
     """
     if documents is None or documents.device.type != "cpu" or not len(documents):
         return None
@@ -196,10 +200,10 @@ def cut_rows(
 
 
 def cuts_by_documents(mesh: ProcessMesh, plan: ParallelPlan, compiled: bool) -> bool:
-    """Whether `lay_out_batch` gives packed rows an order by their documents.
+    """Whether `lay_out_batch` gives rows with documents on the CPU an order by documents.
 
-    Not under `exact`: what a rank receives by documents is of all its rows, and an exact step computes the rows of each
-    coordinate of the named mesh by themselves.
+    Not under `exact`: an exact step computes rows separately for each coordinate of the named mesh, and an exchange by
+    documents is for all rows of a rank together.
     """
     is_sharded = CONTEXT_AXIS in mesh.axis_names and mesh.axis_size(CONTEXT_AXIS) > 1
     return plan.context == "all_gather" and is_sharded and not compiled and plan.exact is None
@@ -215,10 +219,11 @@ def prepare_rows(
     compiled: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Cuts rows by their documents and plans all exchanges of keys, ahead of `lay_out_batch` with the same documents.
+    """Cut rows by documents and plan all exchanges of keys, ahead of `lay_out_batch` with the same documents.
 
-    The results are kept with the tensor `documents`: give `lay_out_batch` the same object. The trainer calls this
-    function in the thread that reads data, so that a step does not spend the time. dtype: of the queries.
+    The tensor `documents` keeps the results: give `lay_out_batch` the same object. The trainer's reading thread calls
+    this function, to save the time in the step. dtype: of the queries.
+    Communication: none, apart from making the mesh's process groups.
     """
     order = cut_rows(mesh, plan, documents, compiled=compiled)
     if order is not None:

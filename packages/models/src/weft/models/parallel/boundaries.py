@@ -54,12 +54,12 @@ def column_siblings(styles: dict[str, Style]) -> dict[str, list[str]]:
 
 
 def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepared_output: Set[str]) -> None:
-    """Register hooks that reshard the inputs and outputs of one module's tensor-parallel layers.
+    """Register hooks that reshard the inputs and outputs of a module's tensor-parallel layers.
 
     An input of column-parallel layers becomes replicated, a Partial output is reduced, and without
     `ParallelPlan.loss_parallel` the module's output becomes replicated.
-    model: the whole model; all names are names in it.
-    module_plan: the name of the module, the plan which lays the module out, and the styles of its layers.
+    model: the whole model; all names are names in the whole model.
+    module_plan: the name of the module, the plan which lays the module out, and the styles of the layers.
     with_prepared_output: the modules whose output a PrepareOutput places on the tensor axis; `hook_preparations`
         reshards their output instead.
     """
@@ -71,7 +71,7 @@ def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepare
         if shared_by == {*names}:  # the parent's input is the input of all siblings
             _hook_first_argument(modules[parent], _replicate_input)
             continue
-        # A module under two names may be called twice with one input, and then reshards it once, as siblings do.
+        # A module under two names may be called twice with an input, and then reshards once, like siblings.
         if len(names) == 1 and name_counts[modules[names[0]]] == 1:
             layer = modules[names[0]]
             if overlapped_sequence.may_run_in_steps(layer, plan):
@@ -87,7 +87,7 @@ def hook_tensor_parallel(model: nn.Module, module_plan: ModulePlan, with_prepare
     stream_placement = f"S({TOKENS_DIM})" if plan.sequence else "R"
     for each, style in styles.items():
         if isinstance(style, ExpertParallel) and plan.experts is not None and plan.experts.folds_tensor_axis:
-            continue  # each expert is whole, and tokens come to it from all ranks along "tp", too
+            continue  # experts are whole, and get tokens from all ranks along "tp", too
         if isinstance(style, ExpertParallel):
             modules[each].register_forward_pre_hook(_replicate_experts_inputs)
         reduced = isinstance(style, RowwiseParallel | VocabParallel | ExpertParallel)
@@ -152,7 +152,7 @@ class _SharedInput:
     """
 
     def __init__(self) -> None:
-        self._input: Tensor | None = None  # the siblings' common input, as passed to them
+        self._input: Tensor | None = None  # the siblings' common input, before the reshard
         self._replicated: Any = None  # the same input, replicated over the tensor axis
 
     def replicate(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Context parallelism: hooks by which attention reads the tokens of all ranks, where tokens are sharded over "cp"."""
+"""Context parallelism: hooks that let attention see the tokens of all ranks, where tokens are sharded over "cp"."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from weft.reshard.extension import (
     finish_in_graph,
     in_graph,
     is_compiling,
+    named_size,
     shape_of,
     this_rank,
     wrap,
@@ -43,7 +44,7 @@ def has_context_axis(mesh: ProcessMesh) -> bool:
 def check_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
     """Check the model against the plan's context parallelism on this mesh.
 
-    Raises ValueError for a model without attention modules, and for heads that cannot be cut over tp and cp.
+    Raises ValueError for a model without attention modules, and under "ulysses" for heads not divisible over tp and cp.
     """
     if plan.context is None or not has_context_axis(mesh):
         return
@@ -67,12 +68,15 @@ def check_heads(heads: dict[str, int], mesh: ProcessMesh) -> None:
     of their layer.
     """
     if heads:
-        tp = mesh.axis_size(TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
+        tp = named_size(mesh, TENSOR_AXIS) if TENSOR_AXIS in mesh.axis_names else 1
         check_head_degrees(heads, cp=mesh.axis_size(CONTEXT_AXIS), tp=tp)
 
 
 def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> None:
-    """Register the reshards of context parallelism where tokens enter the model and where layers attend."""
+    """Register the hooks of context parallelism: on the model, and on the modules of attention and dropout.
+
+    Communication: none here; in a call as `_start_gather`, or `_to_heads` and `_to_tokens`.
+    """
     own = list(model.modules())
     if not has_context_axis(mesh) or not any(isinstance(module, DotProductAttention) for module in own):
         return
@@ -95,7 +99,7 @@ def hook_context(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan) -> Non
 
 
 class _Tokens:
-    """A pre-hook of the model: adds positions, documents of all tokens, and the order in which the tokens are laid
+    """The pre-hook of the model: adds positions, documents of all tokens, and the order in which tokens are laid
     out.
     """
 
@@ -174,7 +178,7 @@ def _is_same(order: Runs | RowOrders, of_positions: Runs | RowOrders) -> bool:
 
 @in_graph
 def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
-    """The position of each token of this rank in its row, laid out as `tokens`."""
+    """The position in the row of each token of this rank, laid out as `tokens`. order: of all rows."""
     layout, local = layout_of(tokens), tokens.to_local()
     shape = shape_of(tokens)
     here = layout.local_slices(shape, this_rank())[TOKENS_DIM]
@@ -184,14 +188,14 @@ def _own_positions(tokens: DTensor, order: Runs | None = None) -> DTensor:
 
 
 def _positions_by_row(tokens: DTensor, order: RowOrders) -> DTensor:
-    """`_own_positions` of rows that have an order each."""
+    """`_own_positions` for rows with an order each."""
     layout, shape = layout_of(tokens), shape_of(tokens)
     here = layout.local_slices(shape, this_rank())[TOKENS_DIM]
     return wrap(order.places(tokens.to_local().device)[:, here].contiguous(), layout, shape)
 
 
 def _drop_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of a Dropout: hands an `Ordered` key on as the key and the order."""
+    """Pre-hook of a Dropout: splits an `Ordered` key into the arguments key and order."""
     arguments = dict(zip(("input", "key"), args, strict=False)) | kwargs
     key = arguments["key"]
     if not isinstance(key, Ordered):
@@ -231,10 +235,10 @@ class _GatheringInGraph(NamedTuple):
 def _start_gather(
     latest: LatestOrder, attend: DotProductAttention, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]
 ) -> Any:
-    """Hook of KeysAndValues: starts to gather the keys and values of all tokens, or those that this rank's queries see.
+    """Hook of KeysAndValues: starts to gather the keys and values of all tokens; by documents, `start_exchange`.
 
-    Communication: one all-gather, started and not waited for; in backward one reduce-scatter, waited for. With an
-    order by documents that of `KeysOnTheirWay`.
+    Communication: an all-gather, started and not waited for; in backward a reduce-scatter, waited for. With an order by
+    documents, as `KeysOnTheirWay`.
     """
     if not _sharded_on_tokens(output[0]):
         return None
@@ -250,8 +254,8 @@ def _start_gather(
 
 
 def _gather_keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of attention under "all_gather": gives attention the keys and values of all tokens, or with an order by
-    documents those under way.
+    """Pre-hook of attention under "all_gather": waits for the keys and values of all tokens. By documents, attention
+    gets the exchange under way.
     """
     arguments = _attention_arguments(args, kwargs)
     if take_received(arguments, module.window):
@@ -294,7 +298,7 @@ def _whole_tokens(documents: DTensor) -> DTensor:
 
 @in_graph
 def _gathered(key: DTensor, value: DTensor) -> tuple[Tensor, ...]:
-    """The keys and values of all tokens. Communication: one all-gather; in backward one reduce-scatter."""
+    """The keys and values of all tokens. Communication: an all-gather; in backward a reduce-scatter."""
     layout = layout_of(key)
     if layout[CONTEXT_AXIS] != Shard(TOKENS_DIM):
         return key, value
@@ -319,7 +323,7 @@ def _finish_gather(packed: Tensor, number: Tensor, unfilled: Tensor) -> tuple[Te
 
 @in_graph
 def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tuple[Tensor, ...]:
-    """All tokens of some heads, from some tokens of all heads. Communication: one all-to-all; in backward another.
+    """All tokens of some heads, from some tokens of all heads. Communication: an all-to-all; in backward a second.
 
     Raises ValueError where the heads cannot be cut over tp and cp.
     """
@@ -334,8 +338,8 @@ def _to_heads(query: DTensor, key: DTensor, value: DTensor, head_dim: int) -> tu
 
 @in_graph
 def _to_tokens(output: DTensor) -> DTensor:
-    """The attention's output, resharded from heads back to tokens. Communication: one all-to-all; in
-    backward another.
+    """The attention's output, resharded from heads back to tokens. Communication: an all-to-all; in backward a
+    second.
     """
     layout = layout_of(output)
     if layout[CONTEXT_AXIS] != Shard(HEADS_DIM):

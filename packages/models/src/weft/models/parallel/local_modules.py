@@ -1,7 +1,7 @@
-"""Modules computing on local tensors, on a mesh that divides nothing but the rows of a batch.
+"""Lets modules compute on local tensors, on a mesh that divides nothing but the rows of a batch.
 
-A whole module is then a single op on DTensors: inputs and parameters are unwrapped once and the output is wrapped
-once, where otherwise each op in the module would unwrap and wrap. FSDP2 does the same.
+A whole module is then a single op on DTensors: inputs and parameters are unwrapped once and the output is wrapped once,
+instead of in each op of the module. FSDP2 does the same.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
     Each block, a `row_independent` module in a ModuleList, is a unit of computation. The whole model is the unit if the
     model is `row_independent`, `by_block` is False, and the gradients fit in a single bucket: a unit's gradients become
     available all at once, and the buckets of a larger model are to be reduced while backward continues.
-    A unit still computes on DTensors when it is compiled, drops elements or reads other rows; when a module within
-    it has a hook, a replaced forward, or a class that is not `row_independent`; and when its inputs have another
-    layout.
+    A unit still computes on DTensors if the unit is compiled, drops elements or mixes rows; if a module within has a
+    hook, a replaced forward, or a class that is not `row_independent`; and for inputs of a different layout.
     Communication: none.
     """
     axes = (axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1)
@@ -63,16 +62,16 @@ def hook_rows(model: nn.Module, mesh: ProcessMesh, *, by_block: bool) -> None:
 
 
 def is_row_independent(module: nn.Module) -> bool:
-    """Whether a module computes each row of a batch independently of the other rows."""
+    """Whether a module computes each row of a batch from this row alone."""
     return type(module) in ROW_INDEPENDENT and not getattr(module, "reads_other_rows", False)
 
 
 class _Unit:
-    """A module that may compute on local tensors."""
+    """A module that may compute on local tensors; kept with the module's replaced forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward  # forward: the module's own
-        self.contents: _Contents | None = None  # as last inspected
+        self.contents: _Contents | None = None  # of the latest inspection
         self.last: Callable[[], _Call | None] = lambda: None  # a weak reference to the last call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
@@ -83,7 +82,9 @@ class _Unit:
 
 
 class _Contents:
-    """The modules and parameters within a unit, kept from call to call: an inspection takes as long as several ops."""
+    """An inspection of a unit: the modules and parameters within. Kept from call to call, since an inspection takes as
+    long as several ops.
+    """
 
     def __init__(self, unit: nn.Module, mesh: DeviceMesh, ndim: int) -> None:
         self.mesh, replicated = mesh, (Replicate(),) * ndim
@@ -117,7 +118,7 @@ class _Contents:
         return all(vars(module).keys().isdisjoint(("forward", "_compiled_call_impl")) for module in self._modules)
 
     def is_current(self, mesh: DeviceMesh) -> bool:
-        """Whether the unit is eligible and another inspection would find the same. Quick, since every call asks."""
+        """Whether the unit is eligible and a new inspection would find the same. Quick, since every call asks."""
         if not self.is_eligible or mesh is not self.mesh:
             return False
         entries = [*map(_flatten, self._tables)]
@@ -139,7 +140,7 @@ def _has_layout(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, 
 
 
 class _Call:
-    """One call of a unit, and the tensors to unwrap for the call."""
+    """A call of a unit, and the tensors to unwrap for the call."""
 
     def __init__(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any], x: DTensor) -> None:
         self.unit, self.args, self.kwargs = unit, args, kwargs
@@ -246,8 +247,8 @@ class _Call:
 def _is_added_up(node: Any) -> bool:
     """Whether the running backward pass adds to the `.grad` of the leaf with this node.
 
-    False in a backward pass for other leaves, and in autograd.grad. torch.autograd.graph asks the same for hooks of
-    several tensors.
+    False in autograd.grad, and in a backward pass restricted to different leaves. torch.autograd.graph asks in this way
+    for hooks of several tensors.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))

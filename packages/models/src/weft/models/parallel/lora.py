@@ -32,8 +32,8 @@ class LoRA:
 
     rank: int
     alpha: float
-    adapters: dict[str, str]  # the name of each `Adapter`, by the name of its layer or projection of experts
-    trained: frozenset[str]  # the names of the parameters trained before
+    adapters: dict[str, str]  # {layer or projection of experts: name of the `Adapter`}
+    trained: frozenset[str]  # the names of the parameters that required gradients before `lora`
     dropout: float = 0.0  # of the adapters' inputs
 
 
@@ -122,10 +122,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Add each adapter into the weight of its layer and remove the adapter. Names and trained parameters are as
-    before `lora`.
+    """Add each adapter into the weight of the layer, and remove the adapter: undoes `lora`, but keeps the training.
 
-    Returns `model` itself.
+    Parameters have the names, and require gradients, as before `lora`. Returns `model` itself.
     Communication: none, since each rank adds its own part; but adapters stored sharded are gathered.
     Raises ValueError for a model without adapters, or cut into stages.
     """
@@ -236,7 +235,7 @@ def _make_factors(owner: nn.Module, leaf: str, rank: int, dtype: torch.dtype | N
 
 
 def _attach(place: Place, factors: dict[str, Tensor], alpha: float, dropout: float) -> Adapter:
-    """Make an adapter of A and B the submodule `lora` of its layer, or a submodule of the experts' `lora`."""
+    """Attach an adapter with `factors` A and B as the layer's submodule `lora`, or within the experts' `lora`."""
     owner = place.owner
     if isinstance(owner, Experts):
         owner.lora = LowRankExperts() if owner.lora is None else owner.lora
@@ -279,7 +278,7 @@ def _adapter_initial(leaf: str, parameter: Tensor) -> Initial:
 
 
 def _initial_value(model: nn.Module, own: Callable[[str], Initial], name: str) -> Initial:
-    """`initial_value` of an adapted model: answers for the adapters, else asks the model's own method."""
+    """`initial_value` of an adapted model. own: the model's own method, which knows no adapters."""
     if name not in adapter_names(model):
         return own(name)
     return _adapter_initial(name.rpartition(".")[2], model.get_parameter(name))

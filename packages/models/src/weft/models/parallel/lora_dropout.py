@@ -24,7 +24,7 @@ _ARGUMENT = "dropout_key"
 
 
 def check_dropout(model: nn.Module, dropout: float, places: Sequence[Place]) -> None:
-    """Raises ValueError for a probability out of range, and for adapters that cannot have dropout."""
+    """Raises ValueError for a probability out of range, and for adapters without a module to hand them a key."""
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"lora: dropout is {dropout!r}; it must be a number from 0 to below 1")
     if not dropout:
@@ -43,7 +43,10 @@ def check_dropout(model: nn.Module, dropout: float, places: Sequence[Place]) -> 
 
 
 def hand_keys(model: nn.Module, adapters: Sequence[str]) -> None:
-    """Make the modules around adapters hand the adapters their `dropout_key`. adapters: names of `LowRank`s."""
+    """Replace the forward of modules around adapters: each call hands the argument `dropout_key` to the adapters.
+
+    adapters: names of `LowRank`s.
+    """
     adapters_by_module: dict[str, list[LowRank]] = {}
     for name in adapters:
         module_name = _module_with_key(model, name.removesuffix(".lora"))
@@ -57,7 +60,7 @@ def hand_keys(model: nn.Module, adapters: Sequence[str]) -> None:
 
 
 def take_keys_back(model: nn.Module) -> None:
-    """Undo `hand_keys`."""
+    """Restore the forwards replaced by `hand_keys`."""
     for module in model.modules():
         replace_forward(module, _without_key)
 

@@ -1,4 +1,4 @@
-"""The weights that `lora` gives adapters: linear layers and projections of experts, found by name."""
+"""Finds the weights to adapt by name: linear layers and projections of experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .resolve import nearest
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A weight that gets an adapter."""
+    """A weight to adapt, and the name of the adapter."""
 
     target: str  # the name of a linear layer, or of a projection of experts
     owner: Any  # the linear layer, or the module of experts
@@ -59,7 +59,7 @@ def find_places(model: nn.Module, targets: Sequence[str]) -> list[Place]:
 
 
 def _matching_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that a target names. Without a dot, and where no whole name matches: by the last part, as in peft."""
+    """The names matched by a target. A target without a dot that matches no whole name is compared with last parts."""
     whole = [name for name in names if fnmatchcase(name, pattern)]
     return whole if whole or "." in pattern else [name for name in names if fnmatchcase(_last_part(name), pattern)]
 

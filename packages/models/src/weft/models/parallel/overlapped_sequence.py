@@ -1,4 +1,4 @@
-"""Sequence parallelism whose all-gathers and reduce-scatters run in steps overlapped with matrix products.
+"""Sequence parallelism with all-gathers and reduce-scatters in steps, overlapped with matrix products.
 
 The overlapped form is used for sizes at which it was measured faster. A reduce-scatter may run in steps after any
 row-parallel layer without a bias. An all-gather may run in steps before a column-parallel layer whose input no
@@ -35,7 +35,7 @@ def may_run_in_steps(layer: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def gather_columns(layer: nn.Module) -> None:
-    """Make a column-parallel layer all-gather tokens within the product, where `gathers_in_product`."""
+    """Make a column-parallel layer all-gather tokens within the product, for sizes measured faster."""
     layer.forward = partial(_columns, layer)
 
 

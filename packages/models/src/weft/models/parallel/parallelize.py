@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weft.mesh import ProcessMesh
 from weft.reshard import distribute, exact_sums
-from weft.reshard.extension import as_process_mesh, exact_axes, mark_exact, mesh_argument, this_rank
+from weft.reshard.extension import as_process_mesh, exact_axes, mark_exact, mesh_argument, separate_use, this_rank
 
 from ..exact import check_exact, check_shared, in_words
 from ..schedules.pipeline_plan import PipelinePlan
@@ -23,22 +23,22 @@ from .context import check_context, hook_context
 from .experts.hooks import hook_experts
 from .experts.placement import check_experts, expert_meshes
 from .local_modules import hook_rows
-from .parameter_layouts import has_tensor_axis, parameter_layouts
+from .parameter_layouts import check_parameters, has_tensor_axis, parameter_layouts
 from .pipeline.cut import Cut, cut
 from .pipeline.run import Pipeline, stage_mesh_of
 from .pipeline.stages import Stages
 from .plan import ParallelPlan, exact_of, pipeline_plan, without_pipeline
 from .recompute import blocks_of, recompute
 from .resolve import ModulePlan, module_plans_of, plans_deciding, styles_of
-from .styles import PIPELINE_AXIS, TENSOR_AXIS, check_mesh_axes
+from .styles import PIPELINE_AXIS, TENSOR_AXIS, Style, check_mesh_axes
 from .zero import check_zero, hook_zero, shard_layouts
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_ATTRIBUTE = "_laid_out"  # of a parallel model: a `_MeshAndPlan`, copied with the model
+_ATTRIBUTE = "_laid_out"  # attribute of a parallel model: a `_MeshAndPlan`, copied with the model
 PIPELINE_ATTRIBUTE = "_pipeline"  # of a model cut into stages: a `Pipeline`
-# In a recording: the model's `Cut`, found for another rank.
+# Set while a step is recorded for several ranks: the model's `Cut`, found once.
 KNOWN_CUT: ContextVar[Cut | None] = ContextVar("the known cut of a model", default=None)
 
 
@@ -88,11 +88,16 @@ def parallelize(
 
 
 def _lay_out_on(
-    model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, *, in_stage: bool = False, weights_wait: bool = False
+    model: nn.Module,
+    mesh: ProcessMesh,
+    plan: ParallelPlan,
+    *,
+    in_stage: Callable[[str], bool] | None = None,
+    weights_wait: bool = False,
 ) -> nn.Module:
     """See `parallelize`.
 
-    in_stage: whether the model holds the stages of one rank only.
+    in_stage: of a model that holds the stages of one rank only, whether these call a module, by its name.
     weights_wait: whether backward may leave the gradients of weights for later, as zero-bubble schedules do.
     """
     if _has_this_layout(model, mesh, plan):
@@ -107,20 +112,17 @@ def _lay_out_on(
     recompute_plans = plans_deciding(module_plans, "recompute")
     for module_plan in recompute_plans:
         blocks_of(model.get_submodule(module_plan.name), module_plan.plan)
+    exact, context_plans = exact_of(plan), plans_deciding(module_plans, "context")
+    if in_stage is None:
+        for module_plan in context_plans:
+            check_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
+        if exact is not None:
+            _check_exact_on(model, mesh, styles_of(model, module_plans), exact)
     if pipeline is not None and PIPELINE_AXIS in mesh.axis_names:
         return _lay_out_stages(model, mesh, plan, pipeline)
-    exact = exact_of(plan)
-    if exact is not None:
-        check_exact(dict(zip(mesh.axis_names, mesh.shape, strict=True)), exact)
-        for axis, size in exact.items():
-            if size > 1 and axis not in mesh.axis_names:
-                raise ValueError(f"exact {in_words(exact)} names {axis}, which {mesh} lacks; give the mesh {axis}=1")
     if mesh.size == 1 and exact is None:
         return _add_recomputation(model, recompute_plans, mesh, plan)
     styles = styles_of(model, module_plans)
-    context_plans = plans_deciding(module_plans, "context")
-    for module_plan in context_plans:
-        check_context(model.get_submodule(module_plan.name), mesh, module_plan.plan)
     layouts = parameter_layouts(model, mesh, styles, expert_meshes(mesh, module_plans))
     stored_layouts = shard_layouts(module_plans, layouts, model)
     parallel_parameters: dict[nn.Parameter, nn.Parameter] = {}
@@ -133,6 +135,8 @@ def _lay_out_on(
                 if exact is not None:
                     mark_exact(parallel_parameters[parameter], exact)
             module.register_parameter(name, parallel_parameters[parameter])
+    if exact is not None:
+        _separate_uses(model, in_stage)
     if has_tensor_axis(mesh):
         for module_plan in module_plans:
             with_prepared_output = {
@@ -149,12 +153,37 @@ def _lay_out_on(
     # over rows op by op.
     if not weights_wait and exact is None:
         recomputes = any(module_plan.plan.recompute != "none" for module_plan in recompute_plans)
-        hook_rows(model, mesh, by_block=in_stage or stored_layouts != layouts or recomputes)
+        hook_rows(model, mesh, by_block=in_stage is not None or stored_layouts != layouts or recomputes)
     hook_zero(model, module_plans, layouts, stored_layouts)
-    if exact is not None and not in_stage:
+    if exact is not None and in_stage is None:
         model.register_forward_pre_hook(partial(_refuse_outside, exact))
     setattr(model, _ATTRIBUTE, _MeshAndPlan(mesh, plan))
     return _add_recomputation(model, recompute_plans, mesh, plan)
+
+
+def _check_exact_on(model: nn.Module, mesh: ProcessMesh, styles: dict[str, Style], exact: Mapping[str, int]) -> None:
+    """Raise ValueError for a mesh, and on every mesh for a model, that cannot keep `exact`."""
+    check_exact(dict(zip(mesh.axis_names, mesh.shape, strict=True)), exact)
+    for axis, size in exact.items():
+        if size > 1 and axis not in mesh.axis_names:
+            raise ValueError(f"exact {in_words(exact)} names {axis}, which {mesh} lacks; give the mesh {axis}=1")
+    check_parameters(model, styles, exact)
+
+
+def _separate_uses(model: nn.Module, in_stage: Callable[[str], bool] | None) -> None:
+    """Let the uses of tied parameters on one stage be summed over the ranks as on two: each by itself, then added."""
+    found: set[nn.Parameter] = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or (in_stage is not None and not in_stage(module_name)):
+                continue
+            if parameter in found:
+                separate_use(module, name)
+            found.add(parameter)
+
+
+def _holds(module: nn.Module, parameter: nn.Parameter) -> bool:
+    return any(each is parameter for each in module._parameters.values())
 
 
 def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pipeline: PipelinePlan) -> nn.Module:
@@ -167,11 +196,17 @@ def _lay_out_stages(model: nn.Module, mesh: ProcessMesh, plan: ParallelPlan, pip
     if exact is not None:
         for name in model_cut.shared(schedule.rank_of):
             if trained[name].requires_grad:
-                check_shared(exact, name, mesh.axis_size(PIPELINE_AXIS))
+                holders = [module for module, each in model.named_modules() if _holds(each, trained[name])]
+                check_shared(exact, name, [model_cut.stages_of(module) for module in holders])
     parameters = {name: parameter.detach().to("meta") for name, parameter in trained.items()}
-    stages = Stages(model, model_cut, schedule.stages[coordinate[PIPELINE_AXIS]])
+    own = schedule.stages[coordinate[PIPELINE_AXIS]]
+    stages = Stages(model, model_cut, own)
     stage_mesh = stage_mesh_of(mesh, coordinate[PIPELINE_AXIS])
-    _lay_out_on(model, stage_mesh, without_pipeline(plan), in_stage=True, weights_wait=schedule.splits_backward)
+    _lay_out_on(
+        *(model, stage_mesh, without_pipeline(plan)),
+        in_stage=lambda module: not model_cut.stages_of(module).isdisjoint(own),
+        weights_wait=schedule.splits_backward,
+    )
     stages.route_calls(model)
     object.__setattr__(
         model,
@@ -212,7 +247,7 @@ def mesh_and_plan_of(model: nn.Module) -> tuple[ProcessMesh, ParallelPlan] | Non
 
 
 def exact_of_model(model: nn.Module) -> Mapping[str, int] | None:
-    """The mesh whose sums a parallel model takes, by its plan's `exact`; None for any other model."""
+    """The `exact` of a parallel model's plan; None for a plan without `exact`, and for a model not laid out."""
     marker = getattr(model, _ATTRIBUTE, None)
     return exact_of(marker.plan) if isinstance(marker, _MeshAndPlan) else None
 
@@ -220,7 +255,7 @@ def exact_of_model(model: nn.Module) -> Mapping[str, int] | None:
 def with_exact_sums(
     function: Callable[Concatenate[nn.Module, Parameters], Result],
 ) -> Callable[Concatenate[nn.Module, Parameters], Result]:
-    """Decorator for a function of a parallel model: inside, sums are taken as the model's plan says by `exact`."""
+    """Decorator for a function whose first argument is a parallel model: sums inside follow the plan's `exact`."""
 
     @wraps(function)
     def call(model: nn.Module, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -231,7 +266,7 @@ def with_exact_sums(
 
 
 def _refuse_outside(exact: Mapping[str, int], model: nn.Module, args: object) -> None:
-    """A forward pre-hook of a model with `exact`. Raises RuntimeError for a forward with gradients in other sums."""
+    """Forward pre-hook of a model with `exact`. Raises RuntimeError for a forward with gradients outside exact sums."""
     if torch.is_grad_enabled() and exact_axes() is None:
         raise RuntimeError(
             f"the plan of this {type(model).__name__} has exact {in_words(exact)}, which this forward and its backward "

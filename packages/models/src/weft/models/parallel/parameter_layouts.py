@@ -11,6 +11,7 @@ from weft.mesh import Layout, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of
 from weft.reshard.extension import exact_axes, named_size
 
+from ..exact import AXES, check_cut
 from ..low_rank import Adapter, adapted_parameter
 from .experts.placement import expert_layout
 from .styles import TENSOR_AXIS, ColwiseParallel, ExpertParallel, RowwiseParallel, Style, VocabParallel
@@ -19,10 +20,10 @@ HEADS_AXIS, COPIES_AXIS = f"{TENSOR_AXIS}_heads", f"{TENSOR_AXIS}_copies"  # the
 
 
 def layers_with_few_heads(model: nn.Module, styles: dict[str, Style], ranks: int) -> dict[str, int]:
-    """Column-parallel layers with fewer heads than the tensor axis has ranks: the number of heads by module name.
+    """{module name: number of heads} of column-parallel layers with fewer heads than the tensor axis has ranks.
 
-    These are key and value projections beside a query projection whose heads divide evenly. Each key or value head
-    is then replicated on several ranks.
+    These layers are key and value projections beside a query projection whose heads divide evenly. Each key or value
+    head is then replicated on several ranks.
     ranks: the size of the tensor axis.
     Raises ValueError where a head would be cut, listing possible sizes of the tensor axis.
     """
@@ -56,14 +57,14 @@ def _all_fit(group: dict[str, int], ranks: int) -> bool:
 
 
 def _fits(count: int, most: int, ranks: int) -> bool:
-    """Whether `ranks` ranks can split `most` heads evenly, and either split `count` heads evenly or
-    share each equally.
+    """Whether `ranks` ranks split `most` heads evenly, and either split `count` heads evenly or hold equally many
+    copies of each.
     """
     return most % ranks == 0 and (count % ranks == 0 or ranks % count == 0)
 
 
 def has_tensor_axis(mesh: ProcessMesh) -> bool:
-    """Whether the mesh, or the mesh named by `exact_sums`, has a tensor axis of two or more ranks."""
+    """Whether the mesh has a tensor axis of two or more ranks; inside `exact_sums`, whether the named mesh has."""
     return TENSOR_AXIS in mesh.axis_names and named_size(mesh, TENSOR_AXIS) > 1
 
 
@@ -110,6 +111,19 @@ def parameter_layouts(
                     f"({layouts[tied]}) and ({layouts[name]}); give both modules styles that agree"
                 )
     return layouts
+
+
+def check_parameters(model: nn.Module, styles: dict[str, Style], exact: Mapping[str, int]) -> None:
+    """Raise ValueError for a model whose heads or parameters some mesh within the named one cuts elsewhere.
+
+    The answer is the same on every mesh. Call it inside `exact_sums(exact)`.
+    """
+    mesh = ProcessMesh.grid(**dict.fromkeys(AXES, 1))
+    for name, layout in parameter_layouts(model, mesh, styles, {}).items():
+        placement = layout[TENSOR_AXIS]
+        if isinstance(placement, Shard):
+            size = model.get_parameter(name).shape[placement.dim]
+            check_cut(exact, TENSOR_AXIS, size, f"dim {placement.dim} of {name} of size {size}")
 
 
 def adapter_layout(weight: Layout, leaf: str, ndim: int) -> Layout:

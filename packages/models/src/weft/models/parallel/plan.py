@@ -1,4 +1,4 @@
-"""A parallel plan: how a model is laid out on a mesh, as styles for wildcard module names and a few options."""
+"""`ParallelPlan`: how a model is laid out on a mesh, as styles for wildcard module names and a few options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
-from ..exact import check_schedule, check_sizes
+from ..exact import check_parts, check_sizes
 from ..schedules.pipeline_plan import PipelinePlan
 from .styles import TENSOR_AXIS, Preparation, Style, as_styles
 
@@ -17,15 +17,15 @@ TokenTransport = Literal["exchange", "gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """Where the experts of mixtures are, and how tokens come to them. A plan's field `experts`.
+    """How the experts of mixtures are sharded over ranks, and how tokens reach the experts. A plan's field `experts`.
 
-    size: the size of the axis "ep": each rank along "ep" holds 1 / size of the experts. The axis adds no ranks: it
-        divides the data axes, dp x cp.
-    over_tp: let "ep" divide dp x cp x tp instead. Each expert is then whole on its ranks, instead of split over "tp".
-    tokens: "exchange" sends a token once to each rank that has some of its experts; the host reads the counts from the
-        device once a layer. "gather" brings all tokens of the ranks along "ep" to each of them; no rank waits for its
-        device. None takes the one with the lower price; see experts/price.py.
-    Raises ValueError for a size below 1, and for any other value of tokens.
+    size: of the axis "ep": each rank along "ep" holds 1 / size of the experts. The axis adds no ranks; the ranks of
+        dp x cp are divided into dp x ep.
+    over_tp: divide the ranks of dp x cp x tp instead. Experts are then whole on a rank, instead of split over "tp".
+    tokens: "exchange" sends a token once to each rank with any of the token's experts; the host reads the counts from
+        the device once a layer. "gather" brings all tokens to every rank along "ep"; the host never waits. None takes
+        the cheaper by experts/price.py.
+    Raises ValueError for a size below 1, and for an unknown value of tokens.
     """
 
     size: int = 1
@@ -43,7 +43,7 @@ class ExpertPlan:
 
     @property
     def folds_tensor_axis(self) -> bool:
-        """Whether "ep" divides "tp", too."""
+        """Whether the ranks along "tp" are among the ranks divided into dp x ep."""
         return self.over_tp and self.size > 1
 
     def __str__(self) -> str:
@@ -55,36 +55,36 @@ class ExpertPlan:
 class ParallelPlan:
     """How a model is laid out on a mesh; `parallelize` carries the plan out.
 
-    tensor: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), the style along the axis "tp", or
-        several styles: one for the parameters, more to prepare inputs and outputs. "" names the model itself.
+    tensor: for each module name, wildcards allowed ("layers.*.mlp.up_proj"), the style along the axis "tp", or several
+        styles: a style for the parameters, and preparations of inputs and outputs. "" names the model itself.
     sequence: shard the activations between tensor-parallel layers along the tokens (dim 1) over "tp". Each
         all-reduce becomes a reduce-scatter and an all-gather at the same place.
     context: how tokens sharded over "cp" attend to the tokens of all ranks. "all_gather" gathers keys and values.
         "ulysses" (Jacobs et al. 2023) exchanges shards of tokens for shards of heads, for queries, keys and values,
         and back for the output. With None, tokens sharded over "cp" are refused.
-    windows: of the model's attention layers, None for a layer without one; () if none has one. With context=
-        "all_gather" `lay_out_batch` cuts rows into equal work of all layers together. The plan of a model has its own.
+    windows: by attention layer of the model, None for a layer without a window; () for a model without windows. With
+        context="all_gather", `lay_out_batch` balances the work of all layers together. `parallel_plan()` sets windows.
     pipeline: how the model is cut along the axis "pp", and in which order microbatches go through the stages.
-    loss_parallel: leave the logits sharded on the vocabulary, for a loss that takes sharded logits.
-    recompute: the activations that backward computes again, block by block, and forward need not keep. "full": the
-        whole block; "selective": all but products by weights and the results of communication. The numbers are the
-        same to the bit.
-    blocks: the names of the blocks, wildcards allowed; of nested modules that match, the outermost.
-    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on, parameters, and with them the optimizer's states,
-        are stored sharded over the data axes and gathered by every forward pass, or once for all microbatches of
-        `forward_backward`. With 2, gradients are never added up in full size, so every backward pass communicates.
-        With 3, a block's parameters are gathered before the block computes, freed after, and gathered again in
-        backward; a pipeline stage's parameters are gathered once a step and freed when all microbatches are done.
-    zero_over: the data axes to shard over; None for all data axes of the mesh, such as "dp" and "cp".
+    loss_parallel: leave the logits sharded on the vocabulary, for a loss on sharded logits.
+    recompute: the activations that forward drops and backward computes again, block by block. "full": the whole block;
+        "selective": all but products by weights and the results of communication. Numbers keep their bits.
+    blocks: the names of the blocks, wildcards allowed; of nested matching modules, the outermost.
+    zero: sharded optimizers (Rajbhandari et al. 2020). From 1 on, parameters and the optimizer's states are stored
+        sharded over the data axes; every forward pass gathers the parameters, or `forward_backward` once for all
+        microbatches. With 2, gradients are never added up in full size: every backward pass communicates. With 3, a
+        block's parameters are gathered before the block computes, freed after, and gathered again in backward; a
+        pipeline stage's parameters are gathered once a step and freed when all microbatches are done.
+    zero_over: the data axes to shard over; None for all data axes of the mesh, as "dp" and "cp".
     regather: with zero=3, False keeps the gathered parameters from forward to backward.
-    experts: experts sharded over an axis "ep" of their own, and how tokens come to them. None leaves experts on the
-        model's own mesh: replicated over the data axes, and split over "tp" by the style `ExpertParallel`.
-    exact: the sizes of a mesh's axes, as {"dp": 4, "tp": 2}. Numbers are added as on this mesh, so losses, gradients
-        and weights have the same bits on every mesh whose axes divide these, under any pipeline, zero and recompute.
-        Sizes are powers of two; "dp", "cp" and "tp" can be named, and an axis left out has size 1. `sequence` is set
-        where "tp" is above 1. A mesh or option that cannot keep the bits is refused, here or by `parallelize`.
+    experts: see `ExpertPlan`. None leaves experts on the model's own mesh: replicated over the data axes, and split
+        over "tp" by the style `ExpertParallel`.
+    exact: the sizes of a named mesh, as {"dp": 4, "tp": 2}. Numbers are added as on the named mesh. Losses, gradients
+        and weights then have equal bits on every mesh whose axes divide the named axes, under any pipeline, zero and
+        recompute. Sizes are powers of two; "dp", "cp" and "tp" can be named, and an axis left out has size 1.
+        `sequence` is set where "tp" is above 1. A mesh or option that would change the bits is refused, here or by
+        `parallelize`.
     parts: the plans of models within the model, by module name; see `merge`.
-    Raises ValueError for a value that is no style or option, and for parts beside any other field.
+    Raises ValueError for a value of a wrong type, an unknown option, and parts beside any further field.
     """
 
     tensor: Mapping[str, Style | Preparation | Sequence[Style | Preparation]] = field(default_factory=dict)
@@ -125,8 +125,6 @@ class ParallelPlan:
             raise ValueError(f"ParallelPlan: windows is {self.windows!r}; give each layer's window, 1 or more, or None")
         if self.exact is not None:
             check_sizes(self.exact)
-            if self.pipeline is not None:
-                check_schedule(self.exact, self.pipeline.schedule, self.zero)
             if self.exact.get(TENSOR_AXIS, 1) > 1:
                 object.__setattr__(self, "sequence", True)
         for pattern, styles in self.tensor.items():
@@ -137,21 +135,21 @@ class ParallelPlan:
             default = each.default if each.default_factory is not dict else {}
             if each.name != "parts" and getattr(self, each.name) != default:
                 raise ValueError(
-                    f"a plan of parts was given {each.name}={getattr(self, each.name)!r} beside the parts; give it to "
-                    f"the parts to which it applies, of {', '.join(map(repr, self.parts))} "
-                    f"(the part '' is the model itself)"
+                    f"a merged plan was given {each.name}={getattr(self, each.name)!r} beside its parts; set "
+                    f"{each.name} in the plans of parts, among {', '.join(map(repr, self.parts))} (the part '' is "
+                    f"the model itself)"
                 )
+        check_parts({name: exact_of(part) for name, part in self.parts.items()})
 
     @classmethod
     def merge(cls, plans: Mapping[str, ParallelPlan]) -> ParallelPlan:
-        """The plan of a model that contains models, each with a plan of its own: `merge({"vision": a, "text": b})`.
+        """Combine the plans of models within a model: `merge({"vision": a, "text": b})`.
 
-        plans: by the name, or a pattern of names, of the module that holds each model; "" is the outer model
-            itself. Names in a plan are relative to its module. The options of a plan (sequence, loss_parallel, …)
-            hold within its module only. Where two plans name the same module, they must agree.
-        Raises ValueError for no plans, and for a value that is no plan. `parallelize`, which knows the model,
-        raises ValueError for a name that the model lacks, and for two plans that contradict each other, naming
-        both.
+        plans: {module name, or pattern of names: plan of the model in this module}; "" is the outer model itself. Names
+            in a plan are relative to the plan's module. Options (sequence, loss_parallel, …) hold within the module
+            only. Two plans for a module must agree.
+        Raises ValueError for an empty mapping, and for a value that is no plan. `parallelize`, which knows the model,
+        raises ValueError for an unknown name, and for contradicting plans, naming both.
         """
         if not plans:
             raise ValueError('ParallelPlan.merge was given no plans; give them by module: {"vision": …, "text": …}')
@@ -176,13 +174,13 @@ def _words(option: object) -> str:
 
 
 def pipeline_plan(plan: ParallelPlan) -> PipelinePlan | None:
-    """How the whole model is cut into stages; for a merged plan, as the part "" says."""
+    """The plan's `pipeline` for the whole model; for a merged plan, the `pipeline` of the part ""."""
     own = plan.parts.get("")
     return pipeline_plan(own) if own is not None else plan.pipeline
 
 
 def exact_of(plan: ParallelPlan) -> Mapping[str, int] | None:
-    """The mesh whose sums the whole model takes; for a merged plan, as the part "" says."""
+    """The plan's `exact` for the whole model; for a merged plan, the `exact` of the part ""."""
     own = plan.parts.get("")
     return exact_of(own) if own is not None else plan.exact
 

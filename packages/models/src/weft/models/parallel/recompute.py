@@ -1,4 +1,4 @@
-"""Recomputation: blocks run forward again in backward, and keep less until then.
+"""Recomputation: blocks keep fewer activations, and run forward again in backward.
 
 Chen et al. 2016; Korthikanti et al. 2022, section 5.
 """
@@ -61,7 +61,7 @@ PASSING = (
 
 
 def recompute(model: nn.Module, plan: ParallelPlan) -> None:
-    """Make every block of the model run forward again in backward, by the plan. The numbers are equal to the bit.
+    """Make every block of the model run forward again in backward, by the plan. Numbers keep their bits.
 
     Communication: none here. In backward, "full" repeats a block's forward collectives, except in the block's last
     layer; "selective" repeats no collective.
@@ -75,7 +75,7 @@ def recompute(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def replace_forward(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a module's forward by `change(forward)`; of a recomputed module, the forward that backward runs again.
+    """Replace a module's forward by `change(forward)`; in a recomputed module, the forward inside the checkpoint.
 
     Raises ValueError for a recomputed module whose forward is compiled, unless `change` changes nothing.
     """

@@ -31,7 +31,7 @@ from .styles import (
 class ModulePlan:
     """The plan of a module, and the styles that the plan gives to modules within. Made by `module_plans_of`.
 
-    The module is the whole model, or under a plan made by `ParallelPlan.merge` one of the models within.
+    The module is the whole model; under a plan made by `ParallelPlan.merge`, a model within the whole model.
     """
 
     name: str  # the module's name in the whole model; "" for the whole model
@@ -177,8 +177,8 @@ def _add(styles: list[_Assignment], new: _Assignment, name: str) -> None:
             ):
                 raise ValueError(
                     f"{name!r} is laid out by the plan of {earlier.module_plan.name!r} with sequence="
-                    f"{earlier.module_plan.plan.sequence}, and by that of {new.module_plan.name!r} with sequence="
-                    f"{new.module_plan.plan.sequence}; name {name!r} in one of the two plans"
+                    f"{earlier.module_plan.plan.sequence}, and by the plan of {new.module_plan.name!r} with "
+                    f"sequence={new.module_plan.plan.sequence}; name {name!r} in a single plan"
                 )
             return
         if isinstance(earlier.style, PrepareInput) and isinstance(new.style, PrepareInput):
@@ -229,7 +229,7 @@ def _accepts(style: Style | Preparation, placement: str) -> bool:
 
 
 def _plan_names(earlier: _Assignment, new: _Assignment) -> str:
-    """The end of an error's message: the plans of which the styles are, where there are two plans."""
+    """The end of an error message: the names of the plans that gave the styles, if there are two plans."""
     if earlier.module_plan is new.module_plan:
         return ""
     first, second = earlier.module_plan.name, new.module_plan.name
@@ -253,7 +253,7 @@ def _check_kind(pattern: str, style: Style | Preparation, name: str, module: nn.
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The end of an error's message: the names nearest to `name`."""
+    """The end of an error message: the names most similar to `name`."""
     known = [each for each in names if each]
     matches = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
     return f"the nearest names are {', '.join(matches or known[:3])}"

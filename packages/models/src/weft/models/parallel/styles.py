@@ -13,9 +13,9 @@ from weft.mesh import Placement, ProcessMesh, as_placement
 
 DATA_AXIS_NAMES = ("dp", "data", "batch", "replica", "shard")  # names that plans take for axes of data
 
-# The axis names of Weft's own meshes. A data axis may have another of DATA_AXIS_NAMES, the other axes may not.
+# The axis names of Weft's own meshes. A data axis may have any of DATA_AXIS_NAMES; "cp", "tp" and "pp" are fixed.
 DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "dp", "cp", "tp", "pp"
-EXPERT_AXIS = "ep"  # an axis of the experts' mesh alone; see experts/placement.py
+EXPERT_AXIS = "ep"  # only on the experts' mesh; see experts/placement.py
 TOKENS_DIM = 1  # activations are [B, T, ...]
 
 
@@ -217,7 +217,7 @@ def is_data_axis(axis: str) -> bool:
 
 
 def _known_axes() -> str:
-    """The names known to plans, as the end of an error."""
+    """The axis names known to plans, as the end of an error message."""
     return (
         f"the names are {TENSOR_AXIS} (tensor), {CONTEXT_AXIS} (context) and, for data, {', '.join(DATA_AXIS_NAMES)}, "
         f"or parts of the data axes such as dp_replica"

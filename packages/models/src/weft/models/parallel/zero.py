@@ -1,6 +1,4 @@
-"""ZeRO (Rajbhandari et al. 2020) as layouts: parameters are stored sharded over the data axes and
-gathered to compute.
-"""
+"""ZeRO (Rajbhandari et al. 2020) as layouts: parameters are stored sharded over data axes, and gathered to compute."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from .styles import EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 
 
 def check_zero(mesh: ProcessMesh, plan: ParallelPlan) -> None:
-    """Check that the mesh has the axes over which `plan.zero` shards.
+    """Raises ValueError for a mesh without the axes over which `plan.zero` shards.
 
-    Raises ValueError if zero is on and the mesh has no data axis, or if zero_over names an axis that is missing
-    from the mesh or shards the model itself (tensor or pipeline).
+    Refused are zero on a mesh without a data axis, and an axis of zero_over that is missing from the mesh or shards the
+    model itself ("tp", "pp").
     """
     if not plan.zero:
         return
@@ -43,9 +41,9 @@ def shard_layouts(
 ) -> dict[str, Layout]:
     """The layout in which each parameter is stored, by name.
 
-    layouts: the layout in which each parameter computes, by name. Where a parameter's plan has `zero`, the stored
-        layout is this one, further sharded over the data axes of size above 1 (only over `zero_over`, if given;
-        experts on a mesh of their own over all ranks that hold the same experts).
+    layouts: the layout in which each parameter computes, by name. Under `zero`, the stored layout shards this layout
+        further, over the data axes of size above 1, or over `zero_over` if given. Experts on a mesh of their own are
+        sharded over all ranks with the same experts.
     """
     stored_layouts = {}
     for name, layout in layouts.items():
@@ -66,7 +64,7 @@ def shard_layouts(
 
 
 def plan_of(module_plans: Sequence[ModulePlan], name: str) -> ParallelPlan:
-    """The plan for the parameter `name`: of the innermost module with a plan; a default plan outside of all of them."""
+    """The plan of the innermost module around the parameter `name` that has a plan; a default plan without any."""
     outer = [each for each in module_plans if not each.name or name.startswith(f"{each.name}.")]
     return max(outer, key=lambda each: len(each.name)).plan if outer else ParallelPlan()
 
@@ -79,10 +77,10 @@ def hook_zero(
 ) -> None:
     """Make the modules of a laid-out model gather sharded parameters when called.
 
-    A call of a block gathers all parameters within the block; a module outside the blocks gathers its own.
+    A call of a block gathers all parameters within the block; a module outside the blocks gathers only own parameters.
     layouts: the layout in which each parameter computes, by name.
     stored_layouts: the layout in which each parameter is stored, by name.
-    Communication: none here. Forward issues one all-gather per block and dtype, unless the parameters are gathered
+    Communication: none here. Forward issues an all-gather per block and dtype, unless the parameters are gathered
     already. With zero=3, backward issues the all-gathers again (not with regather=False).
     """
     names = {module: name for name, module in model.named_modules()}
@@ -110,10 +108,9 @@ def hook_zero(
 
 
 def _modules_with_units(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Pair every module, once per place in the tree, with the module whose call gathers its parameters.
+    """(module, unit) for every module, once per place in the tree; a call of `unit` gathers the module's parameters.
 
-    The latter is the enclosing block, a child of the outermost nn.ModuleList; outside of blocks it is the module
-    itself.
+    The unit is the enclosing block, a child of the outermost nn.ModuleList. Outside of blocks, the unit is the module.
     """
     found: list[tuple[nn.Module, nn.Module]] = []
 
@@ -128,7 +125,7 @@ def _modules_with_units(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _data_axes(mesh: ProcessMesh) -> tuple[str, ...]:
-    """The axes of the mesh that shard data: all but "tp", its parts, "ep" and "pp"."""
+    """The axes of the mesh that shard data: all but "tp", the parts of "tp", "ep" and "pp"."""
     return tuple(
         axis
         for axis in mesh.axis_names

@@ -1,1 +1,1 @@
-"""Predictions of a step: seconds and bytes on a chip, plans compared, ranks that wait for one another."""
+"""Predicts a training step: seconds and bytes on a chip, the fastest plans, and ranks that wait for ever."""

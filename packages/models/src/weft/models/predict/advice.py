@@ -1,4 +1,4 @@
-"""`advise`: the single changes of a plan that shorten a step most, each priced like the plan."""
+"""`advise`: finds single changes of a run's plan with a shorter step. Each changed plan is priced like the plan."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..schedules.schedule import Name
 from .plan_prices import PlanPrices
 from .plans import RECOMPUTES, ZEROS, Candidate
 
-MOST = 5  # changes shown
-TRIED = 8  # changes priced; each costs a run on shapes
-SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("interleaved", 2))
-WORTH = 0.005  # share of a step below which a change is not worth its mention
+MOST = 5  # plans returned
+TRIED = 8  # plans priced; each costs a run on shapes
+SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("interleaved", 2))  # to try, with stages on a rank
+WORTH = 0.005  # least share of the step to be saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A plan that differs from a run's in one decision."""
+class ChangedPlan:
+    """A plan with a single decision changed, with the prediction of a step. Made by `advise`."""
 
     candidate: Candidate
-    is_compiled: bool
-    seconds: float
-    memory_bytes: int
+    is_compiled: bool  # compiling blocks may be the changed decision
+    seconds: float  # of a step
+    memory_bytes: int  # of the fullest rank
 
 
 def advise(
@@ -34,11 +34,12 @@ def advise(
     seconds: float,
     parts: Mapping[str, float],
     memory_bytes: int,
-) -> list[Change]:
-    """The changes with a shorter step within the memory, fastest first, at most `MOST`.
+) -> list[ChangedPlan]:
+    """Price changes of the candidate; return up to `MOST` with a shorter step within the memory, fastest first.
 
-    seconds, parts, memory_bytes: of the candidate. For a candidate beyond the memory: the changes within the memory.
-    check: raises ValueError for a candidate that cannot run.
+    Of a candidate over the memory: the changes within the memory, whatever their seconds.
+    seconds, parts, memory_bytes: of the candidate's prediction. check: as for `enumerate_candidates`.
+    Called by `weft explain --chip`. Communication: none.
     """
     fits, is_compiled = memory_bytes <= prices.limit, prices.workload.is_compiled
     priced = []
@@ -54,20 +55,20 @@ def advise(
     if fits and not is_compiled and prices.chip.threads is None:
         compiled = replace(prices, workload=replace(prices.workload, is_compiled=True))
         priced.append((compiled.price(candidate)[0], candidate.complexity, candidate, True))
-    found: list[Change] = []
+    found: list[ChangedPlan] = []
     for changed, _, change, compiles in sorted(priced, key=lambda each: each[:2]):
         if len(found) == MOST or (fits and changed > seconds * (1 - WORTH)):
             break
         nbytes = memory_bytes if change == candidate else prices.memory.peak(change)
         if nbytes <= prices.limit:
-            found.append(Change(candidate=change, is_compiled=compiles, seconds=changed, memory_bytes=nbytes))
+            found.append(ChangedPlan(candidate=change, is_compiled=compiles, seconds=changed, memory_bytes=nbytes))
     return found
 
 
 def neighbors(candidate: Candidate, parts: Mapping[str, float]) -> list[Candidate]:
-    """Plans of as many processes with one decision changed: first changes for the longest parts of the step.
+    """Up to `TRIED` plans with a single decision changed, for as many processes; for the longest parts first.
 
-    parts: seconds of `Estimate.parts`. At most `TRIED`.
+    parts: seconds of the candidate's step, as of `Estimate.parts`.
     """
     found: dict[Candidate, float] = {}
     for part, changes in (
@@ -82,7 +83,7 @@ def neighbors(candidate: Candidate, parts: Mapping[str, float]) -> list[Candidat
 
 
 def _for_bubble(candidate: Candidate) -> Iterator[Candidate]:
-    """More actions to fill the pipeline, other schedules, and fewer stages."""
+    """Changes against a pipeline's bubble: schedules, more microbatches, fewer stages."""
     if candidate.pp == 1:
         return
     for schedule, chunks in SCHEDULES:
@@ -93,7 +94,7 @@ def _for_bubble(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _for_communication(candidate: Candidate) -> Iterator[Candidate]:
-    """Collectives of fewer bytes, of smaller groups, or over faster links."""
+    """Changes toward collectives of fewer bytes, in smaller groups, or over faster links."""
     if candidate.tp > 1:
         yield replace(candidate, sequence=not candidate.sequence)
         yield _moved(candidate, "tp", "dp")
@@ -110,7 +111,7 @@ def _for_communication(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _for_products(candidate: Candidate) -> Iterator[Candidate]:
-    """Less recomputation, or larger products."""
+    """Changes toward less recomputation, or larger products."""
     for recompute in RECOMPUTES[: RECOMPUTES.index(candidate.recompute)]:
         yield replace(candidate, recompute=recompute)
     if candidate.microbatches > 1:
@@ -118,14 +119,14 @@ def _for_products(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _for_memory_bound(candidate: Candidate) -> Iterator[Candidate]:
-    """Work on all tokens divided over more ranks, or done once."""
+    """Changes that divide elementwise work over more ranks, or avoid recomputing it."""
     if candidate.tp > 1 and not candidate.sequence:
         yield replace(candidate, sequence=True)
     yield from _for_products(candidate)
 
 
 def for_memory(candidate: Candidate) -> list[Candidate]:
-    """Changes of one decision that lower the memory of a rank."""
+    """Plans with a single decision changed to lower a rank's memory."""
     found = [replace(candidate, zero=zero) for zero in ZEROS if zero > candidate.zero]
     found += [replace(candidate, recompute=each) for each in RECOMPUTES[RECOMPUTES.index(candidate.recompute) + 1 :]]
     found.append(replace(candidate, microbatches=candidate.microbatches * 2))
@@ -135,7 +136,10 @@ def for_memory(candidate: Candidate) -> list[Candidate]:
 
 
 def _moved(candidate: Candidate, source: str, target: str) -> Candidate:
-    """The candidate with a factor of 2 moved from one axis to another; the candidate itself for an odd size."""
+    """The candidate with axis `source` halved and axis `target` doubled; unchanged where `source` is odd.
+
+    Options are adapted to axes of size 1 and to new axes.
+    """
     sizes = {axis: getattr(candidate, axis) for axis in (source, target)}
     if sizes[source] % 2:
         return candidate

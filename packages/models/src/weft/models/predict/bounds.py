@@ -1,7 +1,7 @@
-"""Lower bounds of a plan's seconds and bytes: never above the price, and found without tracing the plan.
+"""Lower bounds of a plan's seconds and bytes: never above the plan's price, and found without tracing the plan.
 
-Search proves by them that plans it does not price are no faster than those it found. All work of a step is conserved:
-ranks at best divide it evenly.
+By these bounds a search proves that unpriced plans are no faster than the results. The bounds hold because the work of
+a step is conserved: at best, the ranks divide the work evenly.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from operator import add, sub
 from typing import NamedTuple
 
 from ..schedules.schedule import Name
+from ..step.communication import Phase
 from .chip import Chip
-from .events import Compute, Event, Phase, Start, Trace, Wait
+from .events import Compute, Event, Start, Trace, Wait
 from .plans import Candidate
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -33,34 +34,41 @@ def pipeline_floor(
     microbatches: int,
     schedule: Name | None,
     message: float = 0.0,
+    first_backward: Sequence[float] | None = None,
 ) -> float:
-    """A time below which no order of the actions of a pipeline ends.
+    """A lower bound of a pipeline's seconds, in any order of the actions.
 
     forward, backward: seconds of a microbatch on each stage; stage s is on rank s % ranks. message: seconds of a
-    message between stages.
-    A rank begins when the first microbatch has passed the stages before its own. It computes all its microbatches.
-    After its last backward, that microbatch passes the same stages back. Under zero_bubble, gradients of weights may
-    come after that, so the way back is not counted.
+    message between stages. first_backward: seconds of the first microbatch's backward, whose gradients are new; later
+    microbatches add to these. None: as `backward`.
+    A rank begins after the first microbatch has passed all earlier stages, and computes all microbatches. After the
+    rank's last backward, that microbatch passes the earlier stages on the way back. Under zero_bubble the way back is
+    not counted, because gradients of weights may be computed meanwhile.
     """
     splits = schedule == "zero_bubble"
+    first_backward = backward if first_backward is None else first_backward
+    backward = first_backward if microbatches == 1 else backward
     floor, way_in, way_back = 0.0, 0.0, 0.0
     for rank in range(ranks):
-        busy = microbatches * sum(forward[stage] + backward[stage] for stage in range(rank, len(forward), ranks))
+        busy = sum(
+            microbatches * forward[stage] + (microbatches - 1) * backward[stage] + first_backward[stage]
+            for stage in range(rank, len(forward), ranks)
+        )
         floor = max(floor, way_in + busy + (0.0 if splits else way_back))
         way_in += forward[rank] + message
         way_back += backward[rank] + message
     passed = sum(forward) + (len(forward) - 1) * message  # a microbatch passes all stages
-    return max(floor, passed + (0.0 if splits else sum(backward) + (len(forward) - 1) * message))
+    return max(floor, passed + (0.0 if splits else sum(first_backward) + (len(forward) - 1) * message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Bytes of a model's parameters, in all and in parts; what a rank must hold follows from them."""
+    """Bytes of a model's parameters, for `weights_floor`. Made by `parameters_of`."""
 
     total: int
-    in_blocks: tuple[int, ...]  # of each block
-    trained: int  # of those with gradients
-    experts: int = 0  # of those on an axis "ep"
+    in_blocks: tuple[int, ...]  # for each block
+    trained: int  # parameters with gradients
+    experts: int = 0  # parameters of experts, which an axis "ep" divides
     states: float = 2.0  # bytes of optimizer state for each byte of a trained parameter
 
 
@@ -75,9 +83,11 @@ def weights_floor(
     zero: int,
     gradients: bool = True,
 ) -> float:
-    """Bytes below which no rank with the most parameters stays: parameters, gradients and optimizer states.
+    """A lower bound of the fullest rank's bytes of parameters, gradients and optimizer states.
 
-    data: dp x cp. Counts every parameter as divided over "tp", and the stage with the most blocks, or the mean.
+    data: dp x cp. over_tp, ep: as of `Candidate`. gradients: whether to count gradients.
+    Counts every parameter as divided over "tp". With stages, takes the mean over stages, or the longest stage's blocks
+    if larger.
     """
     layers = layers_of_stages(len(parameters.in_blocks), pp) if pp <= len(parameters.in_blocks) else [0]
     most = sum(sorted(parameters.in_blocks)[: layers[0]])  # at least the smallest blocks
@@ -99,11 +109,11 @@ def weights_floor(
 
 
 class Seconds(NamedTuple):
-    """Seconds of forward and backward: of the device with its waits for collectives, and of the host."""
+    """Seconds of a microbatch's forward and backward, on the device and on the host."""
 
-    forward: float = 0.0
+    forward: float = 0.0  # of the device, waits for collectives included
     backward: float = 0.0
-    host_forward: float = 0.0
+    host_forward: float = 0.0  # of the host, to issue the ops
     host_backward: float = 0.0
 
     def plus(self, other: Seconds) -> Seconds:
@@ -113,32 +123,42 @@ class Seconds(NamedTuple):
         return Seconds(*map(sub, self, other))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """Seconds of a microbatch on a stage with all blocks, without collectives over the data axes.
+    """Seconds of a microbatch on a stage with all blocks, without collectives over the data axes. Made by `work_of`."""
 
-    Made from a trace by `work_of`, with prices or with floors of them.
-    """
+    # Running sums: before the first block, up to the end of block 0, of block 1, ..., and with the part after the last.
+    first: tuple[Seconds, ...]  # of the first microbatch, whose gradients are new
+    later: tuple[Seconds, ...]  # of a later microbatch, which adds to the gradients
 
-    # Sums: of what comes before the blocks, of that and the first block, ..., and of all that comes before the end.
-    sums: tuple[Seconds, ...]
+    def seconds(self, candidate: Candidate, share: float = 1.0, *, message: float = 0.0, sums: float = 0.0) -> float:
+        """A lower bound of the candidate's step, if each microbatch has `share` of the device's work.
 
-    def seconds(self, candidate: Candidate, share: float = 1.0, message: float = 0.0) -> float:
-        """A time below which no step by the candidate ends, if a microbatch has `share` of the device's work.
-
-        The host issues as many ops for any share. message: seconds of a message between stages.
+        The host's work is not divided. message: seconds of a message between stages. sums: seconds of the sum of a
+        block's gradients, in each backward pass of a stage. The sums of the last two blocks may outlast the pass,
+        because at most two buckets are under way.
         """
-        whole = self.sums[-1]
         if candidate.pp == 1:
-            device, host = whole.forward + whole.backward, whole.host_forward + whole.host_backward
-            return candidate.microbatches * max(share * device, host)
-        stages, num_blocks = candidate.pp * candidate.chunks, len(self.sums) - 2
-        cuts = [0, *accumulate(layers_of_stages(num_blocks, stages))]
-        bounds = [Seconds(), *(self.sums[cut] for cut in cuts[1:-1]), whole]
-        own = [after.minus(before) for before, after in pairwise(bounds)]
+            first, later, more = self.first[-1], self.later[-1], candidate.microbatches - 1
+            device = first.forward + first.backward + more * (later.forward + later.backward)
+            host = first.host_forward + first.host_backward + more * (later.host_forward + later.host_backward)
+            return max(share * device, host)
+        layers = layers_of_stages(len(self.later) - 2, candidate.pp * candidate.chunks)
+
+        def of_stages(sums_of: Sequence[Seconds]) -> list[Seconds]:
+            bounds = [Seconds(), *(sums_of[cut] for cut in accumulate(layers[:-1])), sums_of[-1]]
+            return [after.minus(before) for before, after in pairwise(bounds)]
+
+        def backward(sums_of: Sequence[Seconds]) -> list[float]:
+            return [
+                max(share * each.backward, each.host_backward, sums * (blocks - 2))
+                for each, blocks in zip(of_stages(sums_of), layers, strict=True)
+            ]
+
         return pipeline_floor(
-            [max(share * each.forward, each.host_forward) for each in own],
-            [max(share * each.backward, each.host_backward) for each in own],
+            [max(share * each.forward, each.host_forward) for each in of_stages(self.later)],
+            backward(self.later),
+            first_backward=backward(self.first),
             ranks=candidate.pp,
             microbatches=candidate.microbatches,
             schedule=candidate.schedule,
@@ -149,11 +169,18 @@ class StageWork:
 def work_of(
     trace: Trace, work: Callable[[Compute], float], transfer: Callable[[Start], float], host: float = 0.0
 ) -> StageWork:
-    """The seconds of the last microbatch of a trace, with each event's seconds by the two functions.
+    """The seconds of a trace's first two microbatches. The last of three microbatches takes no less than the second.
 
-    host: seconds of the host for an op.
+    work, transfer: seconds of an event: the price, or a lower bound of the price. host: seconds of the host for an op.
     """
-    microbatch = len(trace.times) - 1
+    first, later = (_sums(trace, min(each, len(trace.times) - 1), work, transfer, host) for each in (0, 1))
+    return StageWork(first=first, later=later)
+
+
+def _sums(
+    trace: Trace, microbatch: int, work: Callable[[Compute], float], transfer: Callable[[Start], float], host: float
+) -> tuple[Seconds, ...]:
+    """`StageWork.first` or `later`, of a microbatch of the trace."""
     totals = {"before": Seconds(), "after": Seconds()}
     blocks = [Seconds()] * trace.num_blocks
     for phase in PHASES:
@@ -166,15 +193,16 @@ def work_of(
                 totals[segment.place] = totals[segment.place].plus(found)
             for block in segment.blocks:
                 blocks[block] = blocks[block].plus(found)
-    return StageWork(tuple(accumulate([totals["before"], *blocks, totals["after"]], Seconds.plus)))
+    return tuple(accumulate([totals["before"], *blocks, totals["after"]], Seconds.plus))
 
 
 def seconds_in_order(
     events: Sequence[Event], work: Callable[[Compute], float], transfer: Callable[[Start], float]
 ) -> float:
-    """The device's seconds for events of a segment: work one after the other, collectives beside it, waits.
+    """The device's seconds for a segment: work in order, collectives beside the work, waits for collectives.
 
-    Collectives of parameters and gradients are left out, and those which the segment does not wait for.
+    Collectives of parameters and gradients are left out. Without a wait in the segment, a collective takes no time.
+    work, transfer: seconds of an event.
     """
     now, free, ends = 0.0, dict[str, float](), dict[int, float]()
     for event in events:
@@ -190,38 +218,87 @@ def seconds_in_order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWork:
-    """Seconds of a rank with all blocks, over the data axes and in the update. Made by `data_work_of`."""
+    """Seconds of the data axes' collectives and of the update, on a rank with all blocks. Made by `data_work_of`."""
 
-    gradients: float  # of the sum of a block's gradients, after all microbatches; the least of all blocks
-    update: float  # of the optimizer, for all blocks
-    busy: float  # of all collectives of parameters and gradients in a step, one after the other
+    # Of the block with the least seconds:
+    gathers: float  # to gather the parameters, in the forward pass of the first microbatch
+    in_backward: float  # to sum the gradients, in a backward pass of a stage
+    gradients: float  # to sum the gradients, after all microbatches
+    # Of all blocks:
+    update: float  # of the optimizer
+    busy: float  # of all collectives of parameters and gradients in a step, in turn
+    at_last: float  # of the collectives that start after the last backward pass has begun
 
-    def after_backward(self, candidate: Candidate, num_blocks: int) -> float:
-        """Seconds that no step by the candidate can hide behind its forward and backward passes."""
-        if candidate.pp == 1:
-            return self.update
-        return self.gradients * (num_blocks // candidate.pp) + self.update / candidate.pp
+    def with_passes(
+        self,
+        candidate: Candidate,
+        num_blocks: int,
+        passes: float,
+        last_backward: float | None = None,
+        *,
+        gathers_first: bool = True,
+    ) -> float:
+        """A lower bound of the candidate's seconds, given `passes`: seconds of all forward and backward passes.
+
+        last_backward: seconds of the last microbatch's backward pass on a rank with all blocks; None: of all passes.
+        gathers_first: False if `passes` has seconds of the host, which may issue ops while parameters are gathered.
+        A pipeline's stage gathers parameters before the passes, and sums gradients after the passes. A rank with all
+        blocks gathers before the passes, too, except under zero=3, and may hide all other collectives in the passes.
+        """
+        gathers = self.gathers if gathers_first else 0.0
+        if candidate.pp > 1:
+            of_blocks = (gathers + self.gradients) * (num_blocks // candidate.pp)
+            return passes + of_blocks + self.update / candidate.pp
+        before = 0.0 if candidate.zero == 3 else gathers * num_blocks
+        before += passes
+        return max(self.busy, before, before - (last_backward or passes) + self.at_last) + self.update
 
 
 def data_work_of(trace: Trace, work: Callable[[Compute], float], transfer: Callable[[Start], float]) -> DataWork:
-    """The seconds of a trace's collectives of parameters and gradients, and of its update, by the two functions."""
-    blocks, busy, update = [0.0] * trace.num_blocks, 0.0, 0.0
+    """The seconds of a trace's collectives of parameters and gradients, and of the update.
+
+    work, transfer: seconds of an event: the price, or a lower bound of the price.
+    Collectives of different groups may run side by side: the group with the most seconds counts.
+    """
+    sums: dict[tuple[str, ...], list[float]] = {}  # by axes of a group: busy, at last
+    of_blocks: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    update = 0.0
     for segment in trace.segments:
-        copies = max(1, len(segment.blocks)) * (trace.times[segment.microbatch] if segment.microbatch >= 0 else 1)
-        seconds = sum(transfer(each) for each in segment.events if isinstance(each, Start) and each.purpose)
-        busy += copies * seconds
-        if segment.phase == "gradients":
-            for block in segment.blocks:
-                blocks[block] += seconds
+        copies = trace.count(segment)
+        is_first, is_last = segment.microbatch == 0, segment.microbatch == len(trace.times) - 1
         if segment.phase == "optimizer":
             update += copies * sum(work(each) for each in segment.events if isinstance(each, Compute))
-    return DataWork(gradients=min(blocks, default=0.0), update=update, busy=busy)
+        for start in segment.events:
+            if not isinstance(start, Start) or not start.purpose:
+                continue
+            seconds = transfer(start)
+            found = sums.setdefault(start.axes, [0.0, 0.0])
+            found[0] += copies * seconds
+            if segment.phase == "gradients" or (segment.phase == "backward" and is_last):
+                found[1] += copies * seconds
+            if segment.phase == "gradients" or (segment.phase in PHASES and is_first):
+                blocks = of_blocks.setdefault(start.axes, {})
+                totals = blocks.setdefault(segment.phase, [0.0] * trace.num_blocks)
+                for block in segment.blocks:
+                    totals[block] += seconds
+
+    def most(phase: Phase) -> float:
+        return max((min(each[phase], default=0.0) for each in of_blocks.values() if phase in each), default=0.0)
+
+    return DataWork(
+        gathers=most("forward"),
+        in_backward=most("backward"),
+        gradients=most("gradients"),
+        update=update,
+        busy=max((busy for busy, _ in sums.values()), default=0.0),
+        at_last=max((at_last for _, at_last in sums.values()), default=0.0),
+    )
 
 
 def received_share(kind: str, ranks: int) -> float:
-    """Bytes that a rank of a group receives in a collective, over those of the whole tensor on one rank.
+    """The bytes that a rank receives in a collective of `ranks` ranks, divided by the bytes of the whole tensor.
 
-    Of an all-to-all the whole is the tensor of all ranks together, of which each rank has an equal part.
+    For an all-to-all the whole is all ranks' parts together, equal in size.
     """
     match kind:
         case "all-reduce":
@@ -232,8 +309,9 @@ def received_share(kind: str, ranks: int) -> float:
 
 
 def floor_seconds(compute: Compute, chip: Chip) -> float:
-    """Seconds of work in proportion to its operations and bytes, at the chip's best: a share of the work takes at
-    least this share of the seconds, whatever its shape.
+    """A lower bound of the price of work, in proportion to operations and bytes: the time at the chip's best rates.
+
+    So half the work, of whatever shape, takes at least half these seconds.
     """
     rate = chip.rate(compute.name, compute.part, compute.dtype)
     moved = compute.nbytes / chip.reachable_bandwidth
@@ -248,6 +326,6 @@ def floor_seconds(compute: Compute, chip: Chip) -> float:
 
 
 def best_speed(dtype: str, chip: Chip) -> float:
-    """FLOP/s above which no product is priced: of the fastest measured product, or the reachable peak."""
+    """An upper bound of the FLOP/s of any product's price: of the fastest measured product, or the sustained peak."""
     measured = [each.flops / each.seconds for each in chip.products if each.dtype == dtype]
-    return max(measured) if measured else chip.reachable_peak(dtype)
+    return max(measured) if measured else chip.sustained_peak(dtype)

@@ -1,4 +1,4 @@
-"""What changed in a step since its golden file was saved, in lines for people, for GitHub, and as a table."""
+"""`find_changes`: compares a golden file with the step of today; the changes as lines, GitHub errors, or a table."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from pathlib import Path, PurePosixPath
 
 from ..step.communication import PHASES
 from ..terminal import one_line
-from .golden import Golden, Issued, Parameter, RankRecord, join_names, split_names
+from .golden import Golden, Parameter, RankRecord, SitedCollectives, join_names, split_names
 
 _Key = tuple[str, str, tuple[str, ...], str | None]  # phase, kind, axes, module
-_Text = tuple[str, str]  # a line's file name and text: the line's number may change
+_Text = tuple[str, str]  # a line of code by file name and text, because the number may change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A difference between a golden file and the step of today."""
 
-    text: str  # one line
-    subject: str  # of the table, with `before` and `after`
+    text: str  # the change as a line
+    subject: str  # first cell of a row of the table; the next are `before` and `after`
     before: str
     after: str
-    file: str = ""  # of the line that issues a collective, relative as in `Issued`
+    file: str = ""  # of the line issuing the collective, relative as in `SitedCollectives`; "" where there is none
     line: int = 0
     code: str = ""
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Collectives of one module, phase, kind and axes."""
+    """The collectives of a module, phase, kind and axes, added up over lines of code."""
 
     count: int = 0
     nbytes: int = 0
-    lines: Counter[_Text] = field(default_factory=Counter)
-    places: dict[_Text, Issued] = field(default_factory=dict)
+    lines: Counter[_Text] = field(default_factory=Counter)  # number of collectives by line
+    places: dict[_Text, SitedCollectives] = field(default_factory=dict)  # an entry of the file for each line
 
 
 def find_changes(saved: Golden, now: Golden) -> list[Change]:
-    """The changes beyond what `saved.allow` allows, in the order of a file. Line numbers alone are no change.
+    """The changes beyond `saved.allow`, in the order of a golden file. A changed line number alone is no change.
 
-    Ranks that only one of both has are not compared; `mesh` is then another.
+    Compares the ranks found in both; where ranks differ, so does the mesh, which is a change.
     """
     changes = [
         *_value_changes("mesh", _in_words(saved.mesh), _in_words(now.mesh)),
@@ -60,7 +60,7 @@ def find_changes(saved: Golden, now: Golden) -> list[Change]:
 
 
 def summarize(saved: Golden, now: Golden) -> list[str]:
-    """A line for each rank whose collectives are not those of the file: all in all, before and after."""
+    """A line for each rank with changed totals: collectives and received bytes, before and after."""
     lines = []
     by_rank = {each.rank: each for each in now.ranks}
     for before in saved.ranks:
@@ -74,14 +74,14 @@ def summarize(saved: Golden, now: Golden) -> list[str]:
 
 
 def totals(record: RankRecord) -> tuple[int, int]:
-    """The collectives of a rank, and their bytes."""
+    """The number of a rank's collectives in a step, and the bytes received."""
     weights = [(each, len([*split_names(each.modules)]) if each.modules else 1) for each in record.collectives]
     return sum(each.count * n for each, n in weights), sum(each.bytes * n for each, n in weights)
 
 
 def _collective_changes(saved: Golden, before: RankRecord, after: RankRecord) -> list[Change]:
     old, new = _sums(before.collectives), _sums(after.collectives)
-    groups: dict[tuple[object, ...], tuple[list[str | None], _Sum, _Sum, Issued]] = {}
+    groups: dict[tuple[object, ...], tuple[list[str | None], _Sum, _Sum, SitedCollectives]] = {}
     phases: tuple[str, ...] = PHASES
     for key in sorted({**old, **new}, key=lambda each: phases.index(each[0])):
         was, is_ = old.get(key, _Sum()), new.get(key, _Sum())
@@ -103,9 +103,16 @@ def _collective_changes(saved: Golden, before: RankRecord, after: RankRecord) ->
 
 
 def _collective_change(
-    phase: str, kind: str, axes: tuple[str, ...], name: str | None, number: int, was: _Sum, is_: _Sum, place: Issued
+    phase: str,
+    kind: str,
+    axes: tuple[str, ...],
+    name: str | None,
+    number: int,
+    was: _Sum,
+    is_: _Sum,
+    place: SitedCollectives,
 ) -> Change:
-    """The change of a group. number: of the modules with this name."""
+    """The change of alike modules. name: joined. number: how many modules. was, is_: the sums of each module."""
     over = " x ".join(axes) or "others"
     who = f"issued by {name} at" if name is not None else "issued at"
     at = f"{place.file}:{place.line}" if place.file else "an unknown line"
@@ -126,8 +133,8 @@ def _collective_change(
     )  # fmt: skip
 
 
-def _place_of_change(was: _Sum, is_: _Sum) -> Issued:
-    """The line with more collectives than before; with fewer; or else the first."""
+def _place_of_change(was: _Sum, is_: _Sum) -> SitedCollectives:
+    """The line to show: the first with more collectives than before; else the first with fewer; else the first."""
     grown = [each for each in is_.lines if is_.lines[each] > was.lines[each]]
     shrunk = [each for each in was.lines if was.lines[each] > is_.lines[each]]
     if is_.lines and (is_.count >= was.count or not shrunk):
@@ -135,8 +142,8 @@ def _place_of_change(was: _Sum, is_: _Sum) -> Issued:
     return was.places[next(iter(shrunk or was.lines))]
 
 
-def _sums(collectives: Iterable[Issued]) -> dict[_Key, _Sum]:
-    """The collectives of each module, at whatever lines."""
+def _sums(collectives: Iterable[SitedCollectives]) -> dict[_Key, _Sum]:
+    """The collectives of each module, added up over lines."""
     sums: dict[_Key, _Sum] = {}
     for each in collectives:
         text = PurePosixPath(each.file).name, each.code
@@ -179,7 +186,7 @@ def _parameter_changes(saved: Mapping[str, Parameter], now: Mapping[str, Paramet
 
 
 def _layout_in_words(parameter: Parameter | None, counterpart: Parameter | None) -> str:
-    """The parameter's layout; also its shape, if the counterpart has another."""
+    """The parameter's layout, after the shape where the counterpart's shape differs."""
     if parameter is None:
         return "none"
     layout = parameter.layout or "a plain tensor"
@@ -194,7 +201,7 @@ def _value_changes(name: str, before: str, after: str) -> list[Change]:
 
 
 def _with_ranks(change: Change, ranks: list[int], num_compared: int) -> Change:
-    """The change, with the ranks that have it where several were compared."""
+    """The change with the ranks concerned, where several were compared."""
     if num_compared == 1:
         return change
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -209,12 +216,12 @@ def _in_words(mesh: Mapping[str, int]) -> str:
 
 
 def _percent(before: int, after: int) -> str:
-    """A relative change: " (+49.7 %)"; nothing without a number before."""
+    """A relative change: " (+49.7 %)"; "" where `before` is 0."""
     return f" ({(after - before) / before * 100:+.1f} %)" if before else ""
 
 
 def annotation(change: Change, golden: Path, workspace: Path) -> str:
-    """The change as an error of GitHub's, at its line if the line is in the workspace, and else at the golden file."""
+    """The change as a GitHub error, at the line of code if in the workspace, else at the golden file."""
     file, line = _in_workspace(Path(change.file), workspace) if change.file else None, change.line
     if file is None:
         file, line = _in_workspace(golden, workspace), 1
@@ -230,7 +237,10 @@ def _in_workspace(path: Path, workspace: Path) -> str | None:
 
 
 def _escape(text: str, more: str = "") -> str:
-    """Text as GitHub's commands have it: https://docs.github.com/actions/reference/workflow-commands-for-github-actions"""
+    """Text escaped as in https://docs.github.com/actions/reference/workflow-commands-for-github-actions
+
+    more: further characters to escape.
+    """
     return "".join(f"%{ord(each):02X}" if each in "%\r\n" + more else each for each in text)
 
 

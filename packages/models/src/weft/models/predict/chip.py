@@ -1,6 +1,6 @@
-"""`Chip`: a machine as numbers, for predictions of a step. Nothing here imports torch.
+"""`Chip`: a machine as numbers, for predictions of a step. Imports no torch, except in `Chip.topology`.
 
-`load_chip` reads a chip of `chips.toml` by its name, or a file of `weft measure` by its path.
+`load_chip` reads a chip of `chips.toml` by name, or a file of `weft measure` by path.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 CHIPS = Path(__file__).with_name("chips.toml")
 
-ATTENTION_SIZES = 6  # numbers in a size of attention; of a product 4
-NEAREST = 4  # measured products between which `Chip.product_seconds` interpolates
+ATTENTION_SIZES = 6  # numbers in an item of `Compute.sizes` for attention; a product has 4
+NEAREST = 4  # measured products to interpolate between in `Chip.product_seconds`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Measured time of an op on a device: a line through the times of several sizes."""
+    """Measured time of an op or a collective, as a linear function of bytes and operations."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # of every call
     seconds_per_byte: float = 0.0
     seconds_per_flop: float = 0.0
-    seconds_per_score: float = 0.0  # of attention: for each operation over its head_dim, as its softmax takes
-    adds_products: bool = False  # whether the op's products take their own measured times besides
+    seconds_per_score: float = 0.0  # of attention, for the softmax: times flops / head_dim
+    adds_products: bool = False  # whether to add the measured seconds of the op's products
 
     def time(self, nbytes: float, flops: float = 0.0) -> float:
-        """Seconds of a call.
+        """Seconds of a call, without scores and products.
 
         nbytes: of all operands read and results written. flops: of products and attention.
         """
@@ -61,33 +61,33 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """Links between ranks of a group: of a node, or of several nodes."""
+    """Links between ranks: within a node, or between nodes."""
 
     name: str
-    ranks: int = UNLIMITED  # consecutive ranks that the links connect
-    bandwidth: float  # bytes/s of a rank, one way
-    reachable: float  # share of the bandwidth in long collectives
+    ranks: int = UNLIMITED  # consecutive ranks connected by the links
+    bandwidth: float  # bytes/s of a rank, one way, to all peers together
+    reachable: float  # share of the bandwidth reached in long collectives
     latency: float  # seconds of a message
-    peer_bandwidth: float = math.inf  # bytes/s between two ranks, one way; at most `bandwidth` to all
-    slowdown: float = 0.0  # share of its speed that a device loses while it communicates here
+    peer_bandwidth: float = math.inf  # bytes/s between two ranks, one way
+    slowdown: float = 0.0  # share of a device's speed lost during communication here
 
     def speed(self, ranks: int) -> float:
-        """Bytes/s that each of `ranks` ranks receives in a long collective among them."""
+        """Bytes/s received by each rank in a long collective of `ranks` ranks."""
         return self.reachable * min(self.bandwidth, self.peer_bandwidth * max(1, ranks - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """A machine: devices alike, each of a rank, and the links between them."""
+    """A machine: equal devices, a device for each rank, and the links between devices."""
 
     name: str
     peaks: Mapping[str, float]  # dense FLOP/s of products by dtype: "bfloat16", "float16", "float32", "tf32", "float8"
-    reachable: float  # share of the peak that the fastest product of a benchmark reaches
-    sustained: float = 1.0  # share of `reachable` that products keep in whole steps of training
-    reachable_by_dtype: Mapping[str, float] = field(default_factory=dict)  # where it differs from `reachable`
+    reachable: float  # share of the peak reached by the fastest product of a benchmark
+    sustained: float = 1.0  # share of `reachable` kept by products in whole steps of training
+    reachable_by_dtype: Mapping[str, float] = field(default_factory=dict)  # in place of `reachable`
     multiprocessors: int
-    tiles: tuple[tuple[int, int], ...]  # (M, N) of the tiles in which products are computed
-    memory_bytes: int  # of a device, as torch reports it
+    tiles: tuple[tuple[int, int], ...]  # (M, N) of a product's tiles, from which a product takes the best
+    memory_bytes: int  # of a device, as torch reports
     memory_bandwidth: float  # bytes/s, reads and writes counted
     memory_reachable: float  # share of the bandwidth in long copies
     levels: tuple[Level, ...]  # innermost first
@@ -95,10 +95,10 @@ class Chip:
     launch_seconds: float = 0.0  # of the device, to start and to drain a kernel
     attention_reachable: Mapping[str, float] = field(default_factory=ATTENTION.copy)  # share of the peak, by part
     ops: Mapping[str, Rate] = field(default_factory=dict)  # by "rms_norm.forward", or "rms_norm.forward.bfloat16"
-    products: tuple[Product, ...] = ()  # measured; () for a chip priced by its tiles
-    collectives: Mapping[str, Rate] = field(default_factory=dict)  # measured, by kind; bytes as a rank receives them
-    crowding: float = 1.0  # factor of all computing where each rank of a machine computes at once
-    threads: int | None = None  # of a process, as measured on a CPU
+    products: tuple[Product, ...] = ()  # measured; () for a chip whose products are priced by tiles
+    collectives: Mapping[str, Rate] = field(default_factory=dict)  # measured, by kind, for a rank's received bytes
+    crowding: float = 1.0  # factor on computing times in a run of several ranks
+    threads: int | None = None  # of a process, on a measured CPU; None for a GPU
     source: str = ""
 
     def __hash__(self) -> int:
@@ -127,8 +127,7 @@ class Chip:
     def rate(self, name: str, part: str, dtype: str = "") -> Rate | None:
         """The measured rate of an op's part, such as ("rms_norm", "forward", "bfloat16"); None where not measured.
 
-        A part that is recomputed takes the forward's rate where it has none of its own, and so does each part of an
-        op of torch, such as "aten.add".
+        The part "recompute", and every part of an op of torch such as "aten.add", falls back on the forward's rate.
         """
         parts = (part, "forward") if part == "recompute" or name.startswith("aten.") else (part,)
         keys = (f"{name}.{each}{suffix}" for each in parts for suffix in (f".{dtype}", ""))
@@ -137,10 +136,9 @@ class Chip:
     def measured_seconds(
         self, name: str, part: str, dtype: str, nbytes: float, flops: float, sizes: Iterable[tuple[int, ...]] = ()
     ) -> float | None:
-        """Seconds of a call of an op's part, from what was measured; None where its rate was not.
+        """Seconds of a call of an op's part by the measured rate; None without a rate.
 
-        sizes: (batch, M, N, K) of each product of the call, or (batch, heads, kv_heads, T, S, head_dim) of attention:
-            `Compute.sizes`.
+        nbytes, flops, sizes: of the call, as of `Compute`.
         """
         rate = self.rate(name, part, dtype)
         if rate is None:
@@ -155,9 +153,9 @@ class Chip:
         return seconds
 
     def product_seconds(self, dtype: str, M: int, N: int, K: int) -> float | None:
-        """Seconds of a product [M, K] @ [K, N], from the measured products; None where none are measured in `dtype`.
+        """Seconds of a product [M, K] @ [K, N], from the measured products; None without products in `dtype`.
 
-        FLOP/s are interpolated between the nearest measured shapes, by the logarithms of their sizes.
+        FLOP/s are interpolated between the nearest measured shapes, by the logarithms of M, N and K.
         """
         measured = [each for each in self.products if each.dtype == dtype]
         if not measured:
@@ -175,10 +173,10 @@ class Chip:
         return 2 * M * N * K / math.exp(log_speed)
 
     def levels_of(self, size: int, stride: int, *, world: int | None = None) -> tuple[tuple[Level, int], ...]:
-        """The levels that a group communicates over, innermost first, each with the members that it connects.
+        """The levels used by a group, innermost first: (level, members or subgroups connected there).
 
-        size: ranks in the group. stride: distance of its neighbours. world: ranks in the run; a run within a level
-        leaves it by no group. Ranks are numbered consecutively in each level.
+        size: ranks in the group. stride: distance in ranks of the group's neighbours. world: ranks in the run; a run
+        within a level uses no outer level. Ranks are numbered consecutively in each level.
         A group of 16 neighbours on nodes of 8: ((NVLink, 8), (InfiniBand, 2)). Raises ValueError for a group larger
         than the machine.
         """
@@ -205,10 +203,11 @@ class Chip:
         return tuple(found)
 
     def link(self, size: int, stride: int, *, world: int | None = None) -> tuple[float, float]:
-        """(seconds a message, bytes/s that a rank receives) among a group's ranks; (0, inf) for a group of one.
+        """(seconds of a message, bytes/s received by a rank) in a group; (0, inf) for a single rank.
 
-        Over nodes, the g members in a node have g adapters, and pass on by the inner link what each receives. Of the
-        size - 1 messages of a ring, one for each node but the first goes over the outer link, as in NCCL's tuning.
+        size, stride, world: as for `levels_of`. Over nodes, the g members in a node have g adapters, and pass the
+        received bytes on by the inner link. Of the size - 1 messages of a ring, as many as nodes less 1 go over the
+        outer link, as in NCCL's tuning.
         """
         levels = self.levels_of(size, stride, world=world)
         if not levels:
@@ -228,9 +227,9 @@ class Chip:
         return as_toml(asdict(self), comment)
 
     def topology(self, mesh: ProcessMesh) -> Topology:
-        """The link of each axis of the mesh, by the axis's size and stride, for plans of layout changes.
+        """The link of each mesh axis, by the axis's size and stride, for plans of layout changes.
 
-        Raises ValueError for a mesh whose ranks have no strides, and for one larger than the machine.
+        Raises ValueError for a mesh whose ranks have no strides, and for a mesh larger than the machine.
         """
         from weft.reshard import Link, Topology  # imported here because torch takes seconds
 
@@ -244,9 +243,9 @@ class Chip:
 
 
 def load_chip(name_or_path: str | Path) -> Chip:
-    """The chip of a name in `chips.toml`, or of a file, such as `weft measure` writes.
+    """Load the chip with this name in `chips.toml`, or from a file as written by `weft measure`.
 
-    Raises ValueError in one line for an unknown name, and for a file that cannot be used.
+    Raises ValueError with a message of a single line for an unknown name, and for a file that cannot be used.
     """
     if str(name_or_path) in known_chips():
         return _chip(read_chip(CHIPS, table=str(name_or_path)))
@@ -260,7 +259,7 @@ def load_chip(name_or_path: str | Path) -> Chip:
 
 
 def _chip(values: dict[str, Any]) -> Chip:
-    """The chip of the checked values of a file."""
+    """The chip of values from `read_chip`."""
     values["levels"] = tuple(Level(**each) for each in values["levels"])
     values["products"] = tuple(Product(**each) for each in values["products"])
     for table in ("ops", "collectives"):
@@ -270,5 +269,5 @@ def _chip(values: dict[str, Any]) -> Chip:
 
 @cache
 def known_chips() -> tuple[str, ...]:
-    """Names of the chips in `chips.toml`."""
+    """The names of the chips in `chips.toml`."""
     return tuple(read_values(CHIPS))

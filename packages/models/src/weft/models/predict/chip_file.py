@@ -1,6 +1,6 @@
-"""A chip as TOML: its values read from a file and checked, and written. `chip.load_chip` makes the `Chip`.
+"""Reads and checks a chip's values in a TOML file, and writes these files. `chip.load_chip` makes the `Chip`.
 
-A number is written plainly, or beside its source: `{ value = 132, source = "data sheet" }`.
+A number stands alone, or with the source: `{ value = 132, source = "data sheet" }`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from ..documents import read_plain
 
-UNLIMITED = 2**24  # ranks of a level that connects all
-# Share of the peak that attention sustains, measured on 8 to 64 H100s with context parallelism: 580 to 602 TFLOP/s in
-# forward, 516 to 585 in backward.
+UNLIMITED = 2**24  # `Level.ranks` of links between all ranks
+# Default share of the peak sustained by attention, measured on 8 to 64 H100s with context parallelism: 580 to 602
+# TFLOP/s in forward, 516 to 585 in backward.
 ATTENTION = {"forward": 0.60, "backward": 0.555}
-LARGEST = 2**20  # bytes of a file; one of `weft measure` has about 20 thousand
+LARGEST = 2**20  # bytes of a file; `weft measure` writes about 20 thousand
 MOST_PRODUCTS, MOST_OPS, MOST_LEVELS = 4096, 4096, 16
 _DEEPEST = 8  # dots in a name; names of a chip's numbers have at most four
 _HIGHEST = 1e24  # of any number: FLOP/s, bytes, bytes/s, seconds
@@ -35,11 +35,10 @@ _REMEDY = "measure the machine again, or copy an entry of chips.toml"
 
 
 def read_chip(path: Path, *, table: str | None = None) -> dict[str, Any]:
-    """The checked values of a chip, by the fields of `Chip`: of a file, or of one of its tables.
+    """Read and check a chip's values, by the fields of `Chip`; levels, products and rates are dictionaries.
 
-    levels, products and rates are dictionaries by the fields of `Level`, `Product` and `Rate`.
-
-    Raises ValueError for a file that cannot be read, and with the field, its value and the remedy for a wrong value.
+    table: the table of the file with the chip; None: the whole file.
+    Raises ValueError for an unreadable file, and with field, value and remedy for a wrong value.
     """
     values = read_values(path)
     if table is not None:
@@ -51,7 +50,7 @@ def read_chip(path: Path, *, table: str | None = None) -> dict[str, Any]:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a TOML file. Raises ValueError for a file that cannot be read."""
+    """The values of a TOML file. Raises ValueError for an unreadable file."""
     try:
         content = read_plain(path, limit=LARGEST)
     except OSError as error:
@@ -70,7 +69,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def as_toml(values: Mapping[str, Any], comment: str) -> str:
-    """The values of a chip, as of `dataclasses.asdict`, as a file for `read_chip`. comment: lines for its head."""
+    """The text of a file for `read_chip`. values: `dataclasses.asdict` of a chip. comment: first lines of the file."""
     import tomlkit  # imported here: not needed for reading
 
     document = tomlkit.document()
@@ -188,7 +187,7 @@ def _product(value: Any, where: str) -> dict[str, Any]:
 
 
 def _rates(value: Any, within: str) -> list[tuple[str, dict[str, Any]]]:
-    """The rates of a table, whose names may be written with dots in quotes or as tables in tables."""
+    """(name, rate) for each rate of a table. A dotted name may be a quoted key, or tables inside tables."""
     found: list[tuple[str, dict[str, Any]]] = []
 
     def visit(table: Mapping[str, Any], name: str, depth: int) -> None:
@@ -229,12 +228,12 @@ def _tiles(value: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of a number written beside its source."""
+    """The number of `{ value = ..., source = ... }`; any further value unchanged."""
     return value["value"] if isinstance(value, dict) and "value" in value else value
 
 
 def _number(value: Any, where: str, *, zero: bool = False) -> float:
-    """A finite number above 0, or also 0. Raises ValueError."""
+    """Check a finite number above 0; zero: 0 is allowed. Raises ValueError, with `where`."""
     number = _plain(value)
     if number is None:
         raise ValueError(f"{where} is missing; {_REMEDY}")
@@ -246,7 +245,7 @@ def _number(value: Any, where: str, *, zero: bool = False) -> float:
 
 
 def _share(value: Any, where: str, *, zero: bool = False) -> float:
-    """A share of a peak, above 0 and at most 1. Raises ValueError."""
+    """Check a share of a peak, above 0 and at most 1; zero: 0 is allowed. Raises ValueError, with `where`."""
     share = _number(value, where, zero=zero)
     if share > 1:
         raise ValueError(f"{where} is {share:g}; give a share of the peak, at most 1")

@@ -17,17 +17,16 @@ PIPELINE_AXIS = "pp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A step's time on a machine. Made by `estimate`."""
+    """The predicted time of a step. Made by `estimate`."""
 
     seconds: float
-    tokens_per_second: float  # of the whole run
-    mfu: float  # operations of the model, over those of all devices at their peak
-    # Seconds of the slowest rank, by what its device does or waits for; their sum is `seconds`.
-    parts: dict[Part, float]
+    tokens_per_second: float  # over all ranks
+    mfu: float  # the model's FLOP/s, divided by the peak FLOP/s of all devices
+    parts: dict[Part, float]  # `Timeline.parts` of the slowest rank; the sum is `seconds`
     timeline: Timeline
 
     def share(self, part: Part) -> float:
-        """The share of a part in the step."""
+        """A part's seconds, divided by the step's."""
         return self.parts[part] / self.seconds if self.seconds else 0.0
 
 
@@ -44,17 +43,18 @@ def estimate(
     dtype: str = "bfloat16",
     keep_spans: bool = False,
 ) -> Estimate:
-    """The time of a training step on a mesh of a chip's devices.
+    """Predict the time of a training step on a mesh of the chip's devices.
 
-    trace: of a rank; without the axis "pp", as `trace_step` makes it.
-    mesh_sizes: of the mesh's axes, outermost first, "pp" included.
-    tokens, flops: of the whole step on all ranks; flops as by `flops_per_token`, without recomputation.
-    schedule, stages: of a mesh with "pp"; see `time_pipeline`. None where there is no such axis.
+    trace: of a rank, from `trace_step`; on a mesh with "pp", of a stage.
+    mesh_sizes: sizes of all mesh axes by name, outermost first, "pp" included.
+    tokens, flops: of the whole step on all ranks; flops without recomputation, as by `flops_per_token`.
+    schedule, stages: as for `time_pipeline`; None on a mesh without "pp".
     compiled: whether blocks are compiled; see `time_step`.
-    dtype: of products, for the peak by which the MFU counts.
-    keep_spans: whether `Estimate.timeline` lists spans.
-    Cost: milliseconds, and nothing in it is random.
-    Raises ValueError for stages that do not fit, a group larger than the machine, or a dtype without a peak.
+    dtype: of products, for the peak in the MFU.
+    keep_spans: whether to list spans in `Estimate.timeline`.
+    Deterministic. Cost: milliseconds.
+    Raises ValueError for a schedule or stages unfit for the mesh, a group larger than the machine, or a dtype without a
+    peak.
     """
     world = math.prod(mesh_sizes.values())
     num_stages = mesh_sizes.get(PIPELINE_AXIS, 1)
@@ -91,7 +91,10 @@ def estimate(
 
 
 def _with_stages(trace: Trace, stride: int, num_stages: int) -> Trace:
-    """The trace with the distances in groups as on the mesh with "pp": ranks of outer axes are further apart."""
+    """The trace with the strides of groups as on the mesh with "pp": along axes outside "pp", ranks are further apart.
+
+    stride: of "pp".
+    """
     if stride >= max((e.stride for s in trace.segments for e in s.events if isinstance(e, Start)), default=0) + 1:
         return trace
 

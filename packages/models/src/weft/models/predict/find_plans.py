@@ -24,31 +24,32 @@ from .plan_memory import PlanMemory, least_tp
 from .plan_prices import ACTIVATIONS, WEIGHTS, PlanPrices, least_sizes
 from .plans import Candidate, Space, enumerate_candidates
 from .search import Bound, Certificate, search
+from .stage_traces import StageTraces, least_two
 from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """A plan and its prediction. Made by `find_plans`."""
+    """A plan with the prediction of a step. Made by `find_plans`."""
 
     candidate: Candidate
     mesh: ProcessMesh
     plan: ParallelPlan
     seconds: float  # of a step
-    tokens_per_second: float  # of the whole run
+    tokens_per_second: float  # over all processes
     mfu: float
-    memory_bytes: int  # of the fullest rank, at most
-    parts: Mapping[str, float]  # seconds of a step by what the device does or waits for
+    memory_bytes: int  # of the fullest rank, an upper bound
+    parts: Mapping[str, float]  # seconds of a step by part, as of `Estimate.parts`
 
     def slower_by(self, best: FoundPlan) -> tuple[str, float]:
-        """The part that takes most longer than under `best`, and by how many seconds."""
+        """The part with the largest excess over `best`'s, and the excess in seconds."""
         name = max(self.parts, key=lambda part: self.parts[part] - best.parts[part])
         return name, self.parts[name] - best.parts[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlans:
-    """The fastest plans in order, and the proof that there are no faster ones. Made by `find_plans`."""
+    """The fastest plans in order, with the proof that no plan is faster. Made by `find_plans`."""
 
     plans: tuple[FoundPlan, ...]
     certificate: Certificate
@@ -70,16 +71,16 @@ def find_plans(
     """The fastest plans to train `model` on `processes` chips, by prediction: no process is started.
 
     Searches meshes of pp, dp, cp, tp and, for mixtures, ep; zero, sequence, context, schedule, microbatches and
-    recompute. Branch and bound: each plan that was not priced has a lower bound above the last result's seconds.
-    model: not parallel, on any device; its `parallel_plan` lays it out. Unchanged.
+    recompute. Branch and bound: each unpriced plan has a lower bound above the last result's seconds.
+    model: not parallel, on any device, with a `parallel_plan` of its own. Unchanged.
     chip: a name, a file of `weft measure`, or a `Chip`. batch: (rows, tokens in a row) of a step over all ranks.
-    memory: bytes that a rank may use; None for the chip's.
-    dtype: that layers compute in, by autocast. compiled: whether blocks are compiled.
+    memory: bytes for a rank; None for the chip's.
+    dtype: of the layers' computation, by autocast. compiled: whether blocks are compiled.
     keep: the number of results. within: seconds after which no further plan is priced; see `Certificate.left`.
     options: further fields of `Workload`: criterion, inputs, clip_norm, reduce_dtype, states, update.
     Communication: none.
-    Raises ValueError for an unknown chip, for processes or a batch below 1, and where no plan fits the memory, with
-    the least memory that a plan takes.
+    Raises ValueError for an unknown chip, for processes or a batch below 1, where no plan can run, and where no plan
+    fits the memory, with the least memory of any plan.
     """
     rows, tokens = batch
     space = Space(processes=processes, rows=rows, num_experts=count_experts(model))
@@ -108,10 +109,10 @@ def search_plans(
     keep: int = 10,
     within: float = math.inf,
 ) -> FoundPlans:
-    """As `find_plans`, of a space.
+    """Find the fastest plans of a space. Called by `find_plans` and by the command `weft plan`.
 
-    check: raises ValueError for a candidate that cannot run. flops: of the model in a step, without recomputation;
-    None: as traced. Called by `find_plans` and by the command `weft plan`.
+    check: as for `enumerate_candidates`. flops: of the model in a step, without recomputation; None: as traced.
+    Further arguments and errors: as for `find_plans`.
     """
     limit = chip.memory_bytes if memory is None else memory
     parameters = parameters_of(workload)
@@ -128,6 +129,8 @@ def search_plans(
         reasons = reasons or f"the fixed options fit no mesh of {space.processes:,} processes"
         raise ValueError(f"none of {enumeration.count:,} plans can run: {reasons}")
     plan_memory = PlanMemory(workload=workload, parameters=parameters, least_tp=least_tp(enumeration.accepted))
+    tp, cp = least_two(enumeration.accepted)
+    stages = StageTraces(workload=workload, tp=tp, cp=cp, num_experts=space.num_experts)
     prices = PlanPrices(
         workload=workload,
         chip=chip,
@@ -135,6 +138,7 @@ def search_plans(
         limit=limit,
         flops=traced_flops(workload) if flops is None else flops,
         memory=plan_memory,
+        stages=stages,
         least_sizes=least_sizes(enumeration.accepted),
     )
     outcome = search(
@@ -150,7 +154,7 @@ def search_plans(
 
 
 def traced_flops(workload: Workload) -> float:
-    """Operations of the model's products and attention in a step, as a trace on one rank counts them."""
+    """Operations of the model's products and attention in a step, counted in the trace of a single rank."""
     trace = workload.trace(Candidate())
     return float(
         sum(
@@ -163,19 +167,19 @@ def traced_flops(workload: Workload) -> float:
 
 
 def check_stages(candidate: Candidate, num_blocks: int) -> None:
-    """Raises ValueError for a schedule that cannot take the numbers, and for more stages than blocks."""
+    """Raise ValueError for sizes unfit for the schedule, and for more stages than blocks."""
     if candidate.pipeline is not None and candidate.pipeline.count_stages(candidate.pp) > num_blocks:
         raise ValueError(f"the model has {num_blocks} blocks, which cannot be cut into more stages")
 
 
 def count_experts(model: nn.Module) -> int:
-    """The experts of a model's first mixture; 0 for a model without."""
+    """The number of experts of a model's first mixture; 0 for a model without mixtures."""
     mixtures = (module for module in model.modules() if isinstance(module, Experts))
     return next((next(module.parameters()).shape[0] for module in mixtures), 0)
 
 
 def parameters_of(workload: Workload) -> Parameters:
-    """The bytes of a workload's parameters, in all and in parts."""
+    """The bytes of the parameters of a workload's model, for `PlanMemory`."""
     model, states = workload.model, workload.states
     sizes = {name: each.numel() * each.element_size() for name, each in model.named_parameters()}
     trained = {name: sizes[name] for name, each in model.named_parameters() if each.requires_grad}
@@ -208,7 +212,7 @@ def _found_plan(workload: Workload, candidate: Candidate, found: Estimate, nbyte
 
 
 def _nothing_fits(memory: PlanMemory, candidates: list[Candidate], limit: int, states: float, within: float) -> str:
-    """The message for a search without results: the plan that takes the least memory, by branch and bound."""
+    """The error message of a search without results. Searches for the plan with the least memory, to name this plan."""
     bounds = [Bound(WEIGHTS, memory.weights_floor, is_eager=True), Bound(ACTIVATIONS, memory.floor)]
     least = search(candidates, bounds, lambda each: (float(memory.peak(each)), None), keep=1, within=within).found
     takes = f"the least that one takes is {_gib(least[0].seconds)}, with {least[0].candidate}; " if least else ""

@@ -1,4 +1,4 @@
-"""Rates of ops by least squares of relative errors. By absolute errors, the longest times would decide alone."""
+"""Fits rates of ops to measured times, by least squares of relative errors. Absolute errors would favor long times."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .events import Compute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A measured call: the call's events in a trace, all of one part of an op, and the seconds measured."""
+    """A measured call of an op's part: the seconds, and the events that a trace has for the call."""
 
     events: tuple[Compute, ...]
     seconds: float
 
     @property
     def key(self) -> str:
-        """The name of the op's part, as in `Chip.ops`."""
+        """The key in `Chip.ops`: op, part and dtype."""
         first = self.events[0]
         return f"{first.name}.{first.part}.{first.dtype}"
 
@@ -30,10 +30,10 @@ class Sample:
 def fit_rates(
     samples: Iterable[Sample], product_seconds: Callable[[str, int, int, int], float | None]
 ) -> dict[str, Rate]:
-    """A rate for each part of an op and dtype, by `Sample.key`.
+    """Fit a rate to the samples of each key. Returns the rates by `Sample.key`.
 
-    product_seconds: the seconds of a product of a dtype, M, N and K; None where unknown. The rate of an op with
-        products is fitted to the time beyond the products. Attention is fitted by operations.
+    product_seconds: (dtype, M, N, K) -> seconds of a product; None where unknown. The rate of an op with products is
+        fitted to the time beyond the products. Attention is fitted by operations.
     """
     by_key: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -42,7 +42,7 @@ def fit_rates(
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Rate:
-    """The rate of `seconds` by bytes, neither number negative."""
+    """Fit seconds and seconds_per_byte, neither negative. sizes: bytes of each call. seconds: of each call."""
     ones = np.ones(len(sizes))
     a, b = least_squares(np.stack([ones, np.asarray(sizes, float)], 1), np.zeros(len(sizes)), np.asarray(seconds))
     return Rate(seconds=a, seconds_per_byte=b)
@@ -79,7 +79,7 @@ def _fit(samples: Sequence[Sample], product_seconds: Callable[[str, int, int, in
 def least_squares(rows: np.ndarray, known: np.ndarray, seconds: np.ndarray) -> list[float]:
     """The numbers x >= 0 with the least sum of ((known + rows @ x - seconds) / seconds) ** 2.
 
-    rows: [n, k], k small: each set of numbers that are not 0 is tried.
+    rows: [n, k], with small k: every choice of numbers above 0 is tried. known, seconds: [n].
     """
     scaled, target = rows / seconds[:, None], (seconds - known) / seconds
     width = rows.shape[1]

@@ -1,6 +1,6 @@
-"""A step's communication, memory and layouts as a file, with which a later version of the program is compared.
+"""`Golden`: a step's communication, memory and layouts as a JSON file, to compare with later versions of the program.
 
-`weft explain --save` writes the file, `weft check` compares: see `changes.py`. Nothing here needs torch.
+`weft explain --save` writes the file, `weft check` compares: see `changes.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,64 +18,64 @@ from ..documents import as_type, parse_json, read_plain, write_anew
 from ..step.communication import PHASES
 
 FORMAT = 1
-LARGEST = 64 * 2**20  # bytes of a file; that of Llama 3 405B on 16 stages has under a million
-_MOST_MODULES = 2**20  # modules that the names of one file stand for
+LARGEST = 64 * 2**20  # bytes of a file; Llama 3 405B on 16 stages takes under a million
+_MOST_MODULES = 2**20  # modules and parameters behind the joined names of a file
 _LARGEST_NUMBER = 2**63 - 1
 _REMEDY = "save it again with `weft explain … --save FILE`"
-_MANY = re.compile(r"\[([0-9,-]+)\]")
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+_MANY = re.compile(r"\[([0-9,-]+)\]")  # the ranges in a joined name
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a part of a dotted name with digits alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The command line of `weft explain`, to run the step again. Paths are relative to the golden file's folder."""
+    """The arguments of `weft explain`, to run the step again. Paths are relative to the golden file's folder."""
 
     recipe: str | None = None
     config: str | None = None  # of --config
     from_folder: str | None = None  # of --from
     batch: str | None = None  # of --batch
-    options: tuple[str, ...] = ()  # all others, as given
+    options: tuple[str, ...] = ()  # all further options, as given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allow:
-    """Differences that are no change. Edited by hand, and kept when the file is saved again."""
+    """The largest differences that `weft check` ignores. Edited by hand, and kept when the file is saved again."""
 
-    count: int = 0  # collectives of a kind, over the same axes, in the same phase and module
-    bytes_percent: float = 0.0  # of the bytes of these collectives
-    memory_percent: float = 1.0  # of each kind of memory
+    count: int = 0  # in the number of collectives of a kind, over the same axes, in the same phase and module
+    bytes_percent: float = 0.0  # in the bytes of these collectives
+    memory_percent: float = 1.0  # in each kind of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
-    """Collectives of a kind that modules alike issue at the same line."""
+class SitedCollectives:
+    """The collectives of a kind in a phase, from the same line of code, of modules with equal `count` and `bytes`."""
 
     phase: str
     kind: str  # "all-reduce", ...
-    axes: tuple[str, ...]  # () where unknown
-    modules: str | None  # dotted names, as "layers.[0-31].mlp"; None outside of all modules
-    count: int  # of each module
-    bytes: int  # received by the rank in these, for each module
-    file: str
+    axes: tuple[str, ...]  # of the mesh; () where unknown
+    modules: str | None  # joined names, as "layers.[0-31].mlp"; None outside all modules
+    count: int  # for each module
+    bytes: int  # received by the rank, for each module, in all `count` collectives
+    file: str  # with `line` and `code`, as of `site.Site`
     line: int
-    code: str  # text of the line
+    code: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """A rank's collectives in a step, in the order of first issue within a phase, and memory by kind, in bytes."""
+    """A rank's collectives and memory in a step."""
 
     rank: int
-    collectives: tuple[Issued, ...]
-    memory: Mapping[str, int]
+    collectives: tuple[SitedCollectives, ...]  # by phase, then in the order of first issue
+    memory: Mapping[str, int]  # bytes by kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter's global shape, and its layout; None for a plain tensor."""
+    """A parameter's shape and layout."""
 
-    shape: tuple[int, ...]
-    layout: str | None
+    shape: tuple[int, ...]  # global
+    layout: str | None  # as `str(Layout)`; None for a plain tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +84,12 @@ class Golden:
 
     format: int = FORMAT
     command: Command = field(default_factory=Command)
-    device: str  # "cpu" or "cuda", by which Weft chooses how tokens come to experts
-    mesh: Mapping[str, int]  # axes with their sizes
-    batch: tuple[int, int]  # rows, and tokens of a row
+    device: str  # "cpu" or "cuda"; decides how tokens are sent to experts
+    mesh: Mapping[str, int]  # sizes by axis
+    batch: tuple[int, int]  # rows, tokens in a row
     allow: Allow = field(default_factory=Allow)
-    ranks: tuple[RankRecord, ...]  # one of each pipeline stage
-    parameters: Mapping[str, Parameter]  # of these ranks; names as "layers.[0-31].mlp.up_proj.weight"
+    ranks: tuple[RankRecord, ...]  # a rank of each pipeline stage
+    parameters: Mapping[str, Parameter]  # of these ranks, by joined name: "layers.[0-31].mlp.up_proj.weight"
 
     @property
     def num_processes(self) -> int:
@@ -97,7 +97,7 @@ class Golden:
 
 
 def write_golden(path: Path, golden: Golden) -> None:
-    """Writes the file. Raises ValueError where it cannot be written."""
+    """Write the file. Raises ValueError where writing fails."""
     try:
         write_anew(path, dump(golden).encode())
     except OSError as error:
@@ -110,7 +110,7 @@ def dump(golden: Golden) -> str:
 
 
 def _lines(value: Any, indent: str) -> str:
-    """JSON text. Objects without lists of objects or other objects inside stand on one line."""
+    """JSON text. A value without objects inside, also in lists, takes a single line."""
     flat = json.dumps(value, ensure_ascii=False)
     inner = indent + "  "
     items = [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, list | tuple) else []
@@ -125,7 +125,7 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def read_golden(path: Path) -> Golden:
-    """Reads a golden file. Raises ValueError, naming the field, for a file that is missing or cannot be used."""
+    """Read a golden file. Raises ValueError for a missing file, and with the field's name for a wrong value."""
     try:
         content = read_plain(path, limit=LARGEST)
     except OSError as error:
@@ -145,7 +145,7 @@ def read_golden(path: Path) -> Golden:
 
 
 def _check(golden: Golden) -> None:
-    """Raises ValueError for values that no saved file has."""
+    """Raise ValueError for values that `write_golden` never writes."""
     if golden.device not in ("cpu", "cuda"):
         raise ValueError(f"device is {golden.device!r:.60}; it is cpu or cuda")
     for name, size in (*golden.mesh.items(), *zip(("rows", "tokens"), golden.batch, strict=True)):
@@ -192,9 +192,9 @@ def _shown(number: float) -> str:
 
 
 def join_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Joins dotted names that differ in their first number alone: "layers.[0-2,5].mlp", with the names joined.
+    """Join dotted names that differ in the first number alone. Returns (joined name, names), by first appearance.
 
-    In the order of the first of each.
+    "layers.0.mlp" and "layers.2.mlp" become "layers.[0,2].mlp".
     """
     found: dict[tuple[str, str] | str, list[str]] = {}
     for name in names:
@@ -224,7 +224,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def split_names(joined: str) -> Iterator[str]:
-    """The names of a joined one."""
+    """The names behind a joined name; a plain name itself."""
     found = _MANY.search(joined)
     if found is None:
         yield joined
@@ -235,7 +235,7 @@ def split_names(joined: str) -> Iterator[str]:
 
 
 def count_names(joined: str, where: str) -> int:
-    """How many names a joined one stands for. Raises ValueError for numbers that are no ranges."""
+    """The number of names behind a joined name. Raises ValueError, with `where`, for malformed ranges."""
     found = _MANY.search(joined)
     if found is None:
         return 1

@@ -1,4 +1,4 @@
-"""A hang as a value and as text: both ranks' sides beside one another, and the waits that lead from rank to rank."""
+"""A hang as a value and as text: the calls of two ranks side by side, and the waits from rank to rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from .matching import MAKE_GROUP, NEW_GROUP, RECEIVE, SEND, Issued, Rule, Simulation
 
-_RULES: dict[Rule, str] = {
+_WHERE: dict[Rule, str] = {  # backends on which a hang found under the rule occurs
     "gloo": "on every backend",
     "nccl": "where a device runs its collectives one at a time in the order of issue, as NCCL may; not on gloo",
 }
@@ -17,31 +17,31 @@ _RULES: dict[Rule, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A rank's call at a hang."""
+    """A rank's call at a hang, or the lack of a call."""
 
     rank: int
-    number: int | None  # of the call, from 1; None where the rank has no such call
+    number: int | None  # of the call, from 1; None where the rank never issues the call
     call: Issued | None
-    after: int = 0  # calls of the rank in all, where `call` is None
+    num_calls: int = 0  # where `call` is None: all calls of the rank
 
     def lines(self) -> list[str]:
         """The side as lines of text."""
         if self.call is None:
-            calls = "1 call" if self.after == 1 else f"{self.after:,} calls"
+            calls = "1 call" if self.num_calls == 1 else f"{self.num_calls:,} calls"
             return [f"rank {self.rank}", "no such call", f"its step has {calls}"]
         return [f"rank {self.rank}, call {self.number:,}", describe(self.call), _group(self.call), self.call.site]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that wait for ever, or two calls that do not fit. Returned by `find_hang` and `check_hangs`."""
+    """A hang: ranks wait for ever, or two calls do not fit. Returned by `find_hang`, `check_hangs`, `check_plan`."""
 
     kind: Literal["mismatch", "missing", "cycle"]  # calls do not fit; a call never comes; ranks wait in a circle
     reason: str
-    sides: tuple[Side, Side]
-    waits: tuple[str, ...] = ()  # which call waits for which, from rank to rank
-    rule: Rule = "gloo"  # "nccl" where only the order of issue on a device makes the ranks hang
-    note: str = ""
+    sides: tuple[Side, Side]  # of "missing", the second has no call
+    waits: tuple[str, ...] = ()  # a line for each waiting call, from rank to rank, with the reason
+    rule: Rule = "gloo"  # under which the ranks hang; "nccl": not under gloo's
+    note: str = ""  # of "missing": the likely cause, where found
 
     hangs = True
 
@@ -54,7 +54,7 @@ class Hang:
             lines += ["waits", *(f"  {each}" for each in self.waits)]
         if self.note:
             lines.append(self.note)
-        lines.append(f"hangs {_RULES[self.rule]}")
+        lines.append(f"hangs {_WHERE[self.rule]}")
         return "\n".join(lines)
 
 
@@ -96,7 +96,7 @@ def format_members(members: Sequence[int]) -> str:
 
 
 def report(simulation: Simulation) -> Hang:
-    """The hang of a simulation that has stopped before the end."""
+    """The hang of a simulation stopped with unfinished programs. Called by `find_hang`."""
     if simulation.mismatch is not None:
         return _mismatch(simulation)
     chains = []
@@ -111,13 +111,13 @@ def report(simulation: Simulation) -> Hang:
 
 
 def _mismatch(simulation: Simulation) -> Hang:
-    meeting = simulation.mismatch
-    assert meeting is not None, "asked for by `report` where calls do not fit"
-    sides = [Side(rank, number + 1, simulation.calls[rank][number]) for rank, number in (meeting.first, meeting.second)]
+    found = simulation.mismatch
+    assert found is not None, "asked for by `report` where calls do not fit"
+    sides = [Side(rank, number + 1, simulation.calls[rank][number]) for rank, number in (found.first, found.second)]
     first, second = sides
     return Hang(
         kind="mismatch",
-        reason=f"ranks {first.rank} and {second.rank} meet in calls that do not fit: {meeting.reason}",
+        reason=f"ranks {first.rank} and {second.rank} meet in calls that do not fit: {found.reason}",
         sides=(first, second),
         rule=simulation.rule,
     )
@@ -125,23 +125,23 @@ def _mismatch(simulation: Simulation) -> Hang:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A waiting call, and the reason."""
+    """A waiting call of a chain."""
 
     rank: int
-    number: int
-    why: str
+    number: int  # of the call, from 0
+    why: str  # the call waits
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Steps from a waiting call to a call that is never issued (`absent`), or around a cycle."""
+    """Waiting calls, each held up by the next: up to a call never issued, or once around a cycle."""
 
     steps: tuple[_Step, ...]
-    absent: int | None = None  # the rank that never issues its part of the last step's call
+    absent: int | None = None  # the rank without a part in the last step's call; None for a cycle
 
 
 def _follow(simulation: Simulation, rank: int, number: int) -> _Chain:
-    """The steps from the unfinished call `number` of `rank` to the calls for which ranks wait in turn."""
+    """The chain from the unfinished call `number` of `rank`, each call followed by the call that holds it up."""
     steps: list[_Step] = []
     places: dict[tuple[int, int], int] = {}
     while (rank, number) not in places:
@@ -165,7 +165,10 @@ def _follow(simulation: Simulation, rank: int, number: int) -> _Chain:
 
 
 def _partner(simulation: Simulation, rank: int, number: int, call: Issued) -> tuple[int, int | None, bool]:
-    """The rank that holds a call up; the number of the rank's part, if issued; whether the part is never issued."""
+    """The rank that holds up `call`, which is call `number` of `rank`.
+
+    Returns (rank, number of the rank's part of the call or None where not issued yet, whether never issued).
+    """
     if call.is_message:
         assert call.peer is not None, "a message has two ends"
         candidates = [call.peer] if call.peer in simulation.programs else []
@@ -188,7 +191,7 @@ def _partner(simulation: Simulation, rank: int, number: int, call: Issued) -> tu
 
 
 def _in_same_order(each: Issued, call: Issued, rule: Rule) -> bool:
-    """Whether two calls of one rank match their parts in the order in which the rank issues them."""
+    """Whether a rank's calls `each` and `call` find their counterparts in the order of issue."""
     if call.is_message:
         same_tag = rule == "nccl" or each.tag == call.tag
         return (each.kind, each.group, each.peer) == (call.kind, call.group, call.peer) and same_tag
@@ -196,7 +199,7 @@ def _in_same_order(each: Issued, call: Issued, rule: Rule) -> bool:
 
 
 def _is_part(each: Issued, call: Issued, rank: int, rule: Rule) -> bool:
-    """Whether a call of another rank may be the other part of a call of `rank`."""
+    """Whether `each`, a call of another rank, may be the counterpart of `call`, a call of `rank`."""
     if call.is_message:
         kind = RECEIVE if call.kind == SEND else SEND
         same_tag = rule == "nccl" or each.tag == call.tag
@@ -227,12 +230,16 @@ def _missing(simulation: Simulation, chain: _Chain) -> Hang:
         sides=(Side(last.rank, last.number + 1, call), Side(absent, None, None, len(calls))),
         waits=_lines(simulation, chain.steps),
         rule=simulation.rule,
-        note=_first_difference(simulation, last.rank, absent, call),
+        note=_likely_cause(simulation, last.rank, absent, call),
     )
 
 
-def _first_difference(simulation: Simulation, rank: int, absent: int, call: Issued) -> str:
-    """The first calls of the two ranks on the group that come from different lines of code: often the cause."""
+def _likely_cause(simulation: Simulation, rank: int, absent: int, call: Issued) -> str:
+    """In words, the likely cause of a missing call; "" where unknown.
+
+    Of a collective: where the two ranks' calls on the group first differ in kind, shapes or line of code. Of a message:
+    the tags of the absent rank's messages with `rank`.
+    """
     if call.is_message:
         tags = sorted({each.tag for each in simulation.programs[absent].calls if each.is_message and each.peer == rank})
         return f"rank {absent} has messages with rank {rank} under the tags {', '.join(map(str, tags))}" if tags else ""

@@ -1,7 +1,7 @@
-"""`check_hangs`: proves that a program's ranks do not wait for one another for ever, or shows where they do.
+"""`check_hangs`: proves that no rank of a program waits for ever, or shows the first hang.
 
-Each rank's program runs on shapes in `recording`; `matching` runs the recorded calls together. In this package and not
-in weft.reshard, because a call is shown with the module that issues it, and because `weft check` records Weft's plans.
+Each rank's program runs on shapes in `recording`; `matching` runs the recorded calls of all ranks together. The file is
+not in weft.reshard, because a call is shown with the module of the model that issues the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .hang_report import Hang, report
 from .matching import MAKE_GROUP, NEW_GROUP, RECEIVE, SEND, Event, Issued, Program, Rule, Simulation
 from .site import owner_of
 
-MOST_RANKS = 64  # of a mesh whose ranks are all recorded
+MOST_RANKS = 64  # the largest mesh whose ranks are all recorded
 _RULES: tuple[Rule, ...] = ("gloo", "nccl")
 
 
@@ -35,10 +35,10 @@ _RULES: tuple[Rule, ...] = ("gloo", "nccl")
 class NoHang:
     """No rank waits for another for ever. Returned by `find_hang`, `check_hangs` and `check_plan`."""
 
-    ranks: int  # that the proof is about
-    kinds: int  # of ranks that issue the same calls, each on its own groups
-    recorded: int  # ranks recorded
-    calls: int  # collectives, sends and receives, of the rank with the most
+    ranks: int  # ranks for which the proof holds
+    kinds: int  # kinds of ranks: ranks of a kind issue the same calls, each rank on its own groups
+    recorded: int  # ranks whose program was recorded
+    calls: int  # collectives, sends and receives of the rank with the most
 
     hangs = False
 
@@ -53,10 +53,11 @@ class NoHang:
 
 
 def find_hang(programs: Sequence[Program], *, ranks: int | None = None, kinds: int | None = None) -> NoHang | Hang:
-    """Match the calls of all programs, under the rules of gloo and of NCCL (see `matching.Rule`).
+    """Match the calls of all programs, first by the rules of gloo, then by NCCL's (see `matching.Rule`).
 
-    programs: of each rank, or of a rank of each kind. Members of a group without a program are taken to join.
-    ranks, kinds: for the result; None for the number of programs.
+    programs: of each rank, or of a rank of each kind. A rank without a program is assumed to join each
+        collective of the group and to answer each message.
+    ranks, kinds: numbers to report in `NoHang`; None for the number of programs.
     """
     by_rank = {each.rank: each for each in programs}
     for rule in _RULES:
@@ -72,19 +73,19 @@ def find_hang(programs: Sequence[Program], *, ranks: int | None = None, kinds: i
 def check_hangs(
     program: Callable[[], Any], mesh: ProcessMesh | DeviceMesh, ranks: Sequence[int] | None = None
 ) -> NoHang | Hang:
-    """Prove that `program`, run by every rank of `mesh`, does not hang; or return where it first does.
+    """Prove that `program`, run by every rank of `mesh`, does not hang, or return the first hang.
 
-    program: called once for each rank, inside a recording of this rank: one step of a training loop, say, with its
-        model. Tensors are made on the meta device and have no values. torch.distributed is initialized with the ranks
-        of the mesh: `dist.get_rank()` is the recorded rank, and `dist.new_group` and `dist.init_process_group` work.
-    ranks: the ranks to record; None for all, of meshes of up to 64 ranks. Members of a group that are not recorded are
-        taken to join each collective, and to send and receive each message.
-    Matched are kinds, groups, sizes, dtypes, sources, tags, and the order of all calls and waits. A send is taken to
-    end only when it is received, as gloo's and NCCL's do for large tensors.
-    Not seen: values (a branch on a loss runs as its tensor without data lets it), and waits outside of
-    torch.distributed.
+    program: called once for each rank, with this rank's calls recorded. The program makes a model and runs a step of
+        training, say. Tensors are made on the meta device and have no values. torch.distributed is initialized with the
+        ranks of the mesh: `dist.get_rank()` is the recorded rank; `dist.new_group` and `dist.init_process_group` work.
+    ranks: the ranks to record; None for all ranks of a mesh of up to 64. A rank not recorded is assumed to join
+        each collective of the group and to answer each message.
+    Compared are kinds, groups, sizes, dtypes, sources, tags, and the order of all calls and waits. A send is assumed to
+    end only when received, as sends of large tensors do on gloo and NCCL.
+    Not seen: values (a branch on a loss is taken by a tensor without data), and waits outside torch.distributed.
     Cost: a run on shapes for each rank. Communication: none.
-    Raises ValueError for a mesh of more ranks without `ranks`, and what the program raises, with the rank as a note.
+    Raises ValueError for a mesh of more than 64 ranks without `ranks`, and for a rank outside the mesh. Errors of
+    `program` are raised again with a note of the rank.
     """
     mesh = as_mesh(mesh)
     chosen = sorted(mesh) if ranks is None else sorted(set(ranks))
@@ -100,7 +101,7 @@ def check_hangs(
 
 
 def record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> Program:
-    """The calls and waits of `rank` in a program of the user's own; see `check_hangs`."""
+    """Run `program` on shapes as `rank`, and return the rank's calls and waits. Arguments: as for `check_hangs`."""
     with recording(mesh, rank) as recorded, torch.device("meta"):
         recorder = Recorder(mesh.size, record_program.__code__)
         with _as_default_group(recorded, mesh, recorder):
@@ -115,33 +116,37 @@ def record_program(program: Callable[[], Any], mesh: ProcessMesh, rank: int) -> 
 
 @dataclass
 class Recorder:
-    """Lists the calls and waits of a rank, as a Recorded's listener."""
+    """Lists the calls and waits of a rank's program, which runs on shapes in `recording`.
+
+    Made by `record_program` for a user's program, and by `check_plan` for a step of Weft's.
+    """
 
     world_size: int
-    stop: CodeType  # of the function that runs the program; its callers are no part of the program
+    stop: CodeType  # code of the function running the program; stack frames from there up are not searched for sites
     events: list[Event] = field(default_factory=list)
-    _calls: dict[Issued, Issued] = field(default_factory=dict)  # one object for calls that are equal
-    _awaited: set[int] = field(default_factory=set)
-    _count: int = 0
-    _groups: dict[str, str] = field(default_factory=dict)
-    _batches: list[FrameType] = field(default_factory=list)  # frames of `batch_isend_irecv`, kept apart by identity
-    _names: dict[int, tuple[nn.Module, dict[int, str]]] = field(default_factory=dict)  # of a model's modules
+    _calls: dict[Issued, Issued] = field(default_factory=dict)  # equal calls share an object
+    _awaited: set[int] = field(default_factory=set)  # numbers of calls with a wait
+    _count: int = 0  # calls until now
+    _groups: dict[str, str] = field(default_factory=dict)  # name in torch -> key, see `_group`
+    _batches: list[FrameType] = field(default_factory=list)  # frames of `batch_isend_irecv`, told apart by identity
+    _names: dict[int, tuple[nn.Module, dict[int, str]]] = field(default_factory=dict)  # id(root) -> root, id -> name
 
     def listen(self, recorded: Recorded) -> None:
-        """Record the calls of `recorded` from now on, and forget those of an earlier recording."""
+        """Forget all earlier calls, and list the calls of `recorded` from now on."""
         for each in (self.events, self._awaited, self._groups, self._batches, self._names):
             each.clear()
         self._count = 0
         recorded.listener, recorded.group_listener, recorded.tape = self._note, self._note_group, self
 
     def mark(self) -> tuple[int, int]:
+        """The present place in the program, for `calls_since`. Called by `Recorded.mark`."""
         return len(self.events), self._count
 
     def calls_since(self, mark: tuple[int, int]) -> tuple[Event, ...] | None:
-        """The calls and waits after `mark`, waits by the number of the call among these calls.
+        """The calls and waits since `mark`, for `repeat`; a wait has the call's number among these calls.
 
-        None where a copy would not be the program's own: for messages, for groups that are made, for a wait for an
-        earlier call, and for a call that is not awaited yet.
+        None where a copy could differ from a second run: with a message, with a new group, with a wait for a call
+        before `mark`, or with a call not awaited yet.
         """
         start, number = mark
         events = self.events[start:]
@@ -154,6 +159,7 @@ class Recorder:
         return tuple(each - number if isinstance(each, int) else each for each in events)
 
     def repeat(self, calls: Sequence[Event]) -> None:
+        """Append a copy of calls and waits from `calls_since`, for a microbatch without a run."""
         number = self._count
         for each in calls:
             if isinstance(each, Issued):
@@ -162,13 +168,13 @@ class Recorder:
                 self.wait(number + each)
 
     def add(self, call: Issued) -> int:
-        """Append a call; returns its number."""
+        """Append a call. Returns the call's number."""
         self.events.append(self._calls.setdefault(call, call))
         self._count += 1
         return self._count - 1
 
     def wait(self, number: int) -> None:
-        """Append a wait for a call, unless there is one already."""
+        """Append a wait for the call `number`; nothing if the call was awaited before."""
         if number not in self._awaited:
             self._awaited.add(number)
             self.events.append(number)
@@ -206,7 +212,7 @@ class Recorder:
         self.wait(number)
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> str:
-        """The key of a group, from purpose and ranks: names of the same group differ between ranks."""
+        """A key equal on all members of a group, made of purpose and ranks. `name` differs from rank to rank."""
         if name not in self._groups:
             _, _, text_after_name = name.partition(" ")
             text = " ".join(map(str, ranks))
@@ -215,10 +221,10 @@ class Recorder:
         return self._groups[name]
 
     def _site(self) -> tuple[str, int]:
-        """The line of code that issues a call, as "step.py:12 in run (blocks.0.mlp)"; the number of its batch of
-        messages, 0 outside of `batch_isend_irecv`.
+        """Where the present call is issued, as "step.py:12 in run (blocks.0.mlp)", and the number of the call's batch.
 
-        The line is the innermost of the user's files, or without one that of Weft's models, or of other files of Weft.
+        The innermost line of the user's files; without a line there, of Weft's models; then of the rest of Weft.
+        The batch is 0 for a call outside `batch_isend_irecv`.
         """
         frame: FrameType | None = sys._getframe(2)
         best: dict[str, FrameType] = {}
@@ -242,7 +248,10 @@ class Recorder:
         return 1 + next(i for i, each in enumerate(self._batches) if each is frame)
 
     def _module_name(self, modules: Sequence[nn.Module]) -> str:
-        """The dotted name of the innermost of the modules being called, innermost first."""
+        """The dotted name of the innermost running module, in the outermost; "" with fewer than two modules.
+
+        modules: the running modules, innermost first.
+        """
         if len(modules) < 2:
             return ""
         root = modules[-1]
@@ -253,7 +262,7 @@ class Recorder:
 
 @contextmanager
 def _as_default_group(recorded: Recorded, mesh: ProcessMesh, recorder: Recorder) -> Iterator[None]:
-    """Inside, torch.distributed is initialized, with the ranks of the mesh as its world; `new_group` is recorded."""
+    """A context in which torch.distributed has the mesh's ranks as its world, and `new_group` is recorded."""
     ranks = tuple(sorted(mesh))
     group = recorded.group_of_ranks(ranks)
     world: Any = c10d._world
@@ -300,4 +309,4 @@ def _as_default_group(recorded: Recorded, mesh: ProcessMesh, recorder: Recorder)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """In place of making and ending the world, inside `_as_default_group`."""
+    """Replaces `init_process_group` and `destroy_process_group` inside `_as_default_group`."""

@@ -1,7 +1,7 @@
-"""Matches the collectives and messages of all ranks: ranks run their programs together, each until a call waits.
+"""Matches the collectives and messages of all ranks: a `Simulation` runs the ranks' programs together.
 
-Pure values, without torch: a rank's program is a list of calls and waits, as `hangs.record_program` records it. Where
-the ranks of a `Simulation` stop, `hang_report` says which rank waits for which.
+Pure values, without torch. `hangs.Recorder` makes the programs: lists of calls and waits. Where a simulation stops
+early, `hang_report` says which rank waits for which.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a device runs the calls of a rank:
-# "gloo": the calls on a group run in the order of issue, beside the calls on further groups. Messages match by tag.
-# "nccl": all collectives of a device run in the order of issue, whatever their groups, because NCCL may give the device
-#   to one at a time. Messages between two ranks of a group run in the order of issue too, both ways together, unless
-#   issued by the same `batch_isend_irecv`; messages match by order, because NCCL knows no tags.
-# Under both, a send ends when it is received, and a rank goes no further than a wait until the call has ended.
+# "gloo": collectives on a group run in the order of issue; groups do not wait for each other. Messages match by tag.
+# "nccl": all collectives of a device run in the order of issue, whatever their groups, because NCCL may run a single
+#   collective at a time. Messages between two ranks of a group, in both directions, also run in the order of issue,
+#   except within a `batch_isend_irecv`. Messages match by order, because NCCL knows no tags.
+# Under both rules a send ends when received, and a rank stops at a wait until the awaited call has ended.
 Rule = Literal["gloo", "nccl"]
 
 SEND, RECEIVE = "send", "recv"
@@ -25,21 +25,22 @@ MAKE_GROUP, NEW_GROUP = "make group", "new_group"  # the host waits, no device i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """A collective, a send or a receive as a rank issues it, or a group that a rank makes with the other members."""
+    """A rank's call: a collective, a send, a receive, or the making of a group."""
 
-    kind: str  # "all-reduce", "send", "recv", "barrier", ...
-    group: str  # equal on all members of the group, and different for every other group
+    kind: str  # "all-reduce", "send", "recv", "barrier", ..., `MAKE_GROUP`, `NEW_GROUP`
+    group: str  # a key, equal on all members of the group; no two groups share a key
     members: tuple[int, ...]  # the group's ranks, in the group's order
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors given
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the rank's tensors; for `NEW_GROUP`, the ranks of the new group
     dtype: str = ""
-    peer: int | None = None  # the other end's rank, of a send or a receive; the source's, of a broadcast
-    offset: int = 0  # receiver's rank less sender's rank
+    peer: int | None = None  # of a send, the receiver's rank; of a receive, the sender's; of a broadcast, the source's
+    # Of a message: receiver's rank less sender's. Tells peers apart that `Kinds.relabel` gave the same rank.
+    offset: int = 0
     tag: int = 0
     # Elements or rows to and from each member in an all-to-all of uneven parts, in the order of `members`.
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     batch: int = 0  # sends and receives with the same number above 0 are issued together, by `batch_isend_irecv`
-    site: str = ""  # the line of code, and the module, that issues the call
+    site: str = ""  # line of code and module of the call
 
     @property
     def is_message(self) -> bool:
@@ -47,7 +48,7 @@ class Issued:
 
     @property
     def lane(self) -> tuple[str, str]:
-        """Calls of a lane match in order among members; making a group does not wait for the group's collectives."""
+        """Calls of a group with the same lane match in order. Making a group has a lane apart from collectives'."""
         return self.group, self.kind if self.kind in (MAKE_GROUP, NEW_GROUP) else ""
 
     @property
@@ -62,7 +63,7 @@ class Issued:
         return total
 
 
-Event = Issued | int  # a number n: the rank waits until its call n, counted from 0, has ended
+Event = Issued | int  # a call, or a wait until the rank's call n, counted from 0, has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +75,31 @@ class Program:
 
     @property
     def calls(self) -> list[Issued]:
+        """The events without the waits; a call's place here is the call's number."""
         return [each for each in self.events if isinstance(each, Issued)]
 
 
 def difference(first: Issued, rank: int, second: Issued, other: int) -> str | None:
-    """Why two calls that meet are not one collective or one message; None for calls that fit.
+    """Why two ranks' calls cannot be the two sides of a collective or a message; None where the calls fit.
 
-    rank, other: the ranks that issue `first` and `second`. Of two messages, `first` is the send.
+    rank, other: the ranks of `first` and `second`. For a message, `first` is the send.
     """
     if first.is_message or second.is_message:
         if {first.kind, second.kind} != {SEND, RECEIVE}:
-            return "other kinds"
+            return "different kinds"
         if first.tag != second.tag:
-            return "other tags, which NCCL does not compare"
+            return "different tags, which NCCL does not compare"
     elif first.kind != second.kind:
-        return "other kinds"
+        return "different kinds"
     if first.dtype != second.dtype:
-        return "other dtypes"
+        return "different dtypes"
     if first.kind == NEW_GROUP:  # `shapes` lists the ranks of the group to make
-        return "other ranks of the new group" if first.shapes != second.shapes else None
+        return "different ranks of the new group" if first.shapes != second.shapes else None
     if first.kind == "broadcast" and first.peer != second.peer:
-        return "other sources"
+        return "different sources"
     if first.kind == "all-to-all" and (first.sent or second.sent):
         return _difference_of_parts(first, rank, second, other)
-    return "other sizes" if first.num_elements != second.num_elements else None
+    return "different sizes" if first.num_elements != second.num_elements else None
 
 
 def _difference_of_parts(first: Issued, rank: int, second: Issued, other: int) -> str | None:
@@ -105,40 +107,41 @@ def _difference_of_parts(first: Issued, rank: int, second: Issued, other: int) -
         return "even parts on one rank, uneven parts on the other"
     for giver, at, taker, to in ((first, rank, second, other), (second, other, first, rank)):
         if giver.sent[giver.members.index(to)] != taker.received[taker.members.index(at)]:
-            return "other sizes of a part"
+            return "different sizes of a part"
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Two calls that meet and do not fit."""
+class Mismatch:
+    """Two calls matched with each other, although the calls do not fit."""
 
-    reason: str
-    first: tuple[int, int]  # rank, number of the call
+    reason: str  # of `difference`
+    first: tuple[int, int]  # rank, number of the call from 0
     second: tuple[int, int]
 
 
 class Simulation:
-    """Runs the ranks' programs together, each rank until a call waits. Made and run by `find_hang`.
+    """Runs the ranks' programs together, each rank up to its next wait. Made and run by `find_hang`.
 
-    The order in which ranks advance makes no difference: a call able to end stays able to end.
+    The order in which ranks advance does not change the result: a call that can end stays able to end.
+    programs: by rank. rule: how a device runs calls, see `Rule`.
     """
 
     def __init__(self, programs: Mapping[int, Program], rule: Rule) -> None:
         self.programs, self.rule = programs, rule
         self.position = dict.fromkeys(programs, 0)  # of each rank's next event
-        self.calls: dict[int, list[Issued]] = {rank: [] for rank in programs}  # issued so far
+        self.calls: dict[int, list[Issued]] = {rank: [] for rank in programs}  # issued until now
         self.ended: dict[int, bytearray] = {rank: bytearray() for rank in programs}  # by number of the call
-        self.queues: dict[Hashable, deque[int]] = {}  # collectives of a rank that run in order
-        self._pairs: dict[Hashable, deque[list[int]]] = {}  # messages of a rank likewise; each list begins together
-        self._heads: dict[Hashable, list[int]] = {}  # by lane: the ranks whose queue has come to its call
-        self._unmatched: dict[Hashable, deque[tuple[int, int]]] = {}  # messages not received yet, by channel and kind
-        self._blocked: dict[tuple[int, int], int] = {}  # call waited for -> rank
+        self.queues: dict[Hashable, deque[int]] = {}  # by `queue_of`: a rank's unfinished collectives, run in order
+        self._pairs: dict[Hashable, deque[list[int]]] = {}  # by `_pair_of`, NCCL: messages; a list's begin together
+        self._heads: dict[Hashable, list[int]] = {}  # by lane: ranks that have begun the lane's next collective
+        self._unmatched: dict[Hashable, deque[tuple[int, int]]] = {}  # by `_channel`: (rank, number), begun, not ended
+        self._blocked: dict[tuple[int, int], int] = {}  # (rank, number) of an awaited call -> rank
         self._runnable = deque(programs)
-        self.mismatch: Meeting | None = None
+        self.mismatch: Mismatch | None = None
 
     def run(self) -> None:
-        """Advance all ranks until none can go on, or two calls meet that do not fit."""
+        """Advance all ranks until no rank can go on, or until there is a `mismatch`."""
         while self._runnable and self.mismatch is None:
             self._advance(self._runnable.popleft())
 
@@ -157,7 +160,7 @@ class Simulation:
             self.position[rank] += 1
 
     def waited_for(self, rank: int) -> int | None:
-        """The number of the call for which a rank waits; for a rank after its last event, the first unfinished call."""
+        """The number of the call awaited by the rank; past the last event, of the rank's first unfinished call."""
         events, position = self.programs[rank].events, self.position[rank]
         event = events[position] if position < len(events) else None
         if isinstance(event, int):
@@ -166,16 +169,16 @@ class Simulation:
         return None if number < 0 else number
 
     def queue_of(self, rank: int, call: Issued) -> Hashable:
-        """The key in `queues` of the calls of `rank` that run in order with `call`."""
+        """The key in `queues` under which a collective of `rank` waits for earlier collectives of the rank."""
         is_on_device = not call.lane[1]
         return (rank,) if self.rule == "nccl" and is_on_device else (rank, *call.lane)
 
     def present(self, call: Issued) -> Collection[int]:
-        """The members of a call's group that take part in the simulation."""
+        """The members of a call's group with a program here."""
         return dict.fromkeys(each for each in call.members if each in self.programs)
 
     def head(self, rank: int, number: int) -> int:
-        """The call of `rank` that must end before the call `number` begins; `number` if the call has begun."""
+        """The number of the rank's call still to end before the call `number` begins; `number` if begun already."""
         call = self.calls[rank][number]
         if not call.is_message:
             return self.queues[self.queue_of(rank, call)][0]
@@ -192,7 +195,7 @@ class Simulation:
             self._come_to(rank, call)
 
     def _come_to(self, rank: int, call: Issued) -> None:
-        """A rank's queue has come to a call. The collective runs if all members have come."""
+        """Begin a rank's collective, the first of its queue; end the collective once all members have begun."""
         arrivals = deque([(rank, call)])
         while arrivals:
             rank, call = arrivals.popleft()
@@ -212,23 +215,25 @@ class Simulation:
                 self._end(each, number)
 
     def _fit(self, heads: list[tuple[int, int]]) -> bool:
+        """Whether the calls (rank, number) are one collective; sets `mismatch` where not."""
         (rank, number), *further = heads
         first = self.calls[rank][number]
         for each, own_number in heads if first.sent else ():
             own = self.calls[each][own_number]
             place = own.members.index(each)
             if own.sent and own.members.count(each) > 1 and own.sent[place] != own.received[place]:
-                self.mismatch = Meeting("other sizes of a part", (each, own_number), (each, own_number))
+                self.mismatch = Mismatch("different sizes of a part", (each, own_number), (each, own_number))
                 return False
         for other, other_number in further:
             second = self.calls[other][other_number]
             reason = None if second is first and not first.sent else difference(first, rank, second, other)
             if reason is not None:
-                self.mismatch = Meeting(reason, (rank, number), (other, other_number))
+                self.mismatch = Mismatch(reason, (rank, number), (other, other_number))
                 return False
         return True
 
     def _pair_of(self, rank: int, call: Issued) -> Hashable:
+        """The key in `_pairs` of a rank's messages with a peer on a group, both directions together."""
         return rank, call.group, call.peer, abs(call.offset)
 
     def _issue_message(self, rank: int, number: int, call: Issued) -> None:
@@ -258,14 +263,14 @@ class Simulation:
             a, b = (self.calls[each][i] for each, i in (send, receive))
             reason = difference(a, send[0], b, receive[0])
             if reason is not None:
-                self.mismatch = Meeting(reason, send, receive)
+                self.mismatch = Mismatch(reason, send, receive)
                 return
             for each, i in (send, receive):
                 self._end(each, i)
                 starting.extend(self._next_messages(each, i))
 
     def _next_messages(self, rank: int, number: int) -> Iterator[tuple[int, int, Issued]]:
-        """The messages of `rank` that begin because its message `number` has ended."""
+        """The messages of `rank` to begin now, after the end of the rank's message `number`."""
         pair = self._pairs.get(self._pair_of(rank, self.calls[rank][number]))
         if pair is None:
             return
@@ -276,7 +281,7 @@ class Simulation:
                 yield from ((rank, each, self.calls[rank][each]) for each in pair[0])
 
     def _channel(self, rank: int, call: Issued, kind: str | None = None) -> Hashable:
-        """The key in `_unmatched` of messages that match in order: with `kind`, of the send's or the receive's side."""
+        """The key in `_unmatched` of a side of a message's channel. kind: SEND or RECEIVE; None for the call's own."""
         ends = (rank, call.peer) if call.kind == SEND else (call.peer, rank)
         tag = call.tag if self.rule == "gloo" else 0
         return kind or call.kind, call.group, ends, call.offset, tag
@@ -288,7 +293,7 @@ class Simulation:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every rank came to its end, and every call ended."""
+        """Whether every rank is past the last event and every call has ended."""
         return self.mismatch is None and all(
             self.position[rank] == len(program.events) and all(self.ended[rank])
             for rank, program in self.programs.items()

@@ -1,4 +1,4 @@
-"""`measure`: this machine's speed as a `Chip`. Processes are started here; torch is imported only in them."""
+"""`measure`: starts processes that measure this machine, and reads the `Chip`. Only these processes import torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FOUND = "chip.toml"  # in the folder of the processes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """What to measure.
+    """The arguments of a measurement.
 
-    processes: ranks of the machine, of which the first measures alone, and all measure what they do together.
-    seconds: the time to take, about; a round of each measurement is taken in any case. gpus: of this machine.
+    processes: ranks on this machine. The first measures alone, then all measure together.
+    seconds: rough duration; every measurement takes a few rounds at least. gpus: of this machine; 0 measures the CPU.
     """
 
     processes: int
@@ -29,9 +29,10 @@ class Measuring:
 
 
 def measure(measuring: Measuring) -> Chip:
-    """Measures products, copies, Weft's ops, the optimizer, the host and collectives; prints a line for each.
+    """Measure products, copies, Weft's ops, the optimizer, the host and collectives; prints a line for each.
 
-    On a CPU each process has the threads that `weft train` gives it. Raises ProcessFailed if a process fails.
+    Called by `weft measure`. On a CPU each process has as many threads as under `weft train`.
+    Communication: within the processes started here. Raises ProcessFailed if a process fails.
     """
     if LOOPBACK in (name for _, name in socket.if_nameindex()):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -1,4 +1,4 @@
-"""Collectives of all ranks of this machine, timed as Weft runs collectives; and products slowed by collectives."""
+"""`measure_links`: times collectives between all ranks of this machine, and products slowed by a collective."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ PRODUCT = 512  # rows and columns of the product computed beside a collective
 
 
 def measure_links(device: torch.device, seconds: float) -> tuple[tuple[Level, ...], dict[str, Rate]]:
-    """The level of the machine's links, and the rate of each kind of collective by a rank's received bytes.
+    """Measure the level of this machine's links, and the rate of each kind of collective by a rank's received bytes.
 
-    Equal on all ranks: the slowest rank counts. For a world of one rank, links without a cost.
-    Communication: all ranks of the world call this function.
+    seconds: how long to measure, roughly. The results are equal on all ranks, because the slowest rank counts. A world
+    of a single rank has links without cost.
+    Communication: called by all ranks of the world together.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -51,7 +52,7 @@ def measure_links(device: torch.device, seconds: float) -> tuple[tuple[Level, ..
 
 
 def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[], object]]]:
-    """Kinds of collectives with a rank's received bytes, for a tensor of one dim or, as a square, of two."""
+    """(kind, a rank's received bytes, the call) of each kind of collective on `whole`, a tensor of a single dim."""
     ranks, nbytes = mesh.size, whole.nbytes
     layouts = {name: Layout(mesh, f"{AXIS}: {name}") for name in ("R", "S(0)", "P(sum)")}
     sharded, summed = (distribute(whole, layouts[name]) for name in ("S(0)", "P(sum)"))
@@ -76,7 +77,7 @@ def _calls(mesh: ProcessMesh, whole: Tensor) -> list[tuple[str, int, Callable[[]
 
 
 def _timed(calls: list[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:
-    """The lower quartile of each call's times on the slowest rank, after a barrier before each call."""
+    """The lower quartile of each call's seconds, on the slowest rank. A barrier comes before each call."""
     start, found = time.monotonic(), [list[float]() for _ in calls]
     ends = torch.zeros(1, device=device)
     for turn in range(MOST + 1):
@@ -100,7 +101,7 @@ def _timed(calls: list[Callable[[], object]], seconds: float, device: torch.devi
 
 
 def _slowdown(device: torch.device, seconds: float) -> float:
-    """The share of its speed that a rank's product loses while an all-reduce of as long a time runs beside it."""
+    """The share of a product's speed lost while an all-reduce runs beside the product."""
     a = torch.randn(PRODUCT, PRODUCT, device=device)
     whole = torch.zeros(2**20, device=device)
 

@@ -1,4 +1,4 @@
-"""The measurements of a process of `measure`, and the chip that they make."""
+"""`measure_rank`: the measurements of a process started by `measure`, and the resulting `Chip`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .measure_step import LARGE, SMALL, StandardStep, host_seconds_of
 from .op_cases import MOST_WORK, Case, make_gradients, op_cases, product_shapes
 from .rounds import Clock, interleaved
 
-# Shares of the time for each measurement.
+# Shares of the whole time for each measurement.
 OF_PRODUCTS, OF_OPS, OF_NARROW, OF_TORCH, OF_STEPS, OF_LINKS = 0.2, 0.35, 0.15, 0.06, 0.12, 0.12
-WHOLE = 60.0  # seconds in which all cases are measured; a shorter time takes fewer and smaller ones
-SHORTEST = 2**22  # of the largest case's operations, in the shortest time
+WHOLE = 60.0  # seconds to measure all cases; in a shorter time, fewer and smaller cases are measured
+SHORTEST = 2**22  # operations of the largest case in the shortest time
 COPIES = tuple(2**k for k in (12, 15, 18, 20, 22, 24))  # elements
-PROBE = 256  # rows and columns of a product that shows how fast a dtype is
-TIMEOUT = timedelta(minutes=30)  # of ranks that wait for the first
-# Ops whose outputs backward recomputes, on a GPU and in 16 bits alone; the record on shapes has them in any case.
+PROBE = 256  # rows and columns of the product in `_speed`
+TIMEOUT = timedelta(minutes=30)  # of ranks waiting for rank 0
+# Ops whose outputs backward recomputes only on a GPU and in 16 bits. A record on shapes always has these
+# recomputations, so a CPU in float32 takes no time for them.
 RECOMPUTED = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "swiglu", "swiglu_linear")
 
 
 def measure_rank(rank: int, file: Path, *, processes: int, seconds: float, gpus: int) -> None:
-    """Measures as one of the processes; rank 0 writes the chip to the file.
+    """Measure this machine as a process of `measure`. Rank 0 writes the chip to `file`.
 
     processes, seconds, gpus: as of `measure.Measuring`.
-
-    Communication: all ranks call this; those above 0 wait while rank 0 measures alone.
+    Communication: called by all ranks together. The ranks above 0 wait while rank 0 measures alone.
     """
     begin_printing()
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
@@ -67,7 +67,7 @@ def measure_rank(rank: int, file: Path, *, processes: int, seconds: float, gpus:
 
 
 class _Machine:
-    """What is known of the machine so far."""
+    """Measures the machine step by step, and keeps the results for `chip`."""
 
     def __init__(self, device: torch.device, processes: int, seconds: float) -> None:
         self._device, self._processes, self._seconds = device, processes, seconds
@@ -84,7 +84,7 @@ class _Machine:
         self._alone = 0.0  # seconds of the large step, on rank 0 alone
 
     def measure_alone(self) -> None:
-        """What one rank does by itself."""
+        """Measure products, ops, copies, the optimizer and the host, on rank 0 while the rest wait."""
         self._copies()
         for dtype, share in ((torch.float32, 1.0), (torch.bfloat16, OF_NARROW / OF_OPS)):
             self._measure_products(dtype, share)
@@ -95,7 +95,7 @@ class _Machine:
         self._host()
 
     def measure_together(self, rank: int) -> None:
-        """What all ranks do at once. Communication: of the measured collectives."""
+        """Measure steps of all ranks at once, and collectives. Communication: the measured collectives."""
         if dist.get_world_size() > 1:
             step = StandardStep(LARGE, self._device, rank)
             dist.barrier()
@@ -111,7 +111,7 @@ class _Machine:
         self._levels, self._collectives = measure_links(self._device, self._seconds * OF_LINKS)
 
     def chip(self) -> Chip:
-        """The machine as measured."""
+        """The results as a `Chip`."""
         peaks: dict[str, float] = {}
         for each in self._products:
             peaks[each.dtype] = max(peaks.get(each.dtype, 0.0), each.flops / each.seconds)
@@ -143,12 +143,12 @@ class _Machine:
         )
 
     def _most_work(self, share: float, dtype: torch.dtype = torch.float32) -> float:
-        """Operations of the largest case; fewer in a dtype that the device computes slowly, as a CPU may bfloat16."""
+        """Operations of the largest case to measure; fewer in a slow dtype, as bfloat16 on many CPUs."""
         slow = min(1.0, self._speed(dtype) / self._speed(torch.float32))
         return max(SHORTEST, MOST_WORK * share * self._share * slow)
 
     def _speed(self, dtype: torch.dtype) -> float:
-        """Products of a fixed size in a second."""
+        """Products of a fixed size per second, in a dtype."""
         if dtype not in self._speeds:
             x = torch.ones(PROBE, PROBE, device=self._device, dtype=dtype)
             [times] = interleaved([lambda: x @ x], 0.0, self._clock)
@@ -156,7 +156,7 @@ class _Machine:
         return self._speeds[dtype]
 
     def _copies(self) -> None:
-        """Copies in and out of the caches; the longest is the memory's bandwidth."""
+        """Measure copies that fit the caches and copies that do not; the longest gives the memory's bandwidth."""
         tensors = [torch.ones(count, device=self._device) for count in COPIES]
         targets = [torch.empty_like(each) for each in tensors]
         pairs = list(zip(targets, tensors, strict=True))
@@ -187,7 +187,7 @@ class _Machine:
         _report(f"products in {name}: {len(found)} shapes, up to {best / 1e9:.1f} GFLOP/s")
 
     def _ops_of_torch(self) -> None:
-        """Elementwise ops of torch outside of Weft's ops: gradients are added, and their norm is taken."""
+        """Measure torch's elementwise ops outside Weft's ops, as in adding gradients and taking the norm."""
         tensors = [torch.ones(count, device=self._device) for count in COPIES[:5]]
         named: list[tuple[str, int, Callable[[Tensor], object]]] = [  # reads and writes of an element
             ("add", 3, lambda x: x + x),
@@ -245,12 +245,12 @@ class _Machine:
         _report(f"ops in {name}: {len(rates)} rates from {len(samples)} calls, within {middle:.0%} in the middle")
 
     def chip_of_products(self) -> Chip:
-        """The chip as far as products are known."""
+        """A chip of the measured products alone."""
         link = Level(name="none", bandwidth=1.0, reachable=1.0, latency=0.0)
         return replace(_EMPTY, products=self._products, levels=(link,))
 
     def _optimizer(self) -> None:
-        """AdamW's update, by the bytes of gradient, parameter and two states."""
+        """Measure AdamW's update, by the bytes of gradient, parameter and two states."""
         sizes = [count for count in COPIES[:5] if 7 * 4 * count * 8 < self._most_work(1.0)] or [COPIES[0]]
         sizes = sizes if len(sizes) > 1 else [*sizes, COPIES[1]]
         optimizers = []
@@ -264,7 +264,7 @@ class _Machine:
         _report(f"AdamW: {1e-9 / line.seconds_per_byte if line.seconds_per_byte else 0:.1f} GB/s")
 
     def _host(self) -> None:
-        """The host's time for an op, by which a small step takes longer than its ops; a large one shows the rest."""
+        """Measure the host's time for an op: a small step's time beyond the ops. A large step checks the prediction."""
         small, large = StandardStep(SMALL, self._device, 0), StandardStep(LARGE, self._device, 0)
         times = interleaved([small.run, large.run], self._seconds * OF_STEPS * 2 / 3, self._clock)
         of_small, of_large = (_undisturbed(each) for each in times)
@@ -294,18 +294,18 @@ _EMPTY = Chip(
 
 
 def _undisturbed(times: Sequence[float]) -> float:
-    """The lower quartile: other programs only make a call longer."""
+    """The lower quartile of a call's times, because disturbances only make a call longer."""
     return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
 
 
 def _thin(items: Sequence[tuple[int, int, int]], share: float) -> list[tuple[int, int, int]]:
-    """A share of the items, evenly; 8 at least."""
+    """A share of the items, evenly spaced; at least 8."""
     count = min(len(items), max(8, round(len(items) * share)))
     return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def _thin_by_name(cases: Sequence[Case], share: float) -> list[Case]:
-    """A share of each op's cases; 3 at least."""
+    """A share of each op's cases, evenly spaced; at least 3 of each op."""
     found: list[Case] = []
     for name in dict.fromkeys(case.name for case in cases):
         of_op = [case for case in cases if case.name == name]
@@ -315,7 +315,7 @@ def _thin_by_name(cases: Sequence[Case], share: float) -> list[Case]:
 
 
 def _processor() -> str:
-    """The processor's name, as the kernel has it."""
+    """The processor's name, from the kernel."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -327,5 +327,5 @@ _START = time.monotonic()
 
 
 def _report(line: str) -> None:
-    """A line of progress, with the seconds since the start."""
+    """Print a line of progress, with the seconds since the start."""
     print(f"{time.monotonic() - _START:6.1f} s  {line}", flush=True)

@@ -1,4 +1,4 @@
-"""Steps of small Llamas, timed beside their traces. The host's time for an op is the time beyond all priced work."""
+"""`StandardStep`: a training step of a small Llama, to time beside the trace. `host_seconds_of`: the host's share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .trace import trace_step
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """A model and a batch."""
+    """The model and batch of a `StandardStep`."""
 
     config: ModelConfig
     rows: int
@@ -63,7 +63,7 @@ CLIP_NORM = 1.0
 
 
 class StandardStep:
-    """A training step on one rank: gradients, their norm, and AdamW."""
+    """A training step on a single rank: gradients, norm, and AdamW. Used by `measure_machine`."""
 
     def __init__(self, size: StepSize, device: torch.device, rank: int) -> None:
         self._size = size
@@ -87,13 +87,16 @@ class StandardStep:
         return _trace_of(self._size)
 
     def predicted_seconds(self, chip: Chip) -> float:
-        """Seconds of the step's ops and of the host, one after the other."""
+        """Seconds of the step: all ops by the chip's rates, plus the host's time for each op."""
         trace = self.trace()
         return _seconds_of_ops(trace, chip) + chip.host_seconds * _launches(trace)
 
 
 def host_seconds_of(trace: Trace, seconds: float, chip: Chip) -> float:
-    """Seconds of the host for an op of torch, from a step of `seconds`; 0 where the ops alone take longer."""
+    """Seconds of the host for an op of torch: a step's measured `seconds` beyond the ops, over the number of ops.
+
+    0 where the ops alone take longer.
+    """
     return max(0.0, (seconds - _seconds_of_ops(trace, chip)) / _launches(trace))
 
 
@@ -106,7 +109,7 @@ def _trace_of(size: StepSize) -> Trace:
 
 
 def _work(trace: Trace) -> list[tuple[Compute, int]]:
-    """The ops of the step, each with the number of calls."""
+    """(op, number of calls in the step) for each op of the trace."""
     return [
         (event, trace.count(segment))
         for segment in trace.segments

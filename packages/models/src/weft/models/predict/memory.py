@@ -1,8 +1,8 @@
-"""The peak memory of models of any depth, composed from short models: for a search over plans.
+"""Composes the peak memory of models of any depth from two short models, for a search over plans.
 
-`memory_parts` follows a step of the model with few blocks, and again with one block more. Each kind of moment of a
-step, as the backward of a middle block, holds bytes that grow by the same amount with each further block. `compose`
-adds these up for a stage of any number of blocks and microbatches in flight. `predict_memory` follows the whole step
+`memory_parts` follows a step of the model with few blocks, and again with a repetition of blocks more. At each kind of
+moment, as in the backward of a middle block, the bytes grow by the same amount with each further block. `compose` adds
+these up for a stage of any number of blocks and microbatches in flight. `predict_memory` follows the whole step
 instead.
 """
 
@@ -19,50 +19,51 @@ from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import ParallelPlan, without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
 from ..schedules.schedule import Schedule
-from ..step.alike import block_names, signature, standing_blocks
+from ..step.alike import block_names, keep_blocks, signature, standing_blocks
 from ..step.followed_step import KINDS, Device, FollowedStep, Peak
 from ..step.live_storages import BEFORE
 from ..step.memory import follow_model
 from ..step.record import StepShape, meta_copy
 from .trace import GATHERED_AHEAD
 
-Place = Literal["before", "first", "middle", "last", "after", "none"]
-MIDDLE = 1  # place of a middle block, in a composed `Peak` as in a short model
+Place = Literal["before", "first", "middle", "last", "after", "none"]  # of a moment: which block, or none
+MIDDLE = 1  # `Peak.place` of a middle block in a composed peak
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Bytes by kind: those of the model without blocks, and those that each block adds."""
+    """Bytes by kind, as a function of the number of blocks."""
 
-    fixed: Mapping[str, float]
-    per_block: Mapping[str, float]
+    fixed: Mapping[str, float]  # without blocks
+    per_block: Mapping[str, float]  # added by each block
 
     def at(self, blocks: int) -> dict[str, float]:
+        """The bytes by kind of a model of `blocks` blocks."""
         return {kind: self.fixed[kind] + blocks * self.per_block[kind] for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The moment of most memory among those of a phase at a place of the model."""
+    """The moment of the most memory in a phase at a place of the model."""
 
     phase: str
     place: Place
-    op: str
-    held: Growth  # bytes by kind
-    before: Mapping[str, float]  # of them: of what comes before the first block, as the embedding's parameters
-    after: Mapping[str, float]  # of them: of what comes after the last block
+    op: str  # as of `Peak`
+    held: Growth
+    before: Mapping[str, float]  # bytes of `held` only on the first stage, as the embedding's parameters; by kind
+    after: Mapping[str, float]  # bytes of `held` only on the last stage, as the logits; by kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """A rank's memory in a step of a model of any depth; made by `memory_parts`, read by `compose`."""
+    """A rank's memory in a step of a model of any depth. Made by `memory_parts`, read by `compose`."""
 
     moments: tuple[Moment, ...]
-    # Saved by one microbatch from its forward to its backward: by all blocks, before the first, and after the last.
+    # Bytes saved for backward by a microbatch: n blocks save `saved + n * saved_per_block`.
     saved: float
     saved_per_block: float
-    saved_before: float
-    saved_after: float
+    saved_before: float  # before the first block
+    saved_after: float  # after the last block
     message: float  # bytes of the tensor [B, T, H] between blocks on this rank
 
 
@@ -77,12 +78,12 @@ def memory_parts(
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], Any] | None = None,
 ) -> MemoryParts:
-    """The parts of the memory of `shape.rank` in training steps of `model` on `mesh` under `plan`, at any depth.
+    """The memory of rank `shape.rank` in a training step of models like `model`, of any depth.
 
-    Arguments: as for `trace_step` and `predict_memory`. On a mesh with "pp", the parts are of the mesh without that
-    axis, for stages: parameters stay gathered and whole gradients add up until all microbatches are done.
-    Cost: two steps on shapes of each of two models with few blocks. Communication: none.
-    Raises ValueError for a model without blocks that are alike, and as `record`.
+    Arguments: as for `trace_step` and `predict_memory`. On a mesh with "pp", the parts are of a stage, on the mesh
+    without "pp": parameters stay gathered, and full gradients add up, until all microbatches are done.
+    Cost: two steps on shapes for each of two models with few blocks. Communication: none.
+    Raises ValueError for a model with too few alike blocks, and as `record`.
     """
     count = max(1, shape.microbatches)
     has_stages = PIPELINE_AXIS in mesh.axis_names
@@ -126,7 +127,7 @@ def memory_parts(
 
 
 def _short_models(model: nn.Module, plan: ParallelPlan) -> tuple[list[nn.Module], int]:
-    """Two models of the blocks that stand for all, the second with one repetition more; and the blocks of one."""
+    """Two models with few of the blocks, the second with a repetition more; and the blocks of a repetition."""
     names = block_names(model, plan)
     signatures = [signature(model.get_submodule(name), name) for name in names]
     standing = standing_blocks(signatures, GATHERED_AHEAD if plan.zero == 3 else 1)
@@ -143,23 +144,19 @@ def _short_models(model: nn.Module, plan: ParallelPlan) -> tuple[list[nn.Module]
 
 
 def _with_blocks(model: nn.Module, names: Sequence[str], numbers: Sequence[int]) -> nn.Module:
-    """A copy of the model on the meta device with some of its blocks."""
+    """A copy of the model on the meta device with the blocks of the given numbers. names: of all blocks."""
     copied = meta_copy(model)
-    parent, _, own = names[0].rpartition(".")[0].rpartition(".")
-    holder = copied.get_submodule(parent)
-    members = getattr(holder, own)
-    setattr(holder, own, nn.ModuleList([members[number] for number in numbers]))
+    keep_blocks(copied, names[0].rpartition(".")[0], numbers)
     return copied
 
 
 def compose(
     parts: MemoryParts, *, blocks: int, in_flight: float = 1, is_first: bool = True, is_last: bool = True
 ) -> Peak:
-    """The peak of a rank with a stage of `blocks` blocks, and what it consists of.
+    """The peak of a rank with `blocks` blocks.
 
-    in_flight: microbatches whose activations are held at once; 1 without stages. A microbatch of which the rank holds
-        the activations of one of two stages counts as a half.
-    is_first, is_last: whether the stage has what comes before the first block (embedding) and after the last (head).
+    in_flight: microbatches whose activations are held at once, as a mean over the rank's stages; 1 without stages.
+    is_first, is_last: whether the rank has the model's part before the first block (embedding), after the last (head).
     """
     found: list[tuple[float, Moment, dict[str, float]]] = []
     saved = parts.saved + blocks * parts.saved_per_block
@@ -184,8 +181,8 @@ def compose(
 def stage_peaks(parts: MemoryParts, schedule: Schedule, ranges: Sequence[tuple[int, int]]) -> list[Peak]:
     """The peaks of the ranks along "pp". ranges: the blocks of each stage, [start, stop), as of `ranges_of`.
 
-    Raises ValueError for a schedule that computes gradients of weights later: their operands stay until then, which the
-    parts do not know; `predict_memory` does.
+    Raises ValueError for a schedule with gradients of weights computed later: parts do not tell how long the operands
+    stay. Call `predict_memory` there.
     """
     if schedule.splits_backward:
         raise ValueError(
@@ -206,7 +203,7 @@ def _kinds_of(peak: Peak) -> dict[str, int]:
 
 
 def _peaks_by_class(step: FollowedStep) -> dict[tuple[str, Place], tuple[Peak, dict[str, float], dict[str, float]]]:
-    """The peak of each phase at each place, and what of it belongs before the first block and after the last."""
+    """By phase and place, the peak, and the bytes by kind before the first block and after the last."""
     totals = step.live.bytes_at_moments()
     most: dict[tuple[str, Place], int] = {}
     for start, stop, phase, place in step.stretches():

@@ -1,4 +1,4 @@
-"""Collectives under way: a queue for each group of ranks, and links that the queues share."""
+"""`Network`: collectives in time: a queue for each group of ranks, and links shared by the queues."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from collections import deque
 
 from .chip import Level
 
-_DUST = 1e-12  # relative: less than this much of a job is done
+_DUST = 1e-12  # share of the time passed; a job with less left is done
 
 
 class Job:
-    """A collective on its way. Mutable: `Network` notes what remains."""
+    """A collective of a `Network`, queued, under way or done. Changed by the network."""
 
     __slots__ = ("begin", "end", "group", "level", "links", "module", "name", "remaining", "serial")
 
     def __init__(self, group: str, name: str, module: str, level: Level | None, seconds: float) -> None:
         self.group, self.name, self.module, self.level = group, name, module, level
         self.links = "" if level is None else level.name
-        self.remaining = seconds  # if the links were all its own
-        self.begin = math.nan
+        self.remaining = seconds  # without sharing of links
+        self.begin = math.nan  # until under way
         self.end: float | None = None  # None until done
-        self.serial = 0  # the number of jobs queued before
+        self.serial = 0  # number of jobs queued before this job
 
 
 class Network:
-    """The collectives of a rank in time. Each group has one under way; collectives under way share a level's links.
+    """The collectives of a rank in time, for `timeline.Clocks`.
 
-    Times given to the methods never decrease.
+    Collectives of a group run in turn. Collectives of several groups run at once, and share a level's links equally.
+    Times are seconds from the step's beginning, and never decrease from call to call.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.done: list[Job] = []  # in the order of their ends
         self.num_added = 0
-        self.added: dict[str, float] = {}  # seconds of all jobs so far, by group
-        self._queues: dict[str, deque[Job]] = {}  # of groups with jobs
+        self.added: dict[str, float] = {}  # seconds of all jobs queued until now, by group
+        self._queues: dict[str, deque[Job]] = {}  # by group; the first job of each is under way
         self._sharing: dict[str, int] = {}  # by name of a level, jobs under way there
-        self._share_of_device = 1.0  # of its speed, beside the jobs under way
+        self._share_of_device = 1.0  # share of the device's speed left by the jobs under way
 
     def add(self, job: Job, ready: float) -> None:
         """Queue a job that can begin at `ready`, after the queued jobs of the group."""
@@ -62,19 +63,19 @@ class Network:
         self.now = max(self.now, to)
 
     def finish(self, job: Job) -> float:
-        """The time when a job is done."""
+        """Let jobs run until `job` is done. Returns the end of `job`."""
         while job.end is None:
             self._step(math.inf)
         return job.end
 
     def finish_all(self) -> float:
-        """The time when all jobs are done."""
+        """Let all jobs run to their end. Returns the end of the last."""
         while self._queues:
             self._step(math.inf)
         return self.now
 
     def work(self, begin: float, seconds: float) -> float:
-        """When the device ends work of `seconds` that begins at `begin`: jobs under way slow it."""
+        """The end of the device's work from `begin` on, slowed by jobs under way. seconds: without a slowdown."""
         if begin > self.now:
             self.advance(begin)
         while self._queues:
@@ -92,10 +93,11 @@ class Network:
         return {group: math.fsum(job.remaining for job in queue) for group, queue in self._queues.items()}
 
     def skip(self, now: float, since: int, added: dict[str, float], done: dict[str, float]) -> None:
-        """Continue at the time `now`, after copies of a loop that are left out.
+        """Jump to the time `now`, past copies of a loop that are not followed.
 
-        since: the serial of the loop's first job; jobs of the copies left out come before this job.
-        added, done: seconds of jobs that the copies queued, and of jobs done meanwhile, by group.
+        since: `num_added` at the beginning of the loop. Jobs of the copies left out are queued before the followed
+        copies' jobs, and after all earlier jobs.
+        added, done: by group, seconds of jobs queued by the copies left out, and of jobs done meanwhile.
         """
         begin, self.now = self.now, now
         for group, seconds in added.items():
@@ -128,7 +130,7 @@ class Network:
         self._set_share()
 
     def _step(self, to: float) -> None:
-        """Let jobs run until the first of them is done, or until `to`."""
+        """Let jobs run until a job is done, but not past `to`."""
         first, passed = None, math.inf
         for queue in self._queues.values():
             job = queue[0]
@@ -146,7 +148,7 @@ class Network:
             self._end(first)
 
     def _begin(self, job: Job, at: float) -> None:
-        """Note a job as under way, from `at` on if new."""
+        """Note a job as under way; a job not begun before begins at `at`."""
         job.begin = at if math.isnan(job.begin) else job.begin
         self._sharing[job.links] = self._sharing.get(job.links, 0) + 1
         self._set_share()

@@ -1,4 +1,4 @@
-"""`Observer`: the events of a step that runs on shapes, each with its place in the step."""
+"""`Observer`: lists the events of a step that runs on shapes, each with its place in the step."""
 
 from __future__ import annotations
 
@@ -21,47 +21,52 @@ from weft.reshard.extension import Call
 
 from ..losses import local_value
 from ..step.alike import Standing
-from .events import Compute, Event, Kind, Phase, Start, Wait
+from ..step.communication import Phase
+from .events import Compute, Event, Kind, Start, Wait
 from .work import attention_sizes, bytes_of, is_attention, is_view, product_sizes
 
 Place = Literal["before", "block", "after"]
-ModelPart = tuple[Standing | None, Place]  # a block that runs, or what is before or after all blocks
+ModelPart = tuple[Standing | None, Place]  # (block, "block"), (None, "before") or (None, "after") all blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An event with the part of the step to which the event belongs."""
+    """An event with its place in the step. Fields as of `Segment`."""
 
     event: Event
     phase: Phase
-    microbatch: int
-    block: Standing | None
+    microbatch: int  # -1 in the phases "gradients" and "optimizer"
+    block: Standing | None  # the block at work; None outside blocks
     place: Place
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the events of a step on shapes. A dispatch mode for the ops of torch outside of Weft's ops."""
+    """Lists the events of a step on shapes in `placed`. Made by `trace_step` and by `op_cases.Case`.
+
+    Collectives come by `on_call`, Weft's ops by `on_op`. As a dispatch mode, the observer sees the ops of torch.
+    prefix: name of the model's nn.ModuleList of blocks. standing: the blocks in this list.
+    microbatches: how many the step runs.
+    """
 
     def __init__(self, model: nn.Module, prefix: str, standing: Sequence[Standing], microbatches: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.placed: list[Placed] = []
         self.phase: Phase = "forward"
         self.microbatch = 0
-        self.message_bytes = 0
+        self.message_bytes = 0  # the most bytes returned by a block
         self._model, self._microbatches = model, microbatches
         self._blocks = {f"{prefix}.{i}": each for i, each in enumerate(standing)}
         self._block: Standing | None = None
         self._place: Place = "before"
         self._modules: list[str] = [""]  # the modules whose forward runs, outermost first
-        self._callers: dict[
-            str, list[str]
-        ] = {}  # op -> modules that called the op's forward, of calls without backward
+        self._callers: dict[str, list[str]] = {}  # op -> modules of its forward calls whose backward is still to come
         self._num_collectives = 0
-        self._op: _Inside | None = None  # the call of a Weft op that runs
+        self._op: _OpWork | None = None  # of the Weft op at work
 
     # -- where in the step
 
     def after_phase(self, phase: Phase) -> None:
+        """Go on to the phase and the microbatch that follow `phase`. Passed to `Ready.run`."""
         if self.phase == "gradients":
             return  # a second call with "backward" follows the last microbatch
         if phase == "forward":
@@ -77,7 +82,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def modules_followed(self) -> Iterator[None]:
         """A context in which the observer knows the module whose forward runs.
 
-        By hooks of all modules, not of each: a module with a hook of its own runs by ops that are not fused.
+        The hooks are global: a module with hooks of its own would run without fused ops.
         """
         names = {module: name for name, module in self._model.named_modules()}
 
@@ -108,7 +113,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.message_bytes = max(self.message_bytes, sum(bytes_of(local_value(each)) for each in tensors))
 
     def _locate(self, module: str) -> None:
-        """Notes the block of the module that runs, forward or backward."""
+        """Set the present block and place from the name of the running module."""
         if self.phase not in ("forward", "backward") or not module:
             return
         name = next((each for each in self._blocks if module == each or module.startswith(f"{each}.")), None)
@@ -123,9 +128,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- collectives
 
     def on_call(self, call: Call) -> Callable[[], None]:
-        if call.collective is None:  # its bytes are those of the call before
+        """Add the start of a collective; the function returned adds the wait. Set as `Recorded.listener`."""
+        if call.collective is None:  # the bytes count in the call before
             return _proceed
-        number, ranks = self._num_collectives, call.ranks
+        number, ranks = self._num_collectives, sorted(call.ranks)  # a group over "cp" and "dp" lists "dp" first
         self._num_collectives += 1
         self._add(
             Start(
@@ -145,7 +151,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- work of the device
 
     def on_op(self, op: Op, part: Part, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-        """The listener of `observing`."""
+        """Run a Weft op's function, and add the work as a single event. Passed to `observing`."""
         if self._op is not None:  # an op within an op
             return function(*arguments, **options)
         module = self._modules[-1]
@@ -153,12 +159,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             callers = self._callers.get(op.name, [])
             # Backward runs in the opposite order. The last of the op's functions to run is `backward`.
             module = (callers.pop() if part == "backward" else callers[-1]) if callers else module
-            # A block that runs again in backward stops early, so its modules' calls may not have ended.
+            # A block recomputed in backward stops early: calls of modules may not have ended.
             self._modules = ["", module]
             self._locate(module)
         else:
             self._callers.setdefault(op.name, []).append(module)
-        self._op = inside = _Inside()
+        self._op = inside = _OpWork()
         try:
             result = function(*arguments, **options)
         finally:
@@ -193,7 +199,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _repeats(self, part: Part) -> bool:
-        """Whether a block's forward runs again, in backward."""
+        """Whether an op's forward runs in backward: a block is recomputed."""
         return part in ("forward", "inference") and self.phase == "backward"
 
     @classmethod
@@ -230,10 +236,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def add_update(self, model: nn.Module, states: Mapping[str, int] | int) -> dict[ModelPart, int]:
-        """Adds the optimizer's elementwise update of the parameters: before, in and after the blocks.
+        """Add the optimizer's elementwise update: an event for the parameters before, in each block, and after.
 
         An update reads gradient, parameter and states, and writes parameter and states.
-        Returns the bytes of this rank's trained parameters in each part of the model; of a block, the block's own.
+        states: tensors of optimizer state for each trained parameter, or a mapping from the parameter's name.
+        Returns the bytes of this rank's trained parameters in each part; for a block, of this block alone.
         """
         self.phase, self.microbatch, self._block, self._place = "optimizer", -1, None, "before"
         updates: dict[ModelPart, list[tuple[int, str]]] = {}
@@ -267,11 +274,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _proceed() -> None:
-    """Where the program waits for a call that is no event of its own."""
+    """The wait for a call without an event."""
 
 
 def _purpose() -> Literal["", "gradients", "parameters"]:
-    """What the collective being issued is for, from the file of reshard's training which issues it."""
+    """What the present collective is for, by the innermost file of `_PURPOSES` on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
         name = Path(frame.f_code.co_filename).name
@@ -291,10 +298,10 @@ _PURPOSES: dict[str, Literal["gradients", "parameters"]] = {
 }
 
 
-class _Inside:
-    """What a Weft op's function runs: the ops of torch that do work, their products, and what they read from outside.
+class _OpWork:
+    """The work of torch's ops inside a call of a Weft op: launches, products, and tensors read from outside the call.
 
-    A kernel of the op reads what comes from outside, and writes the results: values in between stay on the chip.
+    A kernel reads tensors from outside and writes the results. Values in between are assumed to stay on the chip.
     """
 
     __slots__ = ("_written", "num_launches", "products", "read")
@@ -303,7 +310,7 @@ class _Inside:
         self.num_launches = 0
         self.products: list[tuple[int, int, int, int]] = []
         self.read: dict[tuple[Any, ...], Tensor] = {}
-        self._written: set[int] = set()  # storages of values in between
+        self._written: set[int] = set()  # addresses of the storages of values in between
 
     def add(
         self, products: Sequence[tuple[int, int, int, int]], read: Sequence[Tensor], written: Sequence[Tensor]
@@ -327,7 +334,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without those that are the same view of the same memory."""
+    """The local tensors, of equal views of a storage the last alone."""
     found = {
         (each.untyped_storage()._cdata, each.storage_offset(), tuple(each.shape)): each
         for each in (local_value(tensor) for tensor in tensors)

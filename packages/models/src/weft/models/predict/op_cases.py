@@ -1,4 +1,4 @@
-"""Calls of Weft's public ops, as the models make them, at several sizes: what `measure` times."""
+"""`op_cases`: calls of Weft's public ops as in the models, at several sizes, for `measure` to time."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ LEAST_WORK, MOST_WORK = 2**12, 2**31  # operations of a case, with 8 for each by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A call of an op with tensors of its own."""
+    """A call of an op with operands. Made by `op_cases`."""
 
-    name: str
+    name: str  # of the op
     operands: tuple[Tensor, ...]
-    learned: tuple[int, ...]  # positions of the operands whose gradients backward computes
-    function: Callable[..., Any]
+    learned: tuple[int, ...]  # positions of the operands with gradients
+    function: Callable[..., Any]  # called with the operands
 
     def on(self, device: str | torch.device) -> Case:
-        """The case with tensors of the same shapes on a device; their values do not matter."""
+        """The case on a device, with new operands of the same shapes and any values."""
         operands = tuple(_like(each, device, i in self.learned) for i, each in enumerate(self.operands))
         return Case(self.name, operands, self.learned, self.function)
 
@@ -47,15 +47,16 @@ class Case:
         return str(next(each.dtype for each in self.operands if each.is_floating_point())).removeprefix("torch.")
 
     def forward(self) -> list[Tensor]:
+        """Call the op; returns the outputs."""
         output = self.function(*self.operands)
         return list(output) if isinstance(output, tuple) else [output]
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Computes the gradients of the learned operands."""
+        """Compute the gradients of the learned operands. gradients: of the outputs of `forward`."""
         torch.autograd.grad(outputs, [self.operands[i] for i in self.learned], gradients)
 
     def events(self) -> tuple[list[Compute], list[Compute]]:
-        """The work of forward and of backward as a trace has it, from a run on shapes."""
+        """The events of forward and of backward, as in a trace, from a run on shapes."""
         case = self.on("meta")
         observer = Observer(nn.Module(), "", (), 1)
         with observer, observing(observer.on_op):
@@ -72,9 +73,9 @@ class Case:
 
 
 def op_cases(dtype: torch.dtype, most_work: float = MOST_WORK) -> Iterator[Case]:
-    """The ops of Llama, Qwen and GPT at the sizes of small models; operands are on the meta device.
+    """The ops of Llama, Qwen and GPT at the sizes of small models, with operands on the meta device.
 
-    most_work: cases with more operations are left out.
+    most_work: the most operations of a case, with 8 for each byte.
     """
     for case, work in _cases(dtype):
         if LEAST_WORK <= work <= most_work:
@@ -135,7 +136,10 @@ def make_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def product_shapes(most_work: float = MOST_WORK) -> list[tuple[int, int, int]]:
-    """(M, N, K) of the products of linear layers of small models: forward, and the gradients of input and weight."""
+    """(M, N, K) of products in linear layers of small models: of forward, and of the gradients of input and weight.
+
+    most_work: the most operations of a product.
+    """
     layers = {
         (H, K) for H in WIDTHS for K in (H // 2, H, 3 * H, 4 * H)
     }  # outputs and inputs of a layer, in either order

@@ -1,4 +1,4 @@
-"""A pipeline's step in time: a schedule's actions, priced from the trace of a stage that has all blocks."""
+"""`time_pipeline`: the timeline of a pipeline's step. Prices a schedule's actions from the trace of a single stage."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 from ..schedules.schedule import Action, Kind, Schedule, as_prerequisite, simulate
+from ..step.communication import Phase
 from .bounds import layers_of_stages
 from .chip import Chip
-from .events import Compute, Event, Phase, Segment, Start, Trace, Wait
+from .events import Compute, Event, Segment, Start, Trace, Wait
 from .price import collective_seconds, product_bytes
 from .program import Loop, Piece, Pieces
 from .timeline import PARTS, Clocks, Part, Span, Timeline
 
-Parts = tuple[float, ...]  # seconds of each of PARTS, in their order
+Parts = tuple[float, ...]  # seconds by part, in the order of `timeline.PARTS`
 Stages = tuple[tuple[int, int], ...]  # the blocks of each stage, [start, stop), in the order of data
 
 
 def even_stages(num_blocks: int, num_stages: int) -> Stages:
-    """The blocks of stages as even as can be, the longer ones first: `PipelinePlan.split` of "layers".
+    """Cut blocks into stages as evenly as possible, longer stages first, as `PipelinePlan.split` of "layers" does.
 
     Raises ValueError for more stages than blocks.
     """
@@ -44,19 +45,20 @@ def time_pipeline(
     world: int | None = None,
     keep_spans: bool = False,
 ) -> Timeline:
-    """The step of a pipeline; `Timeline.parts` are those of the rank whose gradients are ready last.
+    """The timeline of a pipeline's step. `Timeline.parts`: of the rank whose gradients are ready last.
 
-    trace: of a stage with all blocks, as `trace_step` makes it. A stage runs the segments of its blocks; the first
-        stage also the segments before all blocks, the last stage the segments after them. The first and the last
-        microbatch of the trace are those of the schedule; the second stands for all between.
+    trace: of a stage with all blocks, from `trace_step`. A stage runs the segments of the stage's blocks. The first
+        stage also runs the segments before the blocks, the last stage the segments after the blocks. The first and the
+        last microbatch of the trace are the schedule's first and last; the second stands for all between.
     stages: the blocks of each stage; None: `even_stages`.
-    stride: the distance of ranks that are neighbours along "pp".
-    Before its first action, each rank gathers the parameters of its stages, all ranks at once.
-    An action takes as long as on the stage alone. A message of `trace.message_bytes` delays its receiver. Where the
-    schedule splits backwards, the action W has the products of weight gradients. Gradients are summed over the data
-    axes after a rank's last action, because `Pipeline.find_gradients` pauses their sync. All ranks take part in the
-    norm, so the update begins when the last rank's gradients are ready. The rank with most parameters ends last.
-    Raises ValueError for stages that do not fit the schedule or the trace.
+    stride: the distance in ranks of neighbours along "pp".
+    compiled, world: as for `estimate`. keep_spans: whether to fill `Timeline.spans`.
+    First, all ranks at once gather the parameters of their stages. Then an action takes as long as on the stage alone,
+    and a message of `trace.message_bytes` delays the receiver. Where the schedule splits backwards, the action W has
+    the products of weight gradients. Gradients are summed over the data axes after a rank's last action, because
+    `Pipeline.find_gradients` pauses their sync. All ranks take part in the norm: the update begins when the last rank's
+    gradients are ready, and ends on the rank with the most parameters.
+    Raises ValueError for stages unfit for the schedule or the trace.
     """
     stages = even_stages(trace.num_blocks, schedule.num_stages) if stages is None else stages
     if len(stages) != schedule.num_stages or stages[0][0] != 0 or stages[-1][1] != trace.num_blocks:
@@ -83,7 +85,7 @@ def time_pipeline(
     slowest = max(range(schedule.ranks), key=lambda rank: math.fsum(updates[rank]))
     busy = _add(gathers[last], *(durations[each.duration] for each in flow.steps if each.rank == last))
     idle = max(0.0, done[last] - math.fsum(busy))
-    # What the rank would idle if messages took no time is the schedule's bubble.
+    # The bubble is the rank's idle time if messages took no time.
     free = flow.last_ends(flow.ends(seconds, 0.0, begins))[last] if message else done[last]
     bubble = min(idle, max(0.0, free - math.fsum(busy)))
     parts = _add(
@@ -97,32 +99,32 @@ Position = Literal["first", "between", "last"]  # of a microbatch in the step
 
 
 def _standing(position: Position, times: Sequence[int]) -> int:
-    """The microbatch of a trace that stands for one of the schedule."""
+    """The number of the trace's microbatch with the work of a schedule's microbatch at `position`."""
     return {"first": 0, "between": min(1, len(times) - 1), "last": len(times) - 1}[position]
 
 
 class _Step(NamedTuple):
-    """An action of a schedule, with its place in a `_Flow`."""
+    """An action of a schedule, in a `_Flow`."""
 
     action: Action
     rank: int
     duration: int  # index in `_Flow.durations`
-    needed: int  # index of the step on the neighbouring stage whose message the action uses; -1 without one
-    is_sent: bool  # whether that stage is on another rank
+    needed: int  # index in `_Flow.steps` of the step on the neighbouring stage with the action's input; -1: none
+    is_sent: bool  # whether the input comes from another rank
 
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """A schedule's actions in an order of dependencies; found once for a schedule."""
+    """A schedule's actions, each after the actions needed. Computed once for a schedule."""
 
     ranks: int
     steps: tuple[_Step, ...]
-    durations: tuple[tuple[Kind, int, Position], ...]  # kind, stage and microbatch of actions that take as long
+    durations: tuple[tuple[Kind, int, Position], ...]  # kind, stage, microbatch's position: equal actions last equally
 
     def ends(self, seconds: Sequence[float], message: float, begins: Sequence[float]) -> list[float]:
-        """When each step ends: `simulate` with buffered sends, and with messages that delay their receivers.
+        """The end of each step in seconds. Sends do not wait; a message delays the receiver.
 
-        begins: when each rank is ready for its first step.
+        seconds: by index of `durations`. message: seconds of a message. begins: when each rank is ready to start.
         """
         free = list(begins)
         ends: list[float] = []
@@ -137,7 +139,7 @@ class _Flow:
         return ends
 
     def last_ends(self, ends: Sequence[float]) -> list[float]:
-        """When each rank's last step ends."""
+        """The end of each rank's last step. ends: from `ends`."""
         last = [0.0] * self.ranks
         for step, end in zip(self.steps, ends, strict=True):
             last[step.rank] = end
@@ -147,7 +149,7 @@ class _Flow:
 @lru_cache(maxsize=64)
 def _flow_of(schedule: Schedule) -> _Flow:
     rank_of = {stage: rank for rank, own in enumerate(schedule.stages) for stage in own}
-    spans = simulate(schedule).spans  # a slot each or more: what an action needs begins before it
+    spans = simulate(schedule).spans  # each a slot or more long, so needed actions begin earlier
     ordered = sorted((begin, rank, action) for rank, own in enumerate(spans) for action, begin, _ in own)
     positions: dict[Action, int] = {}
     durations: dict[tuple[Kind, int, Position], int] = {}
@@ -176,7 +178,7 @@ def _only(part: Part, seconds: float) -> Parts:
 
 
 class _Prices:
-    """The parts of the seconds of actions and phases, each found once. Stages alike are priced once."""
+    """Prices actions and phases of stages, in `Parts`. Equal work is priced once."""
 
     def __init__(self, trace: Trace, chip: Chip, stages: Stages, *, compiled: bool, world: int | None) -> None:
         self._trace, self._chip, self._stages, self._compiled = trace, chip, stages, compiled
@@ -193,7 +195,7 @@ class _Prices:
         self._halves: dict[tuple[int, Kind], Piece] = {}
 
     def of_action(self, kind: Kind, stage: int, microbatch: int) -> Parts:
-        """The parts of an action's seconds, for a microbatch of the trace."""
+        """Seconds of an action. microbatch: of the trace."""
         key = kind, stage, microbatch
         if key not in self._of_action:
             phase: Phase = "forward" if kind == "F" else "backward"
@@ -201,11 +203,11 @@ class _Prices:
         return self._of_action[key]
 
     def of_rank(self, stages: Sequence[int], phase: Phase) -> Parts:
-        """The parts of the seconds of a phase after all microbatches, on a rank with these stages."""
+        """Seconds of "gradients" or "optimizer" on a rank with `stages`."""
         return self._time(stages, phase, -1, "F")
 
     def of_gathers(self, stages: Sequence[int]) -> Parts:
-        """The parts of the seconds in which a rank gathers the parameters of its stages, before its first action."""
+        """Seconds to gather the parameters of a rank's `stages`, before all actions."""
         return self._time(stages, "forward", 0, "F", gathers=True)
 
     def _time(
@@ -225,9 +227,9 @@ class _Prices:
     def _runs(
         self, stages: Sequence[int], phase: Phase, microbatch: int, *, gathers: bool
     ) -> Iterator[tuple[tuple[int, ...], int]]:
-        """What the stages run in a phase, in order: indices of the trace's segments, and how often in a row.
+        """The work of stages in a phase, in order: (indices of the trace's segments, repetitions in a row).
 
-        gathers: only the segments that do nothing but gather parameters, instead of all but these.
+        gathers: take only the segments with nothing but gathers of parameters; False: take all further segments.
         """
         own = [block for stage in stages for block in range(*self._stages[stage])]
         places: dict[str, list[int]] = {"before": [], "after": []}
@@ -253,7 +255,7 @@ class _Prices:
             yield after, 1
 
     def _piece(self, index: int, kind: Kind) -> Piece:
-        """The operations of a segment, or those of one half of a backward."""
+        """The priced operations of a segment; for the kinds I and W, of that half of a backward."""
         key = index, kind
         if key not in self._halves:
             segment = self._trace.segments[index]
@@ -265,7 +267,7 @@ class _Prices:
 
 
 def _is_gather(segment: Segment) -> bool:
-    """Whether a segment does nothing but gather the parameters of its part of the model, for all microbatches."""
+    """Whether a segment has nothing but gathers of parameters, which serve all microbatches."""
     if segment.phase != "forward" or segment.microbatch != 0:
         return False
     return all(
@@ -279,9 +281,9 @@ def _is_gather(segment: Segment) -> bool:
 def split_weight_gradients(event: Event, tokens: Collection[int]) -> tuple[Event | None, Event | None]:
     """Split a backward's event into the work of the actions I and W. W has the products of weight gradients.
 
-    tokens: sizes M of the forward's products, [M, K] @ [K, N]. The gradient of a weight sums over tokens: its K is in
-        `tokens`, its M is not. With as many tokens as features both are; then the second half of an op's products
-        counts, because ops compute weight gradients last.
+    tokens: sizes M of the forward's products, [M, K] @ [K, N]. The product of a weight gradient sums over tokens: K is
+        in `tokens`, M is not. With as many tokens as features, both are; then the second half of an op's products
+        counts as weight gradients, because ops compute these last.
     """
     if not isinstance(event, Compute) or event.kind != "product" or event.part != "backward":
         return event, None

@@ -1,4 +1,4 @@
-"""`PlanMemory`: the peak memory of a candidate's fullest rank, and a lower bound that shares runs on shapes."""
+"""`PlanMemory`: the peak bytes of a candidate's fullest rank, and lower bounds. Candidates share runs on shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from weft.mesh import ProcessMesh
 
-from ..step.alike import block_names, signature, standing_blocks
+from ..step.alike import block_names, keep_blocks, signature, standing_blocks
 from ..step.memory import predict_memory
 from ..step.record import StepShape, meta_copy
 from .bounds import Parameters, layers_of_stages, weights_floor
@@ -19,24 +19,24 @@ from .plans import Candidate
 from .trace import GATHERED_AHEAD
 from .workload import Workload
 
-LARGEST = 2**30
-SHORT = 8  # blocks of a model of which the memory is composed as well as of the whole model's
+LARGEST = 2**30  # no tp is larger
+SHORT = 8  # blocks enough to compose the memory of a model of alike blocks
 RUN_MICROBATCHES = 2  # the second adds to the gradients of the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanMemory:
-    """The memory of a workload's plans."""
+    """Predicts the memory of a workload's plans. Made by `search_plans`."""
 
     workload: Workload
     parameters: Parameters
-    least_tp: tuple[int, int] = (1, LARGEST)  # the two least sizes of tp above 1 in a search
-    _models: list[nn.Module | None] = field(default_factory=list)
-    _parts: dict[tuple[Candidate, int], MemoryParts | None] = field(default_factory=dict)
-    _exact: dict[tuple[Candidate, int], int] = field(default_factory=dict)
+    least_tp: tuple[int, int] = (1, LARGEST)  # sizes of tp to run on shapes for `floor`; see the function `least_tp`
+    _models: list[nn.Module | None] = field(default_factory=list)  # of `_short_model`, once known
+    _parts: dict[tuple[Candidate, int], MemoryParts | None] = field(default_factory=dict)  # by candidate and rows
+    _exact: dict[tuple[Candidate, int], int] = field(default_factory=dict)  # peaks, by candidate and rows of a step
 
     def weights_floor(self, candidate: Candidate, *, gradients: bool = True) -> float:
-        """Bytes of weights, gradients and states below which the candidate's fullest rank does not stay."""
+        """A lower bound of the fullest rank's bytes: weights, optimizer states and, if asked for, gradients."""
         return weights_floor(
             self.parameters,
             pp=candidate.pp,
@@ -49,39 +49,51 @@ class PlanMemory:
         )
 
     def floor(self, candidate: Candidate) -> float:
-        """Bytes below which rank 0 does not stay: with the activations of all microbatches in flight.
+        """A lower bound of `peak`, with the activations of all microbatches in flight on rank 0.
 
-        What a block saves is in proportion to the rows and tokens on a rank. Gradients are not counted beside
-        activations: they may come after the last of them.
+        Gradients are counted together with activations only where a backward pass comes before the last forward pass
+        that fills the pipeline: where a step has more microbatches than are in flight.
         """
         weights = self.weights_floor(candidate)
         if candidate.ep > 1:
             return weights
         blocks = layers_of_stages(len(self.parameters.in_blocks), candidate.pp)[0]
-        rows = candidate.rows_on_rank(self.workload.rows)
-        saved = self._saved_floor(candidate) * blocks * rows / candidate.cp * in_flight(candidate)
-        return max(weights, self.weights_floor(candidate, gradients=False) + saved)
+        saved = self._saved_floor(candidate) * blocks * in_flight(candidate)
+        adds = candidate.microbatches > in_flight(candidate) and candidate.schedule != "zero_bubble"
+        return max(weights, self.weights_floor(candidate, gradients=adds) + saved)
 
     def _saved_floor(self, candidate: Candidate) -> float:
-        """Bytes below which what a block saves of one row does not stay, by the candidate's options and its tp.
+        """A lower bound of the bytes that a block saves for a microbatch.
 
-        A part of these bytes is in proportion to 1 / tp, and another does not depend on tp; for more than the two
-        least sizes, both follow from these two.
+        The bytes are a + b * tokens: copies of weights in another dtype do not depend on tokens. a and b follow from
+        one row and from two. Tensors gathered over "cp" are left out.
+        """
+        rows = candidate.rows_on_rank(self.workload.rows) / candidate.cp
+        of_row = self._saved_at(candidate, 1)
+        return of_row if rows == 1 else of_row + (self._saved_at(candidate, 2) - of_row) * (rows - 1)
+
+    def _saved_at(self, candidate: Candidate, rows: int) -> float:
+        """A lower bound of the bytes that a block saves for `rows` rows, by the candidate's options and tp.
+
+        The bytes are a + b / tp. For a larger tp than the two of `least_tp`, a and b follow from these two.
         """
         first, second = self.least_tp
         if candidate.tp <= second:
-            return self._saved(candidate, candidate.tp)
-        at_first, at_second = self._saved(candidate, first), self._saved(candidate, second)
+            return self._saved(candidate, candidate.tp, rows)
+        at_first, at_second = (self._saved(candidate, tp, rows) for tp in (first, second))
         divided = (at_first - at_second) / (1 / first - 1 / second)
         return at_second - divided * (1 / second - 1 / candidate.tp)
 
-    def _saved(self, candidate: Candidate, tp: int) -> float:
-        options: dict[str, Any] = {"recompute": candidate.recompute, "sequence": candidate.sequence and tp > 1}
-        parts = self._parts_of(Candidate(pp=2, schedule="1f1b", tp=tp, **options), 1)
+    def _saved(self, candidate: Candidate, tp: int, rows: int) -> float:
+        sequence = candidate.sequence and tp > 1
+        parts = self._parts_of(Candidate(tp=tp, recompute=candidate.recompute, sequence=sequence), rows)
         return 0.0 if parts is None else parts.saved_per_block
 
     def peak(self, candidate: Candidate) -> int:
-        """Bytes of the candidate's fullest rank, at most, of the stages' ranks at rank 0's place in a stage."""
+        """An upper bound of the bytes of the candidate's fullest rank in a step.
+
+        Of each stage, the rank at rank 0's place is predicted: this rank has the largest parts.
+        """
         key = candidate, self.workload.rows
         if key not in self._exact:
             self._exact[key] = self._peak(candidate)
@@ -102,9 +114,9 @@ class PlanMemory:
         return max(each.nbytes for each in stage_peaks(parts, schedule, ranges))
 
     def _parts_of(self, candidate: Candidate, rows: int) -> MemoryParts | None:
-        """The parts of a step with `rows` rows in a microbatch; None for a model whose blocks are not alike.
+        """`memory_parts` of a step with `rows` rows in a microbatch; None for a model without alike blocks.
 
-        Raises ValueError for a candidate that the model refuses.
+        Raises ValueError for a candidate refused by the model.
         """
         key = candidate, rows
         if key not in self._parts:
@@ -119,7 +131,7 @@ class PlanMemory:
             return memory_parts(model, mesh, plan, shape, **self._options())
 
     def _whole(self, candidate: Candidate) -> int:
-        """The peak from the whole step: of rank 0, and of the last stage."""
+        """The peak bytes by `predict_memory`: the larger of rank 0's, and of the last stage's first rank."""
         mesh, shape = ProcessMesh.grid(**candidate.axes), self._shape(candidate.microbatches, 0)
         stride = candidate.processes // candidate.pp
         with self.workload.autocast():
@@ -144,9 +156,9 @@ class PlanMemory:
         return self.workload.shape(rows * microbatches, microbatches)
 
     def _short_model(self) -> nn.Module | None:
-        """The model with fewer blocks, where all are alike: copying the whole model takes longer than a run on shapes.
+        """The model to compose memory from: of `SHORT` blocks where all are alike, to save time in copying.
 
-        None for a model with too few blocks for one to stand for others.
+        None for a model with too few alike blocks.
         """
         if not self._models:
             self._models.append(_shorten(self.workload))
@@ -154,13 +166,13 @@ class PlanMemory:
 
 
 def least_tp(candidates: Iterable[Candidate]) -> tuple[int, int]:
-    """The two least sizes of tp above 1 of any candidate; with fewer, every size is run by itself."""
+    """The two least sizes of tp above 1 among the candidates. With only two: (1, LARGEST), so each size is run."""
     sizes = sorted({candidate.tp for candidate in candidates} - {1})
     return (sizes[0], sizes[1]) if len(sizes) > 2 else (1, LARGEST)
 
 
 def in_flight(candidate: Candidate) -> float:
-    """Microbatches of which rank 0 holds the activations of all its blocks at once, at most."""
+    """The most microbatches whose activations rank 0 holds at once, as a mean over the rank's stages."""
     count, ranks, chunks = candidate.microbatches, candidate.pp, candidate.chunks
     if candidate.schedule is None:
         return 1.0
@@ -180,7 +192,5 @@ def _shorten(workload: Workload) -> nn.Module | None:
     if len(names) <= SHORT or len(set(signatures)) > 1:
         return workload.model
     model = meta_copy(workload.model)
-    parent, _, own = names[0].rpartition(".")[0].rpartition(".")
-    holder = model.get_submodule(parent)
-    setattr(holder, own, nn.ModuleList(list(getattr(holder, own))[:SHORT]))
+    keep_blocks(model, names[0].rpartition(".")[0], range(SHORT))
     return model

@@ -1,10 +1,11 @@
-"""`PlanPrices`: the price of each plan of a workload on a chip, and lower bounds of it that share traces."""
+"""`PlanPrices`: the price of each plan of a workload on a chip, and lower bounds of prices. Plans share traces."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from .bounds import (
@@ -22,17 +23,21 @@ from .plan_memory import PlanMemory
 from .plans import Candidate
 from .price import fuse, seconds_of, transfer
 from .search import Bound
+from .stage_traces import StageTraces
 from .trace import RUN_MICROBATCHES
 from .workload import Workload, times_of
 
-ROUNDING = 1 - 1e-9  # sums of seconds in another order than the price's must not be above it
-STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # of a candidate whose trace is of a pipeline's stage
-WEIGHTS, ACTIVATIONS, TIME = "memory of weights and states", "memory with activations", "time"
+ROUNDING = 1 - 1e-9  # on bounds: added up in a different order than prices, sums must not be above the price
+STAGE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}  # fields of candidates whose trace is of a stage with all blocks
+WEIGHTS, ACTIVATIONS, TIME = "memory of weights and states", "memory with activations", "time"  # names of bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanPrices:
-    """Prices and bounds of the plans of a workload on `processes` chips."""
+    """Prices of a workload's plans on `processes` chips, and lower bounds of prices. Made by `search_plans`.
+
+    Lower bounds of larger sizes of dp, cp and tp come from traces of the least sizes, with the work divided further.
+    """
 
     workload: Workload
     chip: Chip
@@ -40,19 +45,21 @@ class PlanPrices:
     limit: int  # bytes that a rank may use
     flops: float  # of the model in a step, without recomputation
     memory: PlanMemory
-    # For each context: the least sizes of tp and cp above 1 that the space has, whose traces stand for larger ones.
-    least_sizes: dict[str | None, tuple[int, int]]
+    least_sizes: dict[str | None, tuple[int, int]]  # context -> least (tp, cp) above 1 to trace; see `least_sizes`
+    stages: StageTraces  # traces of stages without data axes
+    # Results found before, by the arguments:
     _works: dict[tuple[Candidate, int, int], StageWork | None] = field(default_factory=dict)
     _data: dict[tuple[Candidate, int, int, int], DataWork | None] = field(default_factory=dict)
     _seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def bounds(self) -> list[Bound[Candidate]]:
-        """The bounds of a search, cheap ones first."""
+        """The bounds for `search`, from cheap to costly."""
         return [
             Bound(WEIGHTS, self.weights_bound, is_eager=True),
             Bound(TIME, self.even_bound, is_eager=True),
             Bound(TIME, self.work_bound),
             Bound(ACTIVATIONS, self.activations_bound),
+            Bound(TIME, self.data_bound),
             Bound(TIME, self.stage_bound),
         ]
 
@@ -63,61 +70,64 @@ class PlanPrices:
         return math.inf if self.memory.weights_floor(candidate) > self.limit else 0.0
 
     def activations_bound(self, candidate: Candidate) -> float:
-        """math.inf where a lower bound of the memory with activations exceeds it; else 0."""
+        """math.inf where a lower bound of the bytes with activations exceeds the memory; else 0."""
         try:
             return math.inf if self.memory.floor(candidate) > self.limit else 0.0
         except ValueError:  # refused by the model: reported by the price
             return 0.0
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the peak of a step is within the memory."""
+        """Whether the peak of a step is within `limit`."""
         return self.memory.peak(candidate) <= self.limit
 
     # -- time
 
     def even_bound(self, candidate: Candidate) -> float:
-        """Seconds if the work of one rank were divided evenly over all, and nothing communicated."""
+        """Seconds if the ranks divided all work evenly and without communication, at the best rates."""
         key = Candidate(**STAGE, recompute=candidate.recompute)
         work = self._floors(key, 1, 1)
         return self._of_stages(work, (key, 1, 1), candidate, self._share(candidate) / candidate.tp / candidate.cp)
 
     def work_bound(self, candidate: Candidate) -> float:
-        """Seconds of the work at best speed with collectives over "tp" and "cp", and of what comes after backward."""
+        """Seconds of work at the best rates, and of collectives over "tp" and "cp", with experts over "ep"; else 0."""
+        if candidate.ep == 1:
+            return 0.0
         tp, cp = candidate.tp, candidate.cp
         least_tp, least_cp = self.least_sizes.get(candidate.context, (1, 1))
-        key = Candidate(
-            **STAGE,
-            tp=least_tp if tp > 1 else 1,
-            cp=least_cp if cp > 1 else 1,
-            context=candidate.context,
-            sequence=candidate.sequence,
-            recompute=candidate.recompute,
-        )
-        work = self._floors(key, tp, cp)
-        seconds = self._of_stages(work, (key, tp, cp), candidate, self._share(candidate))
+        key = stage_of(candidate, tp=least_tp if tp > 1 else 1, cp=least_cp if cp > 1 else 1)
+        return self._of_stages(self._floors(key, tp, cp), (key, tp, cp), candidate, self._share(candidate))
+
+    def data_bound(self, candidate: Candidate) -> float:
+        """Seconds of `even_bound`, of collectives over the data axes, and of the update."""
         data = self._data_floors(candidate)
-        return seconds if data is None else max(data.busy, seconds + self._after(data, candidate))
+        if data is None:
+            return 0.0
+        return self._with_passes(data, candidate, self.even_bound(candidate))
 
     def stage_bound(self, candidate: Candidate) -> float:
-        """Seconds by the price of a stage without collectives over the data axes, and of what comes after backward."""
-        if candidate.ep > 1:
+        """Seconds of a stage's work at the prices, of collectives over the data axes, and of the update."""
+        data = self._data_floors(candidate)
+        if data is None:
             return 0.0
         rows = candidate.rows_on_rank(self.workload.rows)
-        key = Candidate(
-            **STAGE,
-            tp=candidate.tp,
-            cp=candidate.cp,
-            context=candidate.context,
-            sequence=candidate.sequence,
-            recompute=candidate.recompute,
-        )
+        key = replace(stage_of(candidate, tp=candidate.tp, cp=candidate.cp), microbatches=RUN_MICROBATCHES)
         work = self._prices(key, rows)
-        data = self._data_floors(candidate)
-        seconds = self._of_stages(work, (key, rows), candidate, 1.0)
-        return seconds if data is None else max(data.busy, seconds + self._after(data, candidate))
+        if work is None:
+            return 0.0
+        nbytes = self.stages.trace(key, rows).message_bytes
+        seconds = self._of_stages(work, (key, rows), candidate, 1.0, nbytes=nbytes, sums=data.in_backward)
+        last = work.later if candidate.microbatches > 1 else work.first
+        return self._with_passes(data, candidate, seconds, max(last[-1].backward, last[-1].host_backward))
+
+    def _with_passes(
+        self, data: DataWork, candidate: Candidate, passes: float, last_backward: float | None = None
+    ) -> float:
+        blocks = len(self.memory.parameters.in_blocks)
+        without_host = self._host == 0.0
+        return ROUNDING * data.with_passes(candidate, blocks, passes, last_backward, gathers_first=without_host)
 
     def price(self, candidate: Candidate) -> tuple[float, Estimate | None]:
-        """The seconds of a step by the candidate, and their estimate; math.inf for a plan that the model refuses."""
+        """The candidate's seconds of a step, and the `Estimate`; math.inf and None if the model refuses the plan."""
         try:
             found = self.estimate(candidate)
         except ValueError:
@@ -125,7 +135,10 @@ class PlanPrices:
         return found.seconds, found
 
     def estimate(self, candidate: Candidate, *, keep_spans: bool = False) -> Estimate:
-        """The estimate of a step by the candidate. Raises ValueError for a plan that the model refuses."""
+        """The `Estimate` of the candidate's step. Raises ValueError for a plan that the model refuses.
+
+        keep_spans: as for `estimate`.
+        """
         return estimate(
             self.workload.trace(candidate),
             chip=self.chip,
@@ -141,31 +154,43 @@ class PlanPrices:
     # -- parts of bounds, each found once
 
     def _share(self, candidate: Candidate) -> float:
-        """The share of the step's rows in a microbatch on a rank."""
+        """The rows of a microbatch on rank 0, divided by the rows of the step."""
         return candidate.rows_on_rank(self.workload.rows) / self.workload.rows
 
-    def _of_stages(self, work: StageWork | None, key: tuple[Any, ...], candidate: Candidate, share: float) -> float:
-        """`StageWork.seconds`, found once for all candidates with the same stages."""
+    def _of_stages(
+        self,
+        work: StageWork | None,
+        key: tuple[Any, ...],
+        candidate: Candidate,
+        share: float,
+        *,
+        nbytes: int = 0,
+        sums: float = 0.0,
+    ) -> float:
+        """`StageWork.seconds`, computed once for candidates with equal `key`, stages, share and sums; 0 without work.
+
+        nbytes: of a message between stages.
+        """
         if work is None:
             return 0.0
         splits = candidate.schedule == "zero_bubble"
-        known = (*key, candidate.pp, candidate.chunks, candidate.microbatches, splits, share)
+        known = (*key, candidate.pp, candidate.chunks, candidate.microbatches, splits, share, sums)
         if known not in self._seconds:
-            self._seconds[known] = ROUNDING * work.seconds(candidate, share)
+            stride = candidate.processes // candidate.pp
+            sent = Start(number=0, kind="recv", axes=("pp",), group="", size=2, stride=stride, nbytes=nbytes)
+            message = self._transfer(sent) if nbytes else 0.0
+            self._seconds[known] = ROUNDING * work.seconds(candidate, share, message=message, sums=sums)
         return self._seconds[known]
 
-    def _after(self, data: DataWork, candidate: Candidate) -> float:
-        return data.after_backward(candidate, len(self.memory.parameters.in_blocks))
-
     def _floors(self, key: Candidate, tp: int, cp: int) -> StageWork | None:
-        """Floors of the whole step on a rank of tp x cp ranks, from the trace of `key` on fewer; None without one.
+        """Lower bounds of a step of all rows on tp x cp ranks, from the trace of `key`, which has fewer ranks.
 
-        Work and bytes are divided evenly by the further ranks; what a collective over "tp" or "cp" receives follows
-        from the size of its group.
+        Work is divided evenly over the further ranks. A collective's bytes are scaled by `received_share`.
+        None where the model refuses `key`.
         """
         known = key, tp, cp
         if known not in self._works:
-            trace = self._trace(key)
+            trace = self._trace(key, self.workload.rows)
             further = tp * cp / (key.tp * key.cp)
 
             def seconds(start: Start) -> float:
@@ -184,40 +209,53 @@ class PlanPrices:
         return self._works[known]
 
     def _prices(self, key: Candidate, rows: int) -> StageWork | None:
-        """The prices of a microbatch of `rows` rows on a stage with all blocks and without data axes."""
+        """Prices of a microbatch of `rows` rows on a stage with all blocks, without data axes; None if refused."""
         known = key, rows, 0
         if known not in self._works:
-            trace = self._trace(key, rows=rows)
-            self._works[known] = (
-                None
-                if trace is None
-                else work_of(trace, lambda each: seconds_of(each, self.chip), self._transfer, self._host)
-            )
+            trace = self._trace(key, rows)
+            price = partial(seconds_of, chip=self.chip)
+            self._works[known] = None if trace is None else work_of(trace, price, self._transfer, self._host)
         return self._works[known]
 
     def _data_floors(self, candidate: Candidate) -> DataWork | None:
-        """Floors of the data axes' collectives and of the update; None for experts on an axis of their own."""
+        """Lower bounds of the data axes' collectives and of the update; None with "ep", and for a refused plan.
+
+        From the trace of two ranks along "dp" with a row each. With more ranks, a rank receives a larger share, in as
+        many collectives or more. Gradients of whole parameters that are summed over "cp" may take different routes than
+        in this trace: then the latency of ranks along "dp" alone counts.
+        """
         ranks, tp = candidate.data_ranks, candidate.tp
         if candidate.ep > 1:
             return None
-        least = 2 if ranks > 1 else 1
         stage = STAGE if candidate.pp > 1 else {}
         count = 1 if stage else min(candidate.microbatches, RUN_MICROBATCHES)
-        # one row, as many as microbatches: gradients and parameters do not depend on them
-        key = Candidate(**stage, dp=least, zero=candidate.zero, microbatches=count)
-        known = key, ranks, tp, 1 if stage else candidate.microbatches
+        key = Candidate(**stage, tp=tp, zero=candidate.zero, microbatches=count)
+        follows_cp = candidate.zero > 1 and candidate.dp > 1
+        if follows_cp:
+            key = replace(key, dp=2, cp=candidate.cp, context=candidate.context)
+        elif ranks > 1:
+            key = replace(key, dp=2)
+        key = self.workload.traced(key)
+        known = key, candidate.dp, candidate.cp, candidate.microbatches
         if known not in self._data:
-            trace = self._trace(key, rows=least)
+            trace = self._trace(key, key.dp)
 
             def seconds(start: Start) -> float:
-                if start.size <= 1 or "dp" not in start.axes:
+                axes = [axis for axis in start.axes if axis in ("dp", "cp")]
+                if start.size <= 1 or not axes or (not follows_cp and axes != ["dp"]):
                     return 0.0
-                nbytes = start.nbytes * received_share(start.kind, ranks) / received_share(start.kind, least) / tp
-                sent = replace(start, size=ranks, stride=tp, nbytes=int(nbytes))
-                return self._transfer(sent) - self._transfer(replace(sent, nbytes=0))
+                least = math.prod(getattr(key, axis) for axis in axes)
+                size = math.prod(getattr(candidate, axis) for axis in axes) if follows_cp else ranks
+                nbytes = start.nbytes * received_share(start.kind, size) / received_share(start.kind, least)
+                stride = start.stride if follows_cp else tp  # "dp" is outermost: no distance depends on its size
+                sent = replace(start, size=size, stride=stride, nbytes=int(nbytes))
+                if follows_cp:
+                    return self._transfer(sent)
+                latency = self._transfer(replace(sent, size=candidate.dp, stride=candidate.cp * tp, nbytes=0))
+                return self._transfer(sent) - self._transfer(replace(sent, nbytes=0)) + latency
 
             def update(compute: Compute) -> float:
-                return floor_seconds(compute, self.chip) / tp * (least / ranks if candidate.zero else 1)
+                return floor_seconds(compute, self.chip) * (key.data_ranks / ranks if candidate.zero else 1)
 
             if trace is not None:
                 trace = trace if stage else replace(trace, times=times_of(candidate.microbatches))
@@ -226,16 +264,16 @@ class PlanPrices:
 
     @property
     def _host(self) -> float:
-        """Seconds of the host for an op."""
+        """Seconds of the host for an op; 0 for compiled blocks."""
         return 0.0 if self.workload.is_compiled else self.chip.host_seconds
 
     def _transfer(self, start: Start) -> float:
         return transfer(replace(start, number=0, module=""), self.chip, world=self.processes).seconds
 
-    def _trace(self, candidate: Candidate, rows: int | None = None) -> Trace | None:
-        """The trace of a candidate with `rows` rows in a microbatch; None where the model refuses the candidate."""
+    def _trace(self, candidate: Candidate, rows: int) -> Trace | None:
+        """`StageTraces.trace` as its events run; None where the model refuses the candidate."""
         try:
-            trace = self.workload.trace(candidate, rows)
+            trace = self.stages.trace(candidate, rows)
         except ValueError:
             return None
         if not self.workload.is_compiled:
@@ -243,8 +281,21 @@ class PlanPrices:
         return replace(trace, segments=tuple(replace(each, events=tuple(fuse(each.events))) for each in trace.segments))
 
 
+def stage_of(candidate: Candidate, *, tp: int, cp: int) -> Candidate:
+    """The candidate of a stage without data axes, whose trace all candidates with these options share."""
+    return Candidate(
+        pp=2,
+        schedule="1f1b",
+        tp=tp,
+        cp=cp,
+        context=candidate.context,
+        sequence=candidate.sequence,
+        recompute=candidate.recompute,
+    )
+
+
 def least_sizes(candidates: Iterable[Candidate]) -> dict[str | None, tuple[int, int]]:
-    """For each context, the least sizes of tp and cp above 1 of any candidate; 1 where none is above 1."""
+    """For each context, the least size of tp and the least of cp above 1 among the candidates; 1 where all are 1."""
     sizes = {(candidate.context, candidate.tp, candidate.cp) for candidate in candidates}
     return {
         context: (

@@ -1,7 +1,7 @@
-"""The space of plans of a search: meshes of a number of processes, and the options of a parallel plan.
+"""The space of a search for plans: every mesh of a number of processes, with every combination of options.
 
-`Candidate` is one plan with its mesh; `enumerate_candidates` yields all of a `Space`, with those refused counted by
-reason. Nothing here needs torch.
+A `Candidate` is a mesh with a plan. `enumerate_candidates` lists all candidates of a `Space`, and counts the refused by
+reason. Imports no torch until a `ParallelPlan` is made.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Zero = Literal[0, 1, 2, 3]
 CONTEXTS: tuple[Context, ...] = get_args(Context)
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 ZEROS: tuple[Zero, ...] = get_args(Zero)
-# A search composes memory from parts, which do not know for how long zero_bubble holds operands of weights' gradients.
+# Without zero_bubble: `compose` does not know for how long zero_bubble holds operands of weight gradients.
 SEARCHED_SCHEDULES: tuple[Name, ...] = tuple(name for name in NAMES if name != "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan and the sizes of its mesh: the unit of a search. The defaults are the simplest plan of one process."""
+    """A mesh and a plan, as sizes and options: the unit of a search. The defaults are a single process's plan."""
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
-    ep: int = 1  # ranks that share the experts of a mixture; adds no ranks
-    over_tp: bool = False  # "ep" divides dp x cp x tp, not dp x cp
-    context: Context | None = None  # where cp is above 1
-    schedule: Name | None = None  # where pp is above 1
+    ep: int = 1  # ranks over which a mixture's experts are divided, taken from dp x cp
+    over_tp: bool = False  # whether "ep" is taken from dp x cp x tp instead
+    context: Context | None = None  # None: cp is 1
+    schedule: Name | None = None  # None: pp is 1
     chunks: int = 1  # stages on a rank
     microbatches: int = 1
     sequence: bool = False
@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def data_ranks(self) -> int:
-        """The ranks over which ZeRO shards a parameter outside of experts: dp x cp."""
+        """dp x cp: the number of ranks over which ZeRO shards a parameter outside experts."""
         return self.dp * self.cp
 
     @property
@@ -78,11 +78,11 @@ class Candidate:
         return make_schedule(self.schedule, ranks=self.pp, microbatches=self.microbatches, chunks=self.chunks)
 
     def rows_on_rank(self, rows: int) -> int:
-        """The rows of a microbatch on the rank with the most, rank 0, of a step with `rows` rows."""
+        """The rows of a microbatch on rank 0, which has the most, in a step with `rows` rows."""
         return -(-rows // (self.microbatches * self.dp))
 
     def parallel_plan(self, model_plan: ParallelPlan) -> ParallelPlan:
-        """The `ParallelPlan` of a model whose own plan is `model_plan`."""
+        """`model_plan` with this candidate's options. model_plan: the model's own `parallel_plan()`."""
         from ..parallel.plan import ExpertPlan  # imported here because torch takes seconds
 
         options: dict[str, Any] = {name: getattr(self, name) for name in ("sequence", "context", "zero", "recompute")}
@@ -91,10 +91,10 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders plans of equal seconds, simpler first.
+        """Orders plans of equal seconds, simpler first. No two candidates have the same complexity.
 
         The number of options and axes in use, then the sizes of pp, cp, ep and tp, then the options in the order of
-        this class's fields, each smaller value first.
+        the fields.
         """
         options = (
             CONTEXTS.index(self.context) + 1 if self.context else 0,
@@ -123,23 +123,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Which plans a search considers: all that use every process, with the options below.
+    """The candidates of a search: every mesh of `processes` ranks, with every combination of the options below.
 
-    An option that changes nothing is enumerated at one value only: `sequence` with tp=1, `zero` without a second rank
-    that holds the same parameters, `context` with cp=1, `schedule` with pp=1. Numbers of microbatches that do not
-    divide the rows are left out: no plan takes them.
+    An option without effect keeps a single value: `sequence` with tp=1, `zero` without a second rank holding the same
+    parameters, `context` with cp=1, `schedule` with pp=1. Every number of microbatches divides the rows.
+    Raises ValueError for processes or rows below 1.
     """
 
     processes: int
     rows: int  # of a step, over all ranks
     num_experts: int = 0  # of a layer; 0 for a model without mixtures
     contexts: tuple[Context, ...] = CONTEXTS
-    schedules: tuple[Name, ...] = SEARCHED_SCHEDULES  # another one is priced where `fixed` names it
+    schedules: tuple[Name, ...] = SEARCHED_SCHEDULES  # a further schedule is tried where `fixed` names this schedule
     chunks: tuple[int, ...] = (2,)  # of the schedule "interleaved"
     zeros: tuple[Zero, ...] = ZEROS
     recomputes: tuple[Recompute, ...] = RECOMPUTES
     sequences: tuple[bool, ...] = (False, True)
-    fixed: Mapping[str, object] = field(default_factory=dict)  # values of a candidate's fields, by name
+    fixed: Mapping[str, object] = field(default_factory=dict)  # fields of `Candidate` with a single value, by name
 
     def __post_init__(self) -> None:
         for name in ("processes", "rows"):
@@ -148,7 +148,7 @@ class Space:
                 raise ValueError(f"{name} is {value!r}; it must be 1 or more")
 
     def meshes(self) -> Iterator[Candidate]:
-        """Every way to write the processes as pp x dp x cp x tp, as candidates without further options."""
+        """Every way to write `processes` as pp x dp x cp x tp, as candidates without further options."""
         for pp in divisors(self.processes):
             for cp in divisors(self.processes // pp):
                 for tp in divisors(self.processes // pp // cp):
@@ -157,11 +157,11 @@ class Space:
                         yield mesh
 
     def _allows(self, candidate: Candidate, *names: str) -> bool:
-        """Whether the fields have the values of `fixed`."""
+        """Whether these fields of the candidate agree with `fixed`."""
         return all(getattr(candidate, name) == self.fixed.get(name, getattr(candidate, name)) for name in names)
 
     def families(self) -> Iterator[Candidate]:
-        """Every candidate with sequence, zero and recompute at their simplest values."""
+        """Every candidate with sequence, zero and recompute at the simplest values; see `members`."""
         counts = divisors(self.rows)
         for mesh in self.meshes():
             contexts: tuple[Context | None, ...] = self.contexts if mesh.cp > 1 else (None,)
@@ -185,7 +185,7 @@ class Space:
             yield from (replace(mesh, ep=ep, over_tp=True) for ep in divisors(mesh.data_ranks * mesh.tp) if ep > 1)
 
     def members(self, family: Candidate) -> Iterator[Candidate]:
-        """The candidates of a family: with all values of sequence, zero and recompute."""
+        """The candidates of a family: with every value of sequence, zero and recompute."""
         sequences = self.sequences if family.tp > 1 else (False,)
         # Experts over tp are replicated on dp x cp x tp / ep ranks.
         replicated = family.data_ranks > 1 or (family.over_tp and family.ep < family.tp)
@@ -198,22 +198,22 @@ class Space:
 
 @dataclass(slots=True)
 class Enumeration:
-    """The candidates of a space: those accepted, and the number of those refused by reason."""
+    """The accepted candidates of a space, and the number of refused candidates by reason."""
 
     accepted: list[Candidate] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
 
     @property
     def count(self) -> int:
-        """All candidates, accepted or not."""
+        """The number of all candidates, accepted or refused."""
         return len(self.accepted) + sum(self.refused.values())
 
 
 def enumerate_candidates(space: Space, check: Callable[[Candidate], None]) -> Enumeration:
-    """All candidates of the space.
+    """List the candidates of the space. Called by `search_plans`.
 
-    check: raises ValueError for a candidate that cannot run. Called for a family's simplest candidate: whether a
-        candidate can run must not depend on sequence, zero and recompute.
+    check: raises ValueError for a candidate that cannot run. Called once for a family, with the simplest candidate:
+        `check` must not depend on sequence, zero and recompute.
     """
     found = Enumeration()
     for family in space.families():
@@ -228,6 +228,6 @@ def enumerate_candidates(space: Space, check: Callable[[Candidate], None]) -> En
 
 
 def reason_of(error: ValueError) -> str:
-    """An error's first clause with n for its numbers, so that errors of one kind are counted together."""
+    """The first clause of an error, with n for each number: equal for errors of the same kind."""
     clause = re.split(r"[;:,](?:\s|$)", str(error), maxsplit=1)[0]
     return re.sub(r"\d[\d,]*", "n", clause)

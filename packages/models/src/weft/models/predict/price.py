@@ -1,7 +1,7 @@
-"""Seconds of a trace's events on a chip: of work of the device, and of collectives.
+"""Prices a trace's events on a chip, in seconds: `seconds_of` the device's work, `collective_seconds` of collectives.
 
-`seconds_of` and `collective_seconds` are the two prices. Each is positive, and none gets longer where a peak or a
-bandwidth of the chip gets higher, or a latency lower. What a rule cannot know is a number of the chip's file.
+No price gets longer where a peak or a bandwidth of the chip gets higher, or a latency lower. Numbers that no rule tells
+are in the chip's file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import lru_cache
 from .chip import Chip, Level
 from .events import Compute, Event, Start
 
-# A product's K is cut into parts, computed at once, only where the tiles are fewer than the multiprocessors; then into
-# as many as these. Split-K of cuBLAS, and Osama et al. 2023, "Stream-K", section 3: the parts are summed in float32.
+# Numbers of parts into which a product's K may be cut, to be computed at once, where tiles are fewer than
+# multiprocessors. Split-K of cuBLAS, and Osama et al. 2023, "Stream-K", section 3: the parts are summed in float32.
 SPLITS = (2, 4, 8, 16)
-SHORTEST_SPLIT = 512  # of K in a part: shorter parts do not pay their sum
-FULL_TILE = 128  # a tile of 128 x 128 or more computes at the full rate; a smaller one waits for more loads
+SHORTEST_SPLIT = 512  # least K of a part: the sum costs more than shorter parts save
+FULL_TILE = 128  # a tile of 128 x 128 or more computes at the full rate; a smaller tile waits for more loads
 ATTENTION_TILE = 128  # queries, and in backward keys, of a thread block: FlashAttention-2 and 3
 SUM_BYTES = 4  # float32
 
@@ -27,19 +27,19 @@ _ITEMSIZES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective's price. seconds: without other traffic on its links. level: the level of its slowest links."""
+    """A collective's price."""
 
-    seconds: float
-    level: Level | None
+    seconds: float  # without further traffic on the links
+    level: Level | None  # of the slowest links; None for a collective that takes no time
 
 
 def seconds_of(compute: Compute, chip: Chip) -> float:
     """Seconds that a device takes for `compute`, without the host's time.
 
-    Measured rates of the chip decide: of the op's part, or of its products. Otherwise products are priced by tiles
-    (`product_seconds`), attention by the operations of the pairs that are seen (`attention_seconds`), the rest by
-    bytes over the reachable bandwidth. Each kernel takes `chip.launch_seconds` besides, to start and to drain.
-    Raises ValueError for a product in a dtype of which the chip has no peak.
+    By the chip's measured rate, where there is a rate for the op's part. Otherwise products are priced by
+    `product_seconds`, attention by `attention_seconds`, the rest by bytes over the reachable bandwidth; and each kernel
+    takes `chip.launch_seconds` more, to start and to drain.
+    Raises ValueError for a product in a dtype without a peak.
     """
     return _priced(compute if not compute.module else replace(compute, module=""), chip)
 
@@ -62,7 +62,7 @@ def _priced(compute: Compute, chip: Chip) -> float:
     for size in compute.sizes:
         of_products += product_seconds(size, compute.dtype, chip)
         bytes_of_products += product_bytes(size, compute.dtype)
-    # Further operands, as a bias or a gate's other half, are read and written besides the products' own.
+    # Operands beyond the products' own, as a bias or a gate's second half, are read and written too.
     return started + of_products + max(0, compute.nbytes - bytes_of_products) / chip.reachable_bandwidth
 
 
@@ -73,13 +73,13 @@ def product_bytes(size: Sequence[int], dtype: str) -> int:
 
 
 def product_seconds(size: Sequence[int], dtype: str, chip: Chip) -> float:
-    """Seconds of a product (batch, M, N, K), without its launch.
+    """Seconds of a product (batch, M, N, K), without the launch: measured where `chip.products` has the dtype, else:
 
     The result's tiles run on the multiprocessors in whole waves, each at the sustained peak. The best of the chip's
     tiles counts, as cuBLAS chooses (NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave
-    quantization). A tile below 128 x 128 is slower as its loads for each operation are more. Where tiles are fewer
-    than multiprocessors and K is long, K is split, and the partial sums are written and read. The last wave's
-    results are written after its operations, so that a short K is slower. No product is faster than its bytes.
+    quantization). A tile below 128 x 128 is slower, with more loads for each operation. Where tiles are fewer than
+    multiprocessors and K is long, K is split, and the partial sums are written and read. The last wave's results are
+    written after all operations, which slows a short K. No product is faster than moving the operands' bytes.
     """
     batch, M, N, K = size
     if not batch * M * N * K:
@@ -118,10 +118,10 @@ def _tiled_seconds(
 
 
 def attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> float:
-    """Seconds of attention (batch, heads, kv_heads, T, S, head_dim), without its launch.
+    """Seconds of attention (batch, heads, kv_heads, T, S, head_dim), without the launch.
 
-    The operations of `compute` over the part's share of the peak, `chip.attention_reachable`. With
-    fewer blocks of 128 queries (in backward: keys) than multiprocessors, the others idle.
+    The operations of `compute`, over the peak times `chip.attention_reachable`. With fewer blocks of 128 queries (in
+    backward: keys) than multiprocessors, some multiprocessors idle.
     """
     batch, heads, _, T, S, _ = size
     is_backward = compute.part == "backward"
@@ -132,22 +132,21 @@ def attention_seconds(compute: Compute, size: Sequence[int], chip: Chip) -> floa
 
 
 def collective_seconds(start: Start, chip: Chip, *, world: int | None = None) -> float:
-    """Seconds of a collective without other traffic on its links; 0 for a group of one. See `transfer`."""
+    """Seconds of a collective without further traffic on the links; 0 for a single rank. See `transfer`."""
     return transfer(start, chip, world=world).seconds
 
 
 @lru_cache(maxsize=65536)
 def transfer(start: Start, chip: Chip, *, world: int | None = None) -> Transfer:
-    """The price of a collective, from the bytes that a rank receives; by the chip's measured rates where it has them.
+    """The price of a collective, from a rank's received bytes, by the chip's measured rate of the kind or as follows.
 
-    world: ranks in the run. A group has the levels of `chip.levels_of`, with `inside` members in each part of a level.
-    Bandwidth: a ring passes each byte over every rank's inner link, and over an outer link by the `inside` adapters
-    of a node at once; the slowest level counts. An all-to-all sends to every member directly: of the bytes from
-    outside, each rank receives its own by its own adapter. A send, its receive and a broadcast to two have one peer.
-    Latency, as in NCCL's src/graph/tuning.cc, of n ranks on k nodes: a ring has n - 1 steps, of which k - 1 are over
-    the outer link; an all-reduce has twice as many, or by a tree 2 (n/k - 1) inner and 2 log2 k outer steps, whichever
-    is less. An all-to-all has a message to each peer, of which those within a node and those outside go side by
-    side: a latency of each level.
+    The group uses the levels of `chip.levels_of`. world: ranks in the run.
+    Bandwidth: a ring passes each byte over every rank's inner link; over an outer link, a node's members use all their
+    adapters at once. The slowest level counts. In an all-to-all each rank receives directly from every member, by the
+    rank's own adapter. A message has a single peer, and counts at the receiver; a send takes no time.
+    Latency, as in NCCL's src/graph/tuning.cc, of n ranks on k nodes: a ring has n - 1 steps, k - 1 of these over the
+    outer link. An all-reduce has twice as many, or by a tree 2 (n/k - 1) inner and 2 log2 k outer steps: the faster
+    counts. An all-to-all sends to all peers side by side: a latency for each level.
     """
     if start.size <= 1 or start.kind == "send":
         return Transfer(0.0, None)
@@ -193,12 +192,11 @@ def _direct(start: Start, levels: Sequence[tuple[Level, int]]) -> Transfer:
 
 
 def fuse(events: Sequence[Event]) -> Iterator[Event]:
-    """The events as a compiler runs them: neighbouring elementwise work of torch's own ops is one kernel.
+    """The events as compiled: neighbouring elementwise ops of torch become a single kernel.
 
-    Neighbours fuse where both are ops of torch that are bounded by memory, with no collective or wait between. An
-    intermediate result is then neither written nor read: of two neighbours, two thirds of the smaller one's bytes
-    are saved, as of an op with two operands and a result. Weft's ops and products are kernels of their own, as
-    Inductor leaves calls of foreign kernels alone.
+    Neighbours fuse where both are ops of torch bound by memory, without a collective or a wait between. The result in
+    between is then neither written nor read, which saves two thirds of the smaller op's bytes: two of three tensors of
+    an op with two operands. Weft's ops and products do not fuse, because Inductor leaves foreign kernels alone.
     """
     waiting: Compute | None = None
     last_bytes = 0

@@ -1,4 +1,4 @@
-"""A trace as a program of priced operations, with loops over blocks and microbatches that are alike."""
+"""`make_program`: a trace as priced operations, with loops over alike blocks and alike microbatches, for `timeline`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Form = tuple[str, str, int]  # kind, group and bytes of a collective
 
 
 class Operation(NamedTuple):
-    """An event with its price."""
+    """An event with the price."""
 
     event: Event
     seconds: float = 0.0  # of the device, or of the links
     host_seconds: float = 0.0
-    part: int = -1  # of work of the device: the position in `timeline.PARTS`
-    level: Level | None = None  # of a collective
-    # The form of a collective which a loop starts in one copy and awaits in a later copy; also of the wait. Collectives
-    # of a form are awaited in the order of their starts.
+    part: int = -1  # of `Compute`: the position in `timeline.PARTS`
+    level: Level | None = None  # of `Start`: the links used
+    # Of a `Start` in a copy of a loop and of the `Wait` in a later copy: the form of the collective. Collectives of a
+    # form are awaited in the order of their starts.
     ahead: Form | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Operations in order: those of a segment."""
+    """The operations of a segment, in order."""
 
     operations: tuple[Operation, ...]
     where: str = ""  # as in `timeline.Span`
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Pieces, and loops of them, that run `copies` times in order."""
+    """Pieces and inner loops, run `copies` times in order."""
 
     items: tuple[Piece | Loop, ...]
     copies: int
@@ -54,9 +54,9 @@ def make_program(
     compiled: bool = False,
     world: int | None = None,
 ) -> Loop:
-    """The program of a rank that runs all blocks: loops over alike microbatches, with loops over alike blocks inside.
+    """The program of a rank with all blocks: loops over alike microbatches, with loops over alike blocks inside.
 
-    times: `Trace.times`.
+    segments, times: of a `Trace`. compiled, world: as for `estimate`.
     """
     pieces = Pieces(segments, times, chip, compiled=compiled, world=world)
     items: list[Piece | Loop] = []
@@ -72,13 +72,13 @@ def _loops_over_blocks(segments: Sequence[Segment], pieces: Pieces) -> Iterator[
 
 
 def _in_turns(segments: Iterable[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Runs of consecutive segments with equally many blocks, and this number. The segments of a run repeat in turns."""
+    """Groups of consecutive segments with equally many blocks: (this number, the group). A group repeats as a whole."""
     for (_, copies), group in groupby(segments, lambda each: (each.phase, max(1, len(each.blocks)))):
         yield copies, list(group)
 
 
 class Pieces:
-    """Prices the segments of a trace."""
+    """Prices the segments of a trace. Arguments: as for `make_program`."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Pieces:
 
 
 def _forms_ahead(segments: Sequence[Segment], times: Sequence[int], forms: Mapping[int, Form]) -> Iterator[Form]:
-    """Forms of collectives which a loop starts in one copy and awaits in a later copy."""
+    """The forms of collectives started in a copy of a loop and awaited in a later copy."""
     loops = [group for copies, group in _in_turns(segments) if copies > 1]
     for microbatch, group in groupby(segments, lambda segment: segment.microbatch):
         if microbatch >= 0 and times[microbatch] > 1:

@@ -1,21 +1,21 @@
-"""Which ranks of a mesh issue the same calls, so that a few of each kind are recorded and stand for all: `check_plan`.
+"""`check_plan`: proves that a training step of Weft's does not hang, from a few recorded ranks of each kind.
 
-Ranks are of a kind if they are at the same position along "pp" and at positions alike along each other axis. Positions
-along an axis are alike if the ranks there have parts of the same shapes of every parameter and of the batch, whatever
-their positions along the other axes. Each group of a rank then has, place by place, members of the same kinds as the
-same group of any rank of the kind, and the ranks of a kind go through their calls in step: what is matched for one of
-each kind is matched for all. That the calls depend on these shapes alone is not taken for granted: the first and the
-last rank of each kind are recorded, and where they issue other calls (a sum of 7 numbers over 64 ranks is cut unevenly,
-too) further ranks are recorded to find the position from which they differ, and the kind is divided there.
+Ranks of a kind issue the same calls: ranks with the same position along "pp", and positions of equal parts along each
+further axis. Positions along an axis have equal parts if the ranks there hold the same shapes of every parameter and
+of the batch, whatever their positions along further axes. Then the groups of two ranks of a kind have, place by
+place, members of the same kinds, and the ranks of a kind go through their calls in step: what is matched for a rank of
+each kind is matched for all ranks. Shapes alone are not trusted to decide the calls: the first and the last rank of
+each kind are recorded. Where their calls differ (a sum of 7 numbers over 64 ranks is also cut unevenly), further ranks
+are recorded to find the position where the calls change, and the kind is divided there.
 
 Within a rank's step, the forward and the backward of a stage run for the first, the second and the last microbatch, and
-the second's calls stand for those between (`RepeatedActions`). The programs that are matched have the calls of every
-microbatch, in the order of the schedule, and all messages between stages are recorded, none is copied. So the proof
-needs one fact more: that the calls of a stage for the microbatches between are those for the second. They are, because
-model and criterion are Weft's own code, whose calls follow from shapes alone; because all collectives of the copied
-action are awaited within it, so that nothing outside changes their order; and because backward starts no sum of
-gradients. Where one of the three does not hold, and where the last microbatch issues other calls than the second, every
-microbatch is run. Blocks are never copied within a program.
+the second's calls are copied for the microbatches between (`RepeatedActions`). The matched programs have the calls of
+every microbatch, in the order of the schedule. Messages between stages are recorded, never copied. So the proof needs
+a further fact: a stage issues the same calls for the copied microbatches as for the second. This holds for three
+reasons: model and criterion are Weft's own code, whose calls follow from shapes alone; all collectives of the copied
+action are awaited within the action, so nothing outside changes their order; and backward starts no sum of gradients.
+Where a reason fails, or the last microbatch issues other calls than the second, every microbatch is run. Blocks are
+never copied within a program.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .hang_report import Hang
 from .hangs import MOST_RANKS, NoHang, Recorder, find_hang
 from .matching import Event, Issued, Program
 
-MOST_KINDS = 512
-Listen = Callable[[Recorded], None]
+MOST_KINDS = 512  # each kind costs runs on shapes of its first and last rank
+Listen = Callable[[Recorded], None]  # `Recorder.listen`
 Part = tuple[tuple[int, ...], Layout]  # global shape and layout of a tensor
 
 
@@ -50,10 +50,10 @@ def check_plan(
 ) -> NoHang | Hang:
     """Prove that no rank of a training step of Weft's waits for another for ever, or return the first hang.
 
-    record_rank: runs the step of a rank on shapes; called with the rank and the `listen` of `run_on_shapes`.
+    record_rank: runs the step of a rank on shapes, with `listen` for `run_on_shapes`; called as (rank, listen).
     batch: (rows, tokens) of a microbatch, over all ranks.
-    most_ranks: up to which all ranks are recorded; on a larger mesh a few ranks of each kind.
-    Recorded are the layout of the model and a step as on NCCL. Not part of it: the checkpoint, the data, evaluation.
+    most_ranks: all ranks of a mesh up to this size are recorded; of a larger mesh, a few ranks of each kind.
+    Checked: laying the model out, and a step as on NCCL. Not checked: the checkpoint, the data, evaluation.
     Communication: none. Raises ValueError for a larger mesh whose ranks are of more than `MOST_KINDS` kinds.
     """
     if mesh.size <= most_ranks:
@@ -86,16 +86,17 @@ def check_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Compares the calls of ranks that seem of a kind; records the ranks that it needs."""
+    """Compares the calls of ranks alike in `kinds`; records the ranks needed."""
 
     record_rank: Callable[[int, Listen], Step]
     mesh: ProcessMesh
     kinds: Kinds
-    recorded: dict[int, Program]
+    recorded: dict[int, Program]  # by rank; ranks are added
 
     def first_difference(self, first: int, last: int) -> tuple[str, int, int] | None:
-        """Where ranks of a kind issue other calls than `first`: an axis, the position of `first` along it, and the
-        position from which they do. None where `last` issues the same.
+        """Where the calls change between the first and the last rank of a kind; None where both issue the same calls.
+
+        Returns (axis, position of `first` along the axis, position along the axis where other calls begin).
         """
         if self._events(first) == self._events(last):
             return None
@@ -128,7 +129,7 @@ class _Comparison:
 
 
 def _divide(kind_at: dict[str, list[int]], axis: str, first: int, position: int) -> None:
-    """Tell the positions along an axis from `position` on apart from those alike to `first`."""
+    """Split the positions along `axis` that are alike to `first`: from `position` on, a kind of their own."""
     kind = kind_at[axis][first]
     kind_at[axis] = [position if each == kind and i >= position else each for i, each in enumerate(kind_at[axis])]
 
@@ -152,16 +153,17 @@ def _ranks_of_stage(mesh: ProcessMesh, index: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The kinds of a mesh's ranks."""
+    """The kinds of a mesh's ranks. A kind's name is the kind's first rank."""
 
-    first: Mapping[int, int]  # of each rank, the first rank of its kind
-    groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str]  # names by purpose, distances and kinds of members
+    first: Mapping[int, int]  # rank -> the first rank of the rank's kind
+    # Names of groups for `relabel`, by purpose, members' distances from the first, and members' kinds; names are added.
+    groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str]
 
     @classmethod
     def of(cls, mesh: ProcessMesh, kind_at: Mapping[str, Sequence[int]]) -> Kinds:
-        """The kinds of the ranks of a mesh.
+        """Make the kinds: ranks with the same position along "pp" and alike positions along each further axis.
 
-        kind_at: by axis other than "pp", the first position alike to each position.
+        kind_at: for each axis but "pp", at each position the first position alike; [0, 0, 2] at size 3, say.
         """
         first: dict[tuple[int, ...], int] = {}
         of_rank = {}
@@ -173,11 +175,14 @@ class Kinds:
 
     @property
     def ends(self) -> dict[int, int]:
-        """The first and the last rank of each kind."""
+        """The first rank of each kind -> the kind's last rank."""
         return {first: rank for rank, first in sorted(self.first.items())}
 
     def relabel(self, program: Program) -> Program:
-        """A rank's program with the first rank of a kind in place of each rank of it."""
+        """The program with each rank replaced by the first rank of the rank's kind, and groups renamed to match.
+
+        Programs of two ranks of a kind are equal afterwards, if the ranks issue the same calls.
+        """
         known: dict[Issued, Issued] = {}
         places: dict[str, tuple[int, ...]] = {}  # of each group after relabelling, the group's ranks before
         events: list[Event] = []
@@ -205,9 +210,9 @@ class Kinds:
         )
 
     def _parts_by_kind(self, call: Issued, parts: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The parts of an all-to-all, in which this rank's own part has the size of those of other ranks of its kind.
+        """The parts of an all-to-all, with this rank's part to itself replaced by a part for a rank of its kind.
 
-        A rank often keeps its own part, of size 0 here, which is at another place for each rank of a kind.
+        A rank often sends itself nothing. That 0 is at another place for each rank of a kind.
         """
         if not parts:
             return parts
@@ -223,9 +228,9 @@ class Kinds:
 def _equal_positions(
     mesh: ProcessMesh, plan: ParallelPlan, parts: Mapping[int, Sequence[Part]], batch: tuple[int, int]
 ) -> dict[str, list[int]]:
-    """By axis other than "pp", the first position alike to each position.
+    """Which positions along an axis hold equal parts, as `kind_at` of `Kinds.of`.
 
-    parts: of each position along "pp", the parameters of the ranks there. batch: as for `check_plan`.
+    parts: by position along "pp", the parameters of the stage. batch: as for `check_plan`.
     """
     axes = [axis for axis in mesh.axis_names if axis != PIPELINE_AXIS]
     kind_at: dict[str, list[int]] = {axis: [0] * mesh.axis_size(axis) for axis in axes}
@@ -247,7 +252,7 @@ def _equal_positions(
 def _refine_divided(
     kind_at: dict[str, list[int]], mesh: ProcessMesh, plan: ParallelPlan, parts: Mapping[int, Sequence[Part]]
 ) -> None:
-    """`_refine` along all axes along which some groups have a part of the ranks."""
+    """Apply `_refine` to each of the `_divided_axes`. Changes `kind_at`."""
     for folded, size in _divided_axes(mesh, plan, parts):
         _refine(kind_at, folded, size)
 
@@ -255,7 +260,7 @@ def _refine_divided(
 def _uneven_shapes(
     mesh: ProcessMesh, parts: Mapping[int, Sequence[Part]], batch: tuple[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """The sizes of each rank's parts of tensors that cannot be cut evenly; {} where all can."""
+    """By rank, the local sizes of all parameters and batches that are cut unevenly; {} where all are cut evenly."""
     found: dict[int, tuple[int, ...]] = {}
     uneven_anywhere = False
     for index, tensors in parts.items():
@@ -281,9 +286,9 @@ def _local_shape(shape: Sequence[int], layout: Layout, rank: int) -> Iterable[in
 def _divided_axes(
     mesh: ProcessMesh, plan: ParallelPlan, parts: Mapping[int, Sequence[Part]]
 ) -> list[tuple[tuple[str, ...], int]]:
-    """The axes along which some groups have a part of the ranks, and how many consecutive ranks a part has.
+    """Axes on which some groups span a part of the axis only: (the axes, consecutive ranks in a part).
 
-    "ep" divides the axes that it folds; key heads that are fewer than the ranks along "tp" divide "tp".
+    "ep" divides the axes folded into it. Key heads fewer than the ranks along "tp" divide "tp".
     """
     divided = []
     if plan.experts is not None:
@@ -295,9 +300,9 @@ def _divided_axes(
 
 
 def _refine(kind_at: dict[str, list[int]], folded: Sequence[str], size: int) -> None:
-    """Tell positions apart whose groups have members of other kinds, where groups have parts of an axis.
+    """Split alike positions whose groups, within a part or across parts, have members of different kinds.
 
-    kind_at: by axis, the first position alike to each position; changed. size: consecutive ranks in a part.
+    kind_at: as for `Kinds.of`; changed. folded, size: an item of `_divided_axes`.
     """
     if all(len(set(kind_at[axis])) == 1 for axis in folded):
         return
@@ -319,9 +324,9 @@ def _refine(kind_at: dict[str, list[int]], folded: Sequence[str], size: int) -> 
 
 
 def _axes_of_uneven_tokens(mesh: ProcessMesh, plan: ParallelPlan, tokens: int) -> set[str]:
-    """The axes over which the tokens of a row cannot be cut evenly: all their positions are kinds of their own.
+    """The axes that cut a row's tokens, where `tokens` cannot be cut evenly: each position is then a kind of its own.
 
-    Over "cp" the tokens are cut in twice as many parts as ranks, of which each rank has an early and a late one.
+    Over "cp" there are twice as many parts as ranks: each rank has an early and a late part.
     """
     cut = {
         axis: size

@@ -1,4 +1,4 @@
-"""Runs a rank's step on shapes, and notes the module and the line that issue each collective."""
+"""Runs a rank's step on shapes, and notes module and line of each collective, for golden files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..parallel import ParallelPlan
 from ..parallel.parameter_layouts import layouts_of, shapes_of
 from ..step.communication import PHASES, Phase
 from ..step.record import StepShape, on_shapes
-from .golden import Issued, Parameter, join_names
+from .golden import Parameter, SitedCollectives, join_names
 from .site import Site, finding_sites
 
 
 @dataclass(frozen=True, slots=True)
 class SitedStep:
-    """A rank's step: its collectives with their sites, and its parameters by name."""
+    """A rank's step as in a golden file: the collectives with their sites, and the rank's parameters by name."""
 
-    collectives: tuple[Issued, ...]
+    collectives: tuple[SitedCollectives, ...]
     parameters: Mapping[str, Parameter]
 
 
@@ -35,10 +35,10 @@ def record_sites(
     clip_norm: float | None = None,
     update: Callable[[nn.Module], None] | None = None,
 ) -> SitedStep:
-    """Records the collectives of `shape.rank` in a step, each with its site. Arguments: as for `run_on_shapes`.
+    """Record the collectives of rank `shape.rank` in a step, each with its site. Called to make golden files.
 
-    Cost: as `record`, and a look at the stack for each node of the graph. Communication: none.
-    Raises ValueError as `record`.
+    Arguments and errors: as for `run_on_shapes`. update: the optimizer's step, whose collectives are recorded too.
+    Cost: a run on shapes, and a walk up the stack for each node of autograd's graph. Communication: none.
     """
     found: list[tuple[Phase, Collective, Site]] = []
     with on_shapes(model, mesh, plan, shape) as ready:
@@ -73,11 +73,11 @@ def record_sites(
 
 
 def _continue() -> None:
-    """Where the program waits for a collective."""
+    """Called where the program waits for a collective; waits are not recorded here."""
 
 
-def _grouped(found: list[tuple[Phase, Collective, Site]]) -> tuple[Issued, ...]:
-    """The collectives by phase, kind, axes and line. Modules that are alike share an entry, as in a golden file."""
+def _grouped(found: list[tuple[Phase, Collective, Site]]) -> tuple[SitedCollectives, ...]:
+    """Collectives counted by phase, kind, axes, line and module; modules with equal counts joined in one entry."""
     sums: dict[tuple[Phase, str, tuple[str, ...], Site], list[int]] = {}
     for phase in PHASES:
         for own_phase, collective, site in found:
@@ -85,14 +85,14 @@ def _grouped(found: list[tuple[Phase, Collective, Site]]) -> tuple[Issued, ...]:
                 total = sums.setdefault((phase, collective.kind, collective.axes, site), [0, 0])
                 total[0] += 1
                 total[1] += collective.nbytes
-    groups: dict[Issued, list[str | None]] = {}
+    groups: dict[SitedCollectives, list[str | None]] = {}
     for (phase, kind, axes, site), (count, nbytes) in sums.items():
-        issued = Issued(
+        issued = SitedCollectives(
             phase=phase, kind=kind, axes=axes, modules=None, count=count, bytes=nbytes, file=site.file, line=site.line,
             code=site.code,
         )  # fmt: skip
         groups.setdefault(issued, []).append(site.module)
-    result: list[Issued] = []
+    result: list[SitedCollectives] = []
     for issued, modules in groups.items():
         result += [issued] if None in modules else []
         names = join_names(each for each in modules if each is not None)
@@ -101,7 +101,7 @@ def _grouped(found: list[tuple[Phase, Collective, Site]]) -> tuple[Issued, ...]:
 
 
 def join_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Parameters alike in modules alike under one name."""
+    """Parameters with equal shape and layout under a joined name (`golden.join_names`), in the order given."""
     groups: dict[Parameter, list[str]] = {}
     for name, parameter in parameters.items():
         groups.setdefault(parameter, []).append(name)

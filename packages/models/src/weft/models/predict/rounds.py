@@ -1,4 +1,4 @@
-"""Calls timed in turn, so that a disturbance of the machine hits all alike."""
+"""`interleaved`: times several calls in turn, to spread a disturbance of the machine over all calls."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-FEWEST, MOST = 3, 200  # rounds that are timed
+FEWEST, MOST = 3, 200  # timed rounds
 
 
 class Clock:
-    """Times calls on a device."""
+    """Times calls on a device, GPU or CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
 
     def time(self, call: Callable[[], object]) -> float:
-        """Seconds until the device has done the call's work."""
+        """Seconds of the call, until the device has done all work."""
         if self._on_gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -28,9 +28,9 @@ class Clock:
 
 
 def interleaved(calls: Sequence[Callable[[], object]], seconds: float, clock: Clock | None) -> list[list[float]]:
-    """The times of each call, in rounds of all calls, for about `seconds`; a first round is not counted.
+    """Run rounds of all calls for about `seconds`; return each call's times in seconds. A first round is not timed.
 
-    clock: None where the calls return their own seconds.
+    clock: None for calls that return their own seconds.
     """
     found: list[list[float]] = [[] for _ in calls]
     start = time.monotonic()

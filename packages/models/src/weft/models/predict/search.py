@@ -1,7 +1,7 @@
-"""Branch and bound over plans: the fastest by the model's price, proved by bounds instead of sampled.
+"""`search`: branch and bound over candidates. Lower bounds prove the cheapest candidates; few candidates are priced.
 
-`search` knows nothing of models and chips: its arguments are candidates, lower bounds on a candidate's seconds, cheap
-bounds first, and a price. `Certificate` counts the refused, cut, priced and remaining candidates.
+The search knows no models and no chips: the caller gives candidates, lower bounds of a candidate's seconds, and a
+price. `Certificate` counts the refused, cut, priced and remaining candidates.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Ordered(Protocol):
-    """What a search needs of a candidate."""
+    """The interface of a candidate."""
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders candidates of equal seconds, simpler first; different for different candidates."""
+        """Orders candidates of equal seconds, simpler first. No two candidates have the same complexity."""
 
 
 C = TypeVar("C", bound=Ordered)
@@ -29,11 +29,11 @@ C = TypeVar("C", bound=Ordered)
 
 @dataclass(frozen=True, slots=True)
 class Bound(Generic[C]):
-    """A lower bound on a candidate's seconds, never above its price; math.inf for a candidate that does not fit."""
+    """A lower bound of a candidate's seconds: never above the price. math.inf for a candidate that cannot fit."""
 
-    name: str  # in the certificate: what the bound counts
+    name: str  # key of `Certificate.cut`: the resource of the bound, "time" or a kind of memory
     seconds: Callable[[C], float]
-    is_eager: bool = False  # cheap: found for every candidate before anything is priced
+    is_eager: bool = False  # cheap: computed for every candidate before the first price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,38 +42,37 @@ class Found(Generic[C]):
 
     candidate: C
     seconds: float
-    price: Any  # as the price function returned it
+    price: Any  # the second value of the price function
 
     @property
     def rank(self) -> tuple[float, tuple[int, ...]]:
-        """The order of results: by seconds, the simpler of two equal ones first."""
+        """The order of results: fewest seconds first, at equal seconds the simplest first."""
         return self.seconds, self.candidate.complexity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What became of every candidate of a search. The counts add up to `enumerated`.
+    """How many candidates a search refused, cut, priced and left. These four add up to `enumerated`.
 
-    A search that is `complete` has proved its results: each candidate that was not priced has a lower bound above the
-    last result's seconds.
+    A complete search has proved the results: each unpriced candidate has a lower bound above the last result's seconds.
     """
 
-    enumerated: int
-    refused: Mapping[str, int] = field(default_factory=dict)  # by reason
-    cut: Mapping[str, int] = field(default_factory=dict)  # by the name of the bound
+    enumerated: int  # all candidates
+    refused: Mapping[str, int] = field(default_factory=dict)  # impossible candidates, by reason
+    # By the name of the bound, which is math.inf or above the last result's seconds.
+    cut: Mapping[str, int] = field(default_factory=dict)
     priced: int = 0
-    too_large: int = 0  # of those priced: fast enough for the results, and over the memory
+    too_large: int = 0  # among the priced: fast enough for the results, but over the memory
     left: int = 0  # neither priced nor cut when the time was over
-    # The least bound among those left: none of them takes less. math.inf with none left.
-    least_left: float = math.inf
-    seconds: float = 0.0  # that the search took
+    least_left: float = math.inf  # least bound of the candidates left, in seconds; math.inf with none left
+    seconds: float = 0.0  # duration of the search
 
     @property
     def is_complete(self) -> bool:
         return self.left == 0
 
     def gap(self, best: float) -> float:
-        """The share by which a candidate left unpriced may be faster than `best` seconds; 0 for a complete search."""
+        """The most by which a candidate left may be faster than `best` seconds, as a share of `best`; 0 with none."""
         return max(0.0, 1 - self.least_left / best) if self.left else 0.0
 
 
@@ -96,18 +95,18 @@ def search(
     refused: Mapping[str, int] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome[C]:
-    """The `keep` candidates with the least seconds, in order; of candidates with equal seconds the simpler first.
+    """Find the `keep` candidates with the fewest seconds, in order; at equal seconds the simplest first.
 
-    bounds: cheap bounds first, the eager bounds before all further bounds. A candidate's bound is the largest bound
-        found, so a later bound need not be above an earlier bound.
-    price: a candidate's seconds, math.inf if it does not fit, and any value to keep with it.
-    fits: whether a candidate fits the memory, for a test too slow for a bound: called for priced candidates among the
-        results.
+    bounds: eager bounds first, then from cheap to costly. A candidate's bound is the largest found until then, so a
+        later bound may be below an earlier bound.
+    price: returns a candidate's seconds, math.inf for a candidate that cannot run, and a value for `Found.price`.
+    fits: whether a candidate fits the memory: a test too slow for a bound. Called for priced candidates that would be
+        among the results.
     within: seconds after which no further candidate is priced. The certificate counts the candidates left.
-    refused: candidates known to be impossible, by reason, for the certificate.
+    refused: numbers of impossible candidates by reason, for the certificate.
     Best first: the candidate with the least bound gets the next bound, or after the last bound a price. The search ends
-    when the least bound is above the last result's seconds. Bounds never above the price give the results of pricing
-    every candidate.
+    when the least bound is above the last result's seconds. Then the results are those of pricing every candidate.
+    Raises ValueError for an eager bound after a bound that is not.
     """
     eager = [bound for bound in bounds if bound.is_eager]
     if list(bounds[: len(eager)]) != eager:

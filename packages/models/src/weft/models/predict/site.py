@@ -1,4 +1,4 @@
-"""Which module, and which line of a program, issues a collective in a run on shapes."""
+"""`finding_sites`: finds a collective's module and line of code in a run on shapes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch import nn
 _TORCH = Path(torch.__file__).resolve().parent
 _PYTHON = Path(sysconfig.get_paths()["stdlib"]).resolve()
 _PACKAGES = "site-packages"
-# Folders of weft.models with the code of models themselves; the other folders run models of any kind.
+# Folders of weft.models that run models of any kind; files elsewhere are models' own code.
 _RUNNING = ("checkpoint", "cli", "data", "parallel", "schedules", "step", "train")
-# Files of the gradients' sums. Which parameter fills a bucket depends on all parameters, so no module is named.
+# Files that sum gradients. A bucket holds gradients of several modules; no module is named.
 _SUMMING = ("buckets.py", "gradient_buckets.py", "gradient_sync.py")
 
 # Folders through which every collective and every op goes.
@@ -36,20 +36,20 @@ _Owner = Literal["user", "model", "weft", "passage", "summing", "neither"]
 class Site:
     """Where a collective is issued."""
 
-    module: str | None  # dotted name, or the model's class for the model itself; None outside of all modules
-    file: str  # relative to the current folder, or to the folder of packages with the file
+    module: str | None  # dotted name, or for the model itself its class; None outside all modules
+    file: str  # relative to the current folder, else to the folder of packages around the file
     line: int  # 0 where unknown
     code: str  # the line's text
 
 
 @contextmanager
 def finding_sites(model: nn.Module) -> Iterator[Callable[[], Site]]:
-    """Context to run the model in. Yields a function that returns the site of the code that runs now.
+    """A context to run the model in. Yields a function from the present code to the site.
 
-    The site's line is the innermost line of the user's files, or without one that of Weft's models, or of other files
-    of Weft. Called in backward, where autograd runs no line of the model, the function returns the line and the module
-    of the forward that made the running node of the graph. A user's own backward is a line of the user.
-    Cost: a look at the stack for each node of the graph, about 20 microseconds.
+    The line is the innermost of the user's files; without a line there, of Weft's models; then of the rest of Weft.
+    In backward, where autograd runs no line of the model, the function returns line and module of the forward that made
+    the running node of the graph. A backward written by the user counts as the user's line.
+    Cost: a walk up the stack for each node of the graph, about 20 microseconds.
     """
     linecache.checkcache()  # a file may have changed since its lines were last read
     names = {id(module): name or type(model).__name__ for name, module in model.named_modules(remove_duplicate=False)}
@@ -72,7 +72,7 @@ def finding_sites(model: nn.Module) -> Iterator[Callable[[], Site]]:
 
 
 class _Note(list[str]):
-    """The site of a node of the graph, in the place of the lines of a traceback."""
+    """The site of a node of the graph, kept where autograd keeps the node's traceback."""
 
     def __init__(self, site: Site) -> None:
         super().__init__([f"  {site.file}:{site.line}: {site.code}\n"])
@@ -80,7 +80,7 @@ class _Note(list[str]):
 
 
 def _find(frame: FrameType | None, names: dict[int, str], stop: CodeType) -> Site:
-    """The site of a frame. names: of the modules, by id. stop: the code whose callers belong to no model."""
+    """The site of a frame. names: of the modules, by id. stop: frames from this code up are ignored."""
     module: str | None = None
     best: dict[_Owner, FrameType] = {}
     is_summing = False
@@ -104,7 +104,7 @@ def _find(frame: FrameType | None, names: dict[int, str], stop: CodeType) -> Sit
 
 
 def _noted_site() -> Site | None:
-    """The site of the forward that made the node which autograd runs now; None outside of backward."""
+    """The site of the forward of the node run by autograd at present; None outside backward."""
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
@@ -121,7 +121,11 @@ def _site(module: str | None, frame: FrameType | None) -> Site:
 
 @functools.lru_cache(maxsize=4096)
 def owner_of(file: str) -> _Owner:
-    """Whose code a file has. passage: of reshard, through which all collectives go."""
+    """Whose code a file is.
+
+    "passage": of `_PASSAGES`, through which every collective and op goes. "summing": of `_SUMMING`. "weft": further
+    files of Weft. "neither": of Python, torch and further packages.
+    """
     if file.startswith("<"):
         return "neither"
     path = Path(file).resolve()
@@ -143,7 +147,7 @@ def owner_of(file: str) -> _Owner:
 
 @functools.cache
 def _packages_of_weft() -> tuple[Path, ...]:
-    """The folders named weft: one a package, where the packages are installed for development."""
+    """The folders named weft: several where the packages are installed for development."""
     import weft
 
     return tuple(Path(each).resolve() for each in weft.__path__)
@@ -151,7 +155,7 @@ def _packages_of_weft() -> tuple[Path, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _relative(file: str) -> str:
-    """A path that is the same on other machines: in the current folder, else in the folder that packages lie in."""
+    """A path equal on every machine: relative to the current folder, else to the folder with the packages."""
     path = Path(file).resolve()
     here = Path.cwd()
     if path.is_relative_to(here) and _PACKAGES not in path.parts:

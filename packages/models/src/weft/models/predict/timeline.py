@@ -1,7 +1,7 @@
-"""A rank's step in time: the device, a stream for each group of ranks, and the host that issues work to them.
+"""`time_step`: runs a trace in time: on the device, on a stream for each group of ranks, and on the issuing host.
 
-`time_step` gives a trace a `Timeline`. Blocks and microbatches that are alike are followed a few times, until each
-takes as long as the one before; the rest are added as a multiple.
+Alike blocks and microbatches are loops. Copies of a loop are followed until a copy takes as long as the copy before;
+the rest is added as a multiple.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .program import Form, Loop, Operation, Piece, make_program
 
 Part = Literal["products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host"]
 PARTS: tuple[Part, ...] = ("products", "attention", "memory_bound", "optimizer", "communication", "bubble", "host")
-DEVICE = "device"  # the stream of work of the device
+DEVICE = "device"  # the stream of the device's work
 
 _COMMUNICATION, _HOST = PARTS.index("communication"), PARTS.index("host")
-_FOLLOWED = 32  # copies of a loop at most, before it counts as steady
-_STEADY = 1e-6  # relative difference of the times of two copies that are alike
+_FOLLOWED = 32  # most copies of a loop to follow, before the loop counts as steady
+_STEADY = 1e-6  # relative difference in seconds below which two copies are alike
 
 
 class Span(NamedTuple):
@@ -33,14 +33,14 @@ class Span(NamedTuple):
     stream: str  # DEVICE, the name of a group of ranks, or a rank of a pipeline as "pp=0"
     name: str  # of an op and its part, of a collective, or of an action of a pipeline's schedule
     module: str
-    where: str  # the phase and the microbatch, as "forward of microbatch 0"; "" of collectives and actions
+    where: str  # phase and microbatch, as "forward of microbatch 0"; "" for collectives and actions
     part: Part
     begin: float
     end: float
 
 
 class Repeated(NamedTuple):
-    """A time from `begin` to `end` without spans, in which `copies` of the work before run, each alike."""
+    """A time from `begin` to `end` in which `copies` more copies of the preceding work run, without spans."""
 
     copies: int
     begin: float
@@ -49,17 +49,16 @@ class Repeated(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A rank's step, or the step of a pipeline's ranks. Made by `time_step` and `time_pipeline`."""
+    """A step in time, of a rank or of a pipeline's ranks. Made by `time_step` and `time_pipeline`."""
 
     seconds: float  # the sum of `parts`
-    # Seconds of the device by what it does or waits for: exposed shares, whose sum is the step's time.
-    parts: dict[Part, float]
-    spans: tuple[Span, ...] = ()
+    parts: dict[Part, float]  # seconds of the device by work or reason to wait; hidden communication does not count
+    spans: tuple[Span, ...] = ()  # where asked for
     repeated: tuple[Repeated, ...] = ()
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The streams that have spans, in the order of their first."""
+        """The streams of the spans, by first appearance."""
         return tuple(dict.fromkeys(span.stream for span in self.spans))
 
 
@@ -72,17 +71,17 @@ def time_step(
     keep_spans: bool = False,
     expand: bool = False,
 ) -> Timeline:
-    """The timeline of a trace whose rank runs all blocks.
+    """The timeline of a rank that runs all blocks of the trace.
 
-    On a GPU the host issues ops ahead of the device: each takes `chip.host_seconds`, and the device idles where it
-    catches up with the host. On a CPU (`chip.threads`) the host computes: each op takes the host's time and then its
+    On a GPU the host issues ops ahead of the device. Issuing takes `chip.host_seconds` for an op, and the device idles
+    where the host is behind. On a CPU (`chip.threads`) the host computes: an op takes the host's time and then the op's
     own, and waits for collectives.
-    A collective starts after the work issued earlier, and after earlier collectives of its group. Collectives of
-    several groups share the links of a level. While a level's links carry bytes, the device loses its `slowdown`.
+    A collective starts after all work issued earlier, and after earlier collectives of the group. Collectives of
+    several groups share the links of a level. While links carry bytes, the device is slower by the level's `slowdown`.
 
     compiled: whether torch's own ops are fused and the host takes no time: see `price.fuse`.
     world: ranks in the run, for `Chip.levels_of`.
-    keep_spans: whether to list spans, of the copies that are followed.
+    keep_spans: whether to list the spans of all followed copies.
     expand: whether to follow every copy of a loop.
     """
     clocks = Clocks(chip, compiled=compiled, keep_spans=keep_spans, expand=expand)
@@ -93,32 +92,34 @@ def time_step(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The clocks between two copies of a loop."""
+    """The state of `Clocks` between two copies of a loop."""
 
     device: float
     host: float
-    links: float
+    links: float  # `Network.now`
     backlogs: dict[str, float]  # seconds of collectives not yet done, by group
-    added: dict[str, float]  # seconds of all collectives so far, by group
+    added: dict[str, float]  # seconds of all collectives queued until now, by group
+    ahead: dict[Form, int]  # the number of jobs that later copies of a loop await, by form
     parts: list[float]
 
 
 class Clocks:
-    """The device's and the host's time while a program's operations are followed in order."""
+    """Runs a program (`make_program`) in time, for `time_step` and `time_pipeline`. Options: as for `time_step`."""
 
     def __init__(self, chip: Chip, *, compiled: bool = False, keep_spans: bool = False, expand: bool = False) -> None:
-        self.device = 0.0  # when the device has done what is issued
-        self._host = 0.0  # when the host has issued what is issued
+        self.device = 0.0  # seconds until the device has done all operations up to now
+        self._host = 0.0  # seconds until the host has issued all operations up to now
         self._is_cpu, self._compiled, self._keep, self._expand = chip.threads is not None, compiled, keep_spans, expand
         self._parts = [0.0] * len(PARTS)
         self._network = Network()
-        self._jobs: dict[int, Job] = {}  # by number of the collective, the last started
-        self._ahead: dict[Form, deque[Job]] = {}  # not yet awaited, of forms that are started ahead
+        self._jobs: dict[int, Job] = {}  # by number of the collective, the job last started
+        self._ahead: dict[Form, deque[Job]] = {}  # by `Operation.ahead`, jobs not yet awaited
         self._where = ""
         self._spans: list[Span] = []
         self._repeated: list[Repeated] = []
 
     def run(self, program: Loop | Piece) -> None:
+        """Run a program after all earlier programs."""
         if isinstance(program, Piece):
             self._where = program.where
             for operation in program.operations:
@@ -130,7 +131,7 @@ class Clocks:
             self._repeat(program)
 
     def finish(self) -> None:
-        """Wait for the host and for all collectives, as a step ends."""
+        """End the step: wait for the host and for all collectives."""
         if self._host > self.device and not self._is_cpu:
             self._idle(self._host, _HOST)
         self._network.advance(self.device)
@@ -139,6 +140,7 @@ class Clocks:
             self._idle(end, _COMMUNICATION)
 
     def timeline(self) -> Timeline:
+        """The timeline of all programs run."""
         parts = dict(zip(PARTS, self._parts, strict=True))
         jobs = [(job, job.end or job.begin) for job in self._network.done] if self._keep else []
         of_groups = [Span(job.group, job.name, job.module, "", "communication", job.begin, end) for job, end in jobs]
@@ -189,7 +191,7 @@ class Clocks:
             self._ahead.setdefault(operation.ahead, deque()).append(job)
 
     def _issue(self, seconds: float) -> None:
-        """The host issues an op: the device idles until then where it has nothing else to do."""
+        """Let the host issue an op. The device idles until then, if idle."""
         if self._is_cpu:
             self._idle(self.device + seconds, _HOST)
             return
@@ -204,7 +206,7 @@ class Clocks:
     # -- loops
 
     def _repeat(self, loop: Loop) -> None:
-        """Follow the copies of a loop. Once two take as long, all but the last of the rest are added at once."""
+        """Follow the copies of a loop. Once the loop is steady, add all remaining copies but the last at once."""
         copies = loop.copies
         done, followed = 0, 0
         states = [self._state()]
@@ -230,14 +232,15 @@ class Clocks:
             self._network.now,
             self._network.backlogs(),
             dict(self._network.added),
+            {form: len(jobs) for form, jobs in self._ahead.items() if jobs},
             list(self._parts),
         )
 
     def _jump(self, states: Sequence[_State], most: int, since: int) -> int:
-        """Add copies of the loop like the last one, as many as stay alike but no more than `most`. Returns the number.
+        """Add up to `most` copies equal to the last copy, without following the copies. Returns their number.
 
-        The host may lose its lead over the device, and a group's collectives may catch up: where one of these changes
-        from copy to copy, the copies until its end are added.
+        Copies stop being equal where the host's lead over the device, or a group's backlog, shrinks to nothing. Only
+        copies before that are added.
         """
         before, after = states[-2:]
         copies = most
@@ -263,7 +266,13 @@ class Clocks:
 
 
 def _is_steady(states: Sequence[_State]) -> bool:
-    """Whether the last two copies took as long, and left as much more to do for each group."""
+    """Whether the last two copies took equally long, and changed each group's backlog by the same amount.
+
+    Not if a copy starts more collectives for later copies than it awaits, or fewer: then the job that a wait is for
+    depends on the copy.
+    """
+    if not states[0].ahead == states[1].ahead == states[2].ahead:
+        return False
     lasted, lasts = (after.device - before.device for before, after in pairwise(states))
     allowed = _STEADY * max(lasted, lasts)
     if abs(lasts - lasted) > allowed:
@@ -274,7 +283,7 @@ def _is_steady(states: Sequence[_State]) -> bool:
 
 
 def _copies_until_none(before: float, after: float) -> int:
-    """How many more copies can lower a quantity as the last one did, before it is used up."""
+    """How many more copies can lower a quantity, each as the last copy did, before the quantity is used up."""
     lost = before - after
     if lost <= _STEADY * max(before, 1e-12):
         return 2**62

@@ -1,4 +1,4 @@
-"""Pictures of a timeline: an SVG to read and print, and JSON for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Draws a timeline: as SVG to read and print, and as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .timeline import DEVICE, PARTS, Span, Timeline
 
-# Okabe and Ito's colors, which people with any vision of colors tell apart.
+# Okabe and Ito's colors, distinct for color-blind readers too.
 _COLORS = {
     "products": "#0072b2",
     "attention": "#56b4e9",
@@ -30,13 +30,13 @@ _DARK = {"products", "memory_bound", "B", "I", "W"}  # colors on which text is w
 
 _LEFT, _WIDTH, _RIGHT = 130, 1040, 30  # pixels: labels of rows, the step, the margin
 _ROW, _GAP = 26, 8
-_BREAK = 34  # of a time in which copies are left out
-_SMALLEST = 0.8  # of a rectangle; shorter spans are drawn together
-_LETTER = 6.3  # of text of 11 pixels, on average
+_BREAK = 34  # width of a `Repeated` time
+_SMALLEST = 0.8  # width of a rectangle; shorter spans are drawn together
+_LETTER = 6.3  # mean width of a letter in text of 11 pixels
 
 
 class _Box(NamedTuple):
-    """A rectangle of a row: a span, or short neighbours in the color of most of them."""
+    """A rectangle of a row, for a span, or for short neighbouring spans in the most frequent color."""
 
     left: float
     right: float
@@ -46,9 +46,9 @@ class _Box(NamedTuple):
 
 
 def timeline_json(timeline: Timeline) -> str:
-    """The spans as chrome's trace events: a row for each stream, times in microseconds; args have module and part.
+    """The spans as chrome's trace events: a row for each stream, times in microseconds, args with module and part.
 
-    Needs a timeline with spans. Copies that are left out are spans of a row of their own.
+    timeline: with spans. Each `Repeated` is an event in an extra row.
     """
     events: list[dict[str, Any]] = []
     rows = [*timeline.streams, *(["left out"] if timeline.repeated else [])]
@@ -73,10 +73,10 @@ def _event(row: int, name: str, begin: float, end: float, category: str, args: d
 
 
 def timeline_svg(timeline: Timeline, title: str = "") -> str:
-    """A picture of the step: the shares of its parts, then a row for each stream, time across.
+    """A picture of the step as SVG: the shares of the parts, then a row for each stream, with time across.
 
-    Needs a timeline with spans. Times in which copies of the work before are left out are drawn short, with their
-    number. Rectangles have titles: name, module and time.
+    timeline: with spans. Each `Repeated` is drawn short, with the number of copies. Titles of rectangles: name, module
+    and time.
     """
     axis = _Axis(timeline)
     labels = _labels(timeline)
@@ -122,7 +122,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
 
 
 class _Axis:
-    """Seconds to pixels: proportional, but for times in which copies are left out, of which each has `_BREAK`."""
+    """Turns seconds into pixels: proportional, except that each `Repeated` time is `_BREAK` wide."""
 
     def __init__(self, timeline: Timeline) -> None:
         end = max((span.end for span in timeline.spans), default=timeline.seconds)
@@ -147,7 +147,7 @@ class _Axis:
         return self._lefts[part] + min(1.0, share) * self._widths[part]
 
     def ticks(self) -> Iterator[float]:
-        """Round times about 90 pixels apart, outside of breaks."""
+        """Round times in seconds, about 90 pixels apart, outside breaks."""
         if not self.seconds:
             return
         shown = sum(b - a for a, b, skip in zip(self._edges, self._edges[1:], self._is_break, strict=False) if not skip)
@@ -239,7 +239,7 @@ def _shares(timeline: Timeline, y: float) -> Iterator[str]:
 
 
 def _without_overlap(texts: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """The texts near where they begin, moved so that none covers the next or passes the right end of the step."""
+    """(left, text) of each text, moved to cover neither the next text nor the right end of the step."""
     widths = [len(text) * _LETTER + 18 for _, text in texts]
     places, end = [], 0.0
     for (x, _), width in zip(texts, widths, strict=True):
@@ -278,7 +278,7 @@ def _legend(timeline: Timeline, is_pipeline: bool, y: float) -> Iterator[str]:
 
 
 def _labels(timeline: Timeline) -> dict[str, str]:
-    """A short name for each stream: of a group, the axes that it is along, with a number where several are."""
+    """A short name for each stream: for a group, the axes, with a number where several groups share the axes."""
     labels: dict[str, str] = {}
     for stream in timeline.streams:
         label = stream

@@ -1,8 +1,7 @@
 """`trace_step`: a rank's training step as a `Trace`, from a run on shapes.
 
-Weft's ops are seen by `observing`, further ops of torch by a dispatch mode, collectives and waits by the recording's
-listener. Blocks that are alike, and microbatches, run a few times and stand for all: the cost grows neither with the
-mesh nor with the number of layers.
+`Observer` sees Weft's ops, further ops of torch, collectives and waits. Few of the alike blocks, and few microbatches,
+run and stand for all: the cost grows neither with the mesh nor with the number of layers.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from ..parallel.pipeline.run import stage_mesh_of
 from ..parallel.plan import without_pipeline
 from ..parallel.styles import PIPELINE_AXIS
 from ..step.alike import Standing, block_names, keep_standing_blocks
+from ..step.communication import Phase
 from ..step.record import StepShape, meta_copy, on_shapes
-from .events import Phase, Segment, Trace
+from .events import Segment, Trace
 from .observer import Observer, Place, Placed
 from .whole_model import in_buckets, of_whole_model, sum_after_backward
 
 GATHERED_AHEAD = 2  # blocks whose parameters are being gathered while a block computes, under zero=3
-RUN_MICROBATCHES = 3  # the first, which makes gradients, one for all in between, and the last, whose gradients are sent
+RUN_MICROBATCHES = 3  # the first makes gradients, the second stands for all between, the last's gradients are sent
 
 
 def trace_step(
@@ -41,15 +41,15 @@ def trace_step(
     states: Mapping[str, int] | int = 2,
     reduced: Reduced | None = None,
 ) -> Trace:
-    """The trace of `shape.rank` in a training step of `model` on `mesh` under `plan`.
+    """The trace of rank `shape.rank` in a training step of `model` on `mesh` under `plan`.
 
     model, mesh, plan, shape, clip_norm, update: as for `run_on_shapes`. states: the optimizer's tensors for each
     element of a parameter, as for `predict_memory`. reduced: of `reduce_model`, to reduce the model once for many
     traces.
-    The step is the second: the first, of two microbatches, makes tables, as those of rotary angles, and finds the
-    order of gathers and the layouts of gradients that are added up.
-    On a mesh with "pp" the step is of the mesh without that axis, of one stage that has all blocks: `Segment.blocks`
-    says which stage's each segment is. Parameters are then gathered once for all microbatches, also under zero=3.
+    The step is the rank's second. The first, of two microbatches, makes tables, of rotary angles for instance, and
+    finds the order of gathers and the layouts of summed gradients.
+    On a mesh with "pp" the trace is of a single stage with all blocks, on the mesh without "pp"; `Segment.blocks` tells
+    the stages apart. Parameters are then gathered once for all microbatches, also under zero=3.
     Communication: none. Raises ValueError as `record`.
     """
     count = max(1, shape.microbatches)
@@ -94,7 +94,7 @@ def trace_step(
 
 
 class Reduced(NamedTuple):
-    """A model on the meta device with the blocks alone that stand for all. Made by `reduce_model`."""
+    """A model on the meta device with only the standing blocks (`standing_blocks`). Made by `reduce_model`."""
 
     model: nn.Module
     names: list[str]  # of all blocks
@@ -102,7 +102,7 @@ class Reduced(NamedTuple):
 
 
 def reduce_model(model: nn.Module, plan: ParallelPlan) -> Reduced:
-    """A copy of the model on the meta device without the blocks for which others stand."""
+    """Copy the model on the meta device, with few of the alike blocks."""
     model = meta_copy(model)
     names = block_names(model, plan)
     return Reduced(model, names, keep_standing_blocks(model, names, GATHERED_AHEAD if plan.zero == 3 else 1))

@@ -1,4 +1,4 @@
-"""The work of a whole model on its parameters, from a run of few blocks: gathers, sums of gradients, and the norm."""
+"""Scales work on parameters from a run of few blocks to the whole model: gathers, sums of gradients, and the norm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .observer import ModelPart, Placed
 def of_whole_model(
     placed: Sequence[Placed], held: Mapping[ModelPart, int], *, gathers_whole: bool, by_part: bool
 ) -> list[Placed]:
-    """The events, where work on all parameters at once has the bytes of the whole model.
+    """The events of a run of few blocks, with work on all parameters at once scaled to the whole model's bytes.
 
-    This is the norm of gradients; with gathers_whole, the gather of all parameters before the first block; and the sum
-    of all gradients at once, for a small model, which computes as one unit on local tensors.
-    held: bytes of this rank's parameters in each part that ran. by_part: divides the work into that of each part, for a
-        model whose parts are on stages.
+    Scaled are the norm of gradients; with `gathers_whole`, the gather of all parameters before the first block; and the
+    sum of all gradients at once, as in a small model, which sums without regard to blocks.
+    held: bytes of this rank's parameters in each part that ran, from `Observer.add_update`. by_part: cut the work into
+        an event for each part of the model instead, for stages.
     """
     run = sum(held.values())
     whole = sum(nbytes * (1 if block is None else len(block.blocks)) for (block, _), nbytes in held.items())
@@ -27,7 +27,7 @@ def of_whole_model(
     sums_whole = not any(_is_sum(each.event) and each.block for each in placed)
 
     def kind_of(each: Placed) -> str | None:
-        """Which work on all parameters at once the event is; None for any other."""
+        """The kind of work on all parameters at once; None for further events."""
         if sums_whole and _is_sum(each.event):
             return "sum"
         if _is_norm(each):
@@ -50,7 +50,7 @@ def of_whole_model(
             totals[kind] += each.event.nbytes
     number = 1 + max((each.event.number for each in placed if not isinstance(each.event, Compute)), default=0)
     result: list[Placed] = []
-    dropped: set[int] = set()  # numbers of collectives whose bytes the first of their kind has
+    dropped: set[int] = set()  # numbers of collectives replaced by those of the parts
     for each in placed:
         event, kind = each.event, kind_of(each)
         if isinstance(event, Wait):
@@ -93,9 +93,9 @@ def _is_gather(placed: Placed) -> bool:
 
 
 def sum_after_backward(placed: Sequence[Placed]) -> list[Placed]:
-    """The events of a stage: a pipeline sums gradients over ranks when all microbatches are done.
+    """Move the sums of gradients behind all microbatches, as in a pipeline's stage.
 
-    A sum is of the phase "gradients" then, and stays with the block whose gradients are summed.
+    Each sum is then of the phase "gradients", and stays with the block whose gradients are summed.
     """
     sums = {
         each.event.number
@@ -109,12 +109,13 @@ def sum_after_backward(placed: Sequence[Placed]) -> list[Placed]:
 
 
 def in_buckets(segments: Sequence[Segment], bucket_bytes: int) -> tuple[Segment, ...]:
-    """The segments with their sums of gradients in buckets: as many sums of a group as fill a bucket are one.
+    """Merge sums of gradients into buckets of `bucket_bytes`: sums of the same kind and group within a segment.
 
-    A bucket's sum starts where the bucket is full, or where its segment ends, and is awaited where its first sum was.
+    A bucket's sum starts where the bucket is full, or at the bucket's last sum in the segment. The wait is at the first
+    wait for any of the bucket's sums after the start.
     """
-    bucket_of: dict[int, int] = {}  # number of a sum -> of its bucket
-    buckets: dict[int, tuple[int, Start]] = {}  # number of a bucket -> that of its last sum, and the whole
+    bucket_of: dict[int, int] = {}  # number of a sum -> number of the bucket, which is the first sum's
+    buckets: dict[int, tuple[int, Start]] = {}  # number of a bucket -> number of the last sum, start of the bucket
     for segment in segments:
         open_buckets: dict[tuple[str, str], Start] = {}
         for event in segment.events:

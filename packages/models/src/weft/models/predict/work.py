@@ -1,4 +1,4 @@
-"""The sizes of an op's work: bytes of tensors, sizes of products, and the pairs of tokens that attention computes."""
+"""Sizes of an op's work: bytes of tensors, sizes of products, and the pairs of tokens computed by attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 aten = torch.ops.aten
 ATTENTION = ("attention", "plain_attention", "attention_to_received")
-# Ops that give memory, and write no numbers to it.
+# Prefixes of ops that return memory without writing numbers.
 UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "lift_fresh", "promote_types")
 
 
@@ -26,7 +26,7 @@ def is_attention(name: str) -> bool:
 
 
 def is_view(func: Any, args: Sequence[Any], output: Any) -> bool:
-    """Whether an op of torch moves no bytes: its results are views of its arguments, or memory not yet written."""
+    """Whether an op of torch moves no bytes: the results are views of the arguments, or memory not yet written."""
     if func.__name__.startswith(UNWRITTEN):
         return True
     if func._schema.is_mutable:
@@ -37,9 +37,9 @@ def is_view(func: Any, args: Sequence[Any], output: Any) -> bool:
 
 
 def product_sizes(func: Any, args: Sequence[Any]) -> list[tuple[int, int, int, int]]:
-    """(batch, M, N, K) of each matrix product [batch, M, K] @ [batch, K, N] in an op of torch; [] for any other op.
+    """(batch, M, N, K) of each product [batch, M, K] @ [batch, K, N] in an op of torch; [] for an op without products.
 
-    Of experts, rows are divided evenly: the rows of each expert depend on data.
+    A product of experts counts rows as divided evenly over experts; the true numbers depend on data.
     """
     match func:
         case aten.mm.default | aten.mm.dtype | aten.mm.out | aten._scaled_mm.default:
@@ -71,10 +71,11 @@ def product_sizes(func: Any, args: Sequence[Any]) -> list[tuple[int, int, int, i
 def attention_sizes(
     operands: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[tuple[int, int, int, int, int, int], int]:
-    """(batch, heads, key heads, T, S, head_dim) of a call, and the pairs of a query and a seen key, of all rows.
+    """The sizes (batch, heads, kv_heads, T, S, head_dim) of a call of attention, and how many keys all queries see.
 
     operands: query [..., T, heads * D] and key [..., S, kv_heads * D] first. options: of the op.
-    Documents are not known on shapes: every earlier token counts as seen.
+    The second number is the sum over rows, for a single head. Documents are unknown on shapes, so every earlier token
+    in the window counts as seen.
     """
     query, key = operands[:2]
     head_dim = options.get("head_dim") or query.shape[-1]
@@ -93,6 +94,6 @@ def attention_sizes(
 
 
 def _count_keys(stop: int, window: int) -> int:
-    """Keys seen by the queries of the tokens 0 to stop - 1, where a query sees `window` keys at most."""
+    """The keys seen by all queries of the tokens 0 to stop - 1 together, each of `window` keys at most."""
     ramp = min(stop, window)
     return ramp * (ramp + 1) // 2 + max(0, stop - window) * window

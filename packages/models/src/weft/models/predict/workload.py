@@ -23,20 +23,20 @@ from .trace import RUN_MICROBATCHES, Reduced, reduce_model, trace_step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """A training step of a model on a batch, without a mesh or a plan. The arguments are those of `record`."""
+    """A training step of a model on a batch, without a mesh and a plan. Further fields: as for `record`."""
 
     model: nn.Module  # on any device, not parallel; never changed
     rows: int  # of a step, over all ranks
     tokens: int  # of a row
-    dtype: torch.dtype = torch.float32  # that layers compute in, by autocast
+    dtype: torch.dtype = torch.float32  # of the layers' computation, by autocast
     reduce_dtype: torch.dtype | None = None
     criterion: Criterion | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = None
     update: Callable[[nn.Module], None] | None = None
     states: int | Mapping[str, int] = 2  # the optimizer's tensors for each element of a parameter
-    is_compiled: bool = False
-    # The plan of a candidate; None: the model's own plan with the candidate's options.
+    is_compiled: bool = False  # whether blocks are compiled
+    # Makes a candidate's plan; None: the model's own plan with the candidate's options.
     plan: Callable[[Candidate], ParallelPlan] | None = None
     _own_plan: list[ParallelPlan] = field(default_factory=list)
     _reduced: dict[bool, Reduced] = field(default_factory=dict)  # by whether zero is 3
@@ -51,13 +51,13 @@ class Workload:
         return candidate.parallel_plan(self._own_plan[0])
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which the model is called."""
+        """The context in which the model is called, for `dtype`."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast("cpu", dtype=self.dtype)
 
     def shape(self, rows: int, microbatches: int) -> StepShape:
-        """The arguments of a run on shapes of a step with `rows` rows in all."""
+        """The arguments of a run on shapes. rows: of the step, over all ranks and microbatches."""
         return StepShape(
             batch=(rows, self.tokens),
             criterion=self.criterion,
@@ -67,14 +67,13 @@ class Workload:
         )
 
     def trace(self, candidate: Candidate, rows: int | None = None) -> Trace:
-        """The trace of rank 0 in the candidate's step; rank 0 has the most rows.
+        """The trace of rank 0, which has the most rows, in the candidate's step.
 
-        rows: of a microbatch, over all ranks; None: of the workload's rows.
-
-        A stage's trace is the same for every number of stages and every schedule, and for every number of microbatches
-        above one. Raises ValueError where the model cannot be laid out by the candidate, each time.
+        rows: of a microbatch, over all ranks; None: the workload's rows over the candidate's microbatches.
+        A trace is made once: a stage's serves every number of stages, every schedule, and every number of
+        microbatches from `RUN_MICROBATCHES` on. Raises ValueError each time where the model refuses the candidate.
         """
-        traced, rows = self._traced(candidate), rows or self.rows // candidate.microbatches
+        traced, rows = self.traced(candidate), rows or self.rows // candidate.microbatches
         key = traced, rows
         if key not in self._traces:
             try:
@@ -86,7 +85,7 @@ class Workload:
             raise found
         return replace(found, times=times_of(candidate.microbatches))
 
-    def _traced(self, candidate: Candidate) -> Candidate:
+    def traced(self, candidate: Candidate) -> Candidate:
         """The simplest candidate with the same segments."""
         count = min(candidate.microbatches, RUN_MICROBATCHES)
         if candidate.pp == 1:
@@ -112,5 +111,5 @@ class Workload:
 
 
 def times_of(count: int) -> tuple[int, ...]:
-    """How many of a step's microbatches each one of its trace stands for."""
+    """`Trace.times` of a step of `count` microbatches: for how many each microbatch of the trace stands."""
     return (1,) * count if count <= RUN_MICROBATCHES else (1, count - 2, 1)

@@ -1,4 +1,4 @@
-"""Blocks of a model that are alike: few of them run, and stand for all."""
+"""Finds a model's alike blocks: in a run on shapes, few blocks run and stand for all."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch import Tensor, nn
 
 from ..parallel.plan import ParallelPlan
 
-NUMBERS = ("layer",)  # attributes with a block's own number, in which blocks that are alike differ
-LONGEST_PERIOD = 8  # blocks in a repetition, as one with full attention after five with a window
+NUMBERS = ("layer",)  # attributes with a block's own number; not compared
+LONGEST_PERIOD = 8  # most blocks in a repeated pattern; five with a window and a sixth with full attention, say
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A block that runs, and the numbers of the model's blocks for which it stands, its own included."""
+    """A block to run in place of several alike blocks."""
 
-    number: int
-    blocks: tuple[int, ...]
+    number: int  # in the whole model
+    blocks: tuple[int, ...]  # numbers of all blocks for which the block stands, `number` included
 
 
 def standing_blocks(signatures: Sequence[Hashable], ahead: int = 1) -> list[Standing]:
-    """Which blocks run, in order; together they stand for every block once.
+    """Choose the blocks to run, in order. Each block of the model is in `blocks` of exactly one result.
 
-    signatures: of the model's blocks; alike blocks have equal ones. A repetition is one block, or several in a period.
-    ahead: blocks within which a block's work depends on the kind of its neighbors, as by a gather ahead of time. So
-        many blocks run before, and so many after, the repetition in the middle, which stands for many.
+    Looks for repeated patterns of up to `LONGEST_PERIOD` blocks. At both ends of a repetition each pattern runs;
+    in the middle, a single pattern runs for all.
+    signatures: of the model's blocks, equal for alike blocks.
+    ahead: how far apart a block still changes another block's work, as by a gather ahead of time. At least this many
+        blocks run at each end of a repetition.
     """
     found: list[Standing] = []
     start = 0
@@ -50,7 +52,7 @@ def standing_blocks(signatures: Sequence[Hashable], ahead: int = 1) -> list[Stan
 
 
 def _longest_repetition(signatures: Sequence[Hashable], ahead: int) -> tuple[int, int]:
-    """The period and the count of the repetitions at the beginning which save the most blocks."""
+    """The pattern repeated from the first block on that saves the most blocks: (blocks in it, repetitions)."""
     best, most_saved = (1, 1), 0
     for period in range(1, min(LONGEST_PERIOD, len(signatures)) + 1):
         count = 1
@@ -63,9 +65,9 @@ def _longest_repetition(signatures: Sequence[Hashable], ahead: int) -> tuple[int
 
 
 def block_names(model: nn.Module, plan: ParallelPlan) -> list[str]:
-    """The names of the model's blocks: the members of the nn.ModuleList whose members match `plan.blocks`.
+    """The names of the model's blocks: of the nn.ModuleList whose members match `plan.blocks`.
 
-    [] where no such list has all matching modules: then the whole model runs.
+    [] where the modules matching are not the members of a single list: then the whole model runs.
     """
     names = [name for name, _ in model.named_modules() if any(fnmatchcase(name, each) for each in plan.blocks)]
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
@@ -80,9 +82,9 @@ def block_names(model: nn.Module, plan: ParallelPlan) -> list[str]:
 
 
 def keep_standing_blocks(model: nn.Module, names: Sequence[str], ahead: int) -> list[Standing]:
-    """Removes the blocks from the model's nn.ModuleList for which another block stands. Returns the blocks that stay.
+    """Remove all blocks of the model for which another block stands. Returns the remaining blocks; [] for no names.
 
-    names: of `block_names`. ahead: as for `standing_blocks`.
+    names: from `block_names`. ahead: as for `standing_blocks`.
     """
     if not names:
         return []
@@ -92,7 +94,7 @@ def keep_standing_blocks(model: nn.Module, names: Sequence[str], ahead: int) -> 
 
 
 def keep_blocks(model: nn.Module, name: str, numbers: Sequence[int]) -> None:
-    """Removes from the model's nn.ModuleList `name` all blocks but those of the given numbers."""
+    """Replace the model's nn.ModuleList `name` by a list of the members at `numbers`."""
     parent, _, own = name.rpartition(".")
     holder = model.get_submodule(parent)
     members = getattr(holder, own)
@@ -100,7 +102,7 @@ def keep_blocks(model: nn.Module, name: str, numbers: Sequence[int]) -> None:
 
 
 def signature(block: nn.Module, block_name: str) -> Hashable:
-    """Equal for blocks that compute alike: with the same modules, shapes of parameters, and settings."""
+    """A value equal for blocks that compute alike: with the same modules, shapes of parameters, and settings."""
     return tuple(
         (
             name,
@@ -120,7 +122,10 @@ def signature(block: nn.Module, block_name: str) -> Hashable:
 
 
 def _setting(value: Any, block_name: str) -> Hashable:
-    """A module's attribute: a tensor's shape, a number, a text without the block's name, of other values the type."""
+    """A module's attribute to compare: a tensor's shape and dtype, a number, a text without the block's name.
+
+    Of any further value, the type alone.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, str):

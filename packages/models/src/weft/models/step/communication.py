@@ -1,4 +1,4 @@
-"""The communication of one rank in a training step, as a value: by phase, kind of collective and mesh axes."""
+"""`Communication`: a rank's collectives in a training step, by phase, kind of collective and mesh axes."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Entry:
 
     phase: Phase
     kind: str  # "all-reduce", ...
-    axes: tuple[str, ...]  # () where unknown
+    axes: tuple[str, ...]  # of the mesh; () where unknown
     nbytes: int  # received by the rank in all `count` collectives; sent bytes are equal, except with uneven parts
     count: int
-    at_most: bool = False  # whether `nbytes` is the most: predicted, of bytes that depend on data
+    at_most: bool = False  # whether `nbytes` depends on data, and is a predicted upper bound
 
     @property
     def over(self) -> str:
-        """The axes in the mesh's order: "dp x tp"."""
+        """The axes in words, in the mesh's order: "dp x tp"; "others" where unknown."""
         return " x ".join(self.axes) or "others"
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """The communication of one rank in a training step, as `record` returns."""
+    """The communication of a rank in a training step. Returned by `record`."""
 
-    entries: tuple[Entry, ...] = ()  # in the order in which the rank first issued them
+    entries: tuple[Entry, ...] = ()  # by phase, then in the order of first issue
 
     @classmethod
     def of(cls, issued: Mapping[Phase, Iterable[Collective]]) -> Communication:
-        """Groups the collectives issued in each phase by kind and axes."""
+        """Group the collectives issued in each phase by kind and axes."""
         found: dict[tuple[Phase, str, tuple[str, ...]], list[Collective]] = {}
         for phase in PHASES:
             for each in issued.get(phase, ()):
@@ -59,7 +59,7 @@ class Communication:
         )
 
     def predicts(self, issued: Communication) -> bool:
-        """Whether `issued` is as predicted: the same, but fewer bytes may be received where these are `at_most`."""
+        """Whether `issued`, of a real step, agrees with this prediction: equal, or with fewer bytes where `at_most`."""
         if len(self.entries) != len(issued.entries):
             return False
         return all(
@@ -69,7 +69,7 @@ class Communication:
         )
 
     def select(self, *, phase: Phase | None = None, kind: str | None = None, axis: str | None = None) -> Communication:
-        """The entries of a phase, of a kind, or over axes including `axis`."""
+        """The entries of a phase, of a kind, and over axes including `axis`; None selects all."""
         return Communication(
             tuple(
                 each
@@ -84,12 +84,12 @@ class Communication:
 
     @property
     def nbytes(self) -> int:
-        """Bytes received by the rank; at most these, where `at_most`."""
+        """Bytes received by the rank; an upper bound where `at_most`."""
         return sum(each.nbytes for each in self.entries)
 
     @property
     def at_most(self) -> bool:
-        """Whether the bytes of some collectives are the most, and depend on data."""
+        """Whether the bytes of some collectives depend on data, so that `nbytes` is an upper bound."""
         return any(each.at_most for each in self.entries)
 
     @property
@@ -101,7 +101,7 @@ class Communication:
         return counts
 
     def __str__(self) -> str:
-        """One line for each phase and set of axes: the collectives by kind, and the bytes received."""
+        """A line for each phase and set of axes: the collectives by kind, and the bytes received."""
         groups = dict.fromkeys((each.phase, each.over) for each in self.entries)
         lines = []
         for phase, over in groups:

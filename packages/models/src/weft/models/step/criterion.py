@@ -42,18 +42,18 @@ _signatures: weakref.WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parame
 def weight_criterion(
     criterion: Criterion, microbatches: Sequence[Microbatch], targets: Tensor, pipeline: Pipeline | None = None
 ) -> Criterion:
-    """Returns the criterion, or a weighted wrapper.
+    """The criterion for a step's microbatches: the losses of microbatches and ranks add up to the whole batch's loss.
 
-    The losses of microbatches and ranks then add up to the whole batch's loss. Called by `forward_backward` and
-    `on_shapes`; `Trainer` uses `Outline.criterion` instead.
+    Called by `forward_backward` and `on_shapes`; `Trainer` takes `Outline.token_criterion`, with a known denominator.
     targets: of the whole batch.
-    The criterion in a `RouterLosses` is weighted, and the routers' terms count 1 / microbatches.
-    A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless it gets the whole batch at once:
-    one microbatch whose targets are not sharded.
-    If `denominator` is not bound and reduction is not "sum", it is passed the count (or summed weights) of the whole
-    batch. With one microbatch: only if `targets` is plain, the microbatch's targets are a DTensor, and no `weight` is
-    given. The tokens are counted before the step: counting inside the criterion would make all ranks wait for each
-    other between forward and backward.
+    - The criterion in a `RouterLosses` is weighted, and the routers' terms count 1 / microbatches.
+    - A criterion without a parameter `denominator` becomes a `ProbedCriterion`, unless the criterion gets the whole
+      batch at once: one microbatch whose targets are not sharded.
+    - A criterion with an unset `denominator` and a reduction other than "sum" is passed the number of tokens (or the
+      sum of their weights) in the whole batch. With one microbatch: only if `targets` is plain, the microbatch's
+      targets are a DTensor, and no `weight` is given; else the criterion counts by itself. The tokens are counted
+      before the step: inside the criterion, all ranks would wait for each other between forward and backward.
+    - Any further criterion is returned unchanged.
     Communication: for sharded targets in several microbatches, the sum of a number or two.
     """
     if isinstance(criterion, RouterLosses):
@@ -110,19 +110,19 @@ def _scaled_weight(weight: Tensor, factor: Tensor) -> Tensor:
 
 
 class ProbedCriterion:
-    """A criterion without a parameter `denominator`, made by `weight_criterion`.
+    """A criterion without a parameter `denominator`, each call weighted by the `Shares` of the microbatch.
 
-    The criterion is weighted by the `Shares` that `find_shares` finds at the first call.
-    If tokens are sharded, the criterion gets this rank's tokens as plain tensors. If classes are sharded too, it gets
-    DTensors, unless torch averages that loss over ranks; then classes are gathered and tensors are plain.
-    targets: of each microbatch.
+    Made by `weight_criterion`. `find_shares` finds the shares at the first call.
+    If tokens are sharded, the criterion gets this rank's tokens as plain tensors. If classes are sharded too, the
+    criterion gets DTensors, unless torch averages the loss over ranks; then classes are gathered and tensors are plain.
+    targets: of each microbatch; a call finds the microbatch by the identity of the targets.
     """
 
     def __init__(self, criterion: Criterion, targets: Sequence[Tensor], pipeline: Pipeline | None) -> None:
         self._criterion: Callable[..., Tensor] = criterion
         self._targets, self._pipeline = targets, pipeline
         self._shares: Shares | None = None
-        self._reason: str | None = None  # why the criterion is refused; `finish` tells the other stages
+        self._reason: str | None = None  # why the criterion is refused; `raise_if_unweighted` tells all stages
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         if self._shares is None:
@@ -135,7 +135,7 @@ class ProbedCriterion:
             if self._pipeline is None:
                 raise self._refusal(shares.reason)
             self._reason = shares.reason
-            # Zero lets the step run to the end; `finish` raises the error.
+            # Zero lets the step run to the end; `raise_if_unweighted` raises the error.
             zero_loss: Tensor = local_of(next(iter(tensors_of(output)))).flatten()[:1].sum() * 0
             return partial_loss(zero_loss, target)
         if not isinstance(output, DTensor) or not isinstance(target, DTensor) or not axes_sharding_tensor(target):
@@ -184,9 +184,11 @@ class ProbedCriterion:
 
 
 def partial_loss(addend: Tensor, target: Tensor) -> Tensor:
-    """A rank's addend of the loss; as a Partial DTensor where the targets are a DTensor.
+    """A loss computed from this rank's tokens, as an addend of the batch's loss.
 
-    Raises ValueError inside `exact_sums`: the addend is of all tokens of the rank.
+    addend: a plain scalar. target: plain, for which `addend` is returned; or a DTensor, for which the result is a
+    scalar DTensor, Partial over the axes that shard the tokens. Differentiable.
+    Raises ValueError inside `exact_sums` for a DTensor: a loss of all the rank's tokens is no sum by coordinates.
     """
     if not isinstance(target, DTensor):
         return addend
@@ -218,16 +220,16 @@ class _PartialLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The weights of microbatches in the loss of the whole batch, or the reason why no weights exist."""
+    """The weights of microbatches in the mean loss of the whole batch, or the reason why no weights exist."""
 
-    own: Sequence[float]  # by microbatch: of this rank's tokens
-    whole: Sequence[float]  # by microbatch: of all tokens
+    own: Sequence[float]  # by microbatch: the weight of a loss of this rank's tokens
+    whole: Sequence[float]  # by microbatch: the weight of a loss of all ranks' tokens
     label: int = 0  # a class not ignored by the criterion
     reason: str | None = None  # why the criterion cannot be weighted; else None
 
 
 def find_shares(criterion: Criterion, output: Any, targets: Sequence[Tensor]) -> Shares:
-    """Finds the weights of microbatches in a criterion's loss of the whole batch.
+    """The `Shares` of the microbatches, found by probing the criterion as the top of this file explains.
 
     output: the model's output for the first microbatch; only shape and dtype are used.
     targets: of each microbatch, plain or DTensors.
@@ -290,7 +292,7 @@ def _sharded_dims(tensor: DTensor) -> set[int]:
 
 
 def sum_over_sharding_ranks(numbers: Tensor, targets: Tensor) -> Tensor:
-    """Sums plain numbers over the mesh axes that shard the targets, by one all-reduce; a plain tensor."""
+    """The sum of plain numbers over the mesh axes that shard the targets, by one all-reduce; plain, on every rank."""
     if not isinstance(targets, DTensor):
         return numbers
     layout = Layout(layout_of(targets).mesh, dict.fromkeys(axes_sharding_tensor(targets), Partial()))

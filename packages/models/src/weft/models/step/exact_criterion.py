@@ -1,4 +1,4 @@
-"""Which criteria a step with `exact` takes: those whose sums are taken as on the named mesh, and no others."""
+"""Criteria under a plan with `exact`: a criterion whose sums differ from the named mesh's is refused."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .router import RouterLosses
 
 
 def exact_criterion(criterion: Criterion, weighted: Criterion, exact: Mapping[str, int]) -> Criterion:
-    """The criterion of a step with `exact`: `weighted`, which is checked at each call unless it is Weft's own.
+    """The criterion of a step with `exact`: `weighted`, with a check in each call of a criterion that is not Weft's.
 
-    criterion: the caller's criterion. weighted: the result of `weight_criterion` for it.
-    Raises ValueError for a criterion that Weft would have to weight by the ranks' tokens; a call raises ValueError
+    criterion: the caller's criterion. weighted: the result of `weight_criterion` for this criterion.
+    Raises ValueError for a `ProbedCriterion`, which weights the loss of each rank's tokens. A call raises ValueError
     where torch computed the loss for all coordinates of the named mesh at once.
     """
     if isinstance(criterion, RouterLosses) and isinstance(weighted, RouterLosses):
@@ -38,6 +38,8 @@ def exact_criterion(criterion: Criterion, weighted: Criterion, exact: Mapping[st
 
 
 def _checked(criterion: Criterion, function: Callable[..., Any], exact: Mapping[str, int]) -> Criterion:
+    """The criterion, with a check of each loss: a loss for each coordinate. function: the user's, for the error."""
+
     def call(output: Any, targets: Any) -> Any:
         try:
             result = criterion(output, targets)

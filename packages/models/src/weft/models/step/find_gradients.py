@@ -58,13 +58,14 @@ def find_gradients(
     """Runs forward, backward, gradient sync, and clipping if `clip_norm` is given.
 
     Afterwards the parameters' gradients are ready for the optimizer.
-    criterion: called with the model's output and a microbatch's targets; the microbatches' losses are summed, and the
-        sums of a `LossWithParts` with them. Under `RouterLosses`, the microbatches call the model with router=True.
-    clip_norm: 0 computes the norm and scales nothing.
-    after_phase: called with the phase of the collectives issued since the last call. The calls come after each forward
-        and each backward of a microbatch, or under a pipeline after each action of the schedule. One call with
-        "backward" follows the last action, because a pipeline may still issue collectives then. The last call has
-        "gradients".
+    criterion: called with the model's output and a microbatch's targets; losses, and the sums of a `LossWithParts`, are
+        summed over the microbatches. Under `RouterLosses`, the microbatches' arguments include router=True.
+    sync: of the model.
+    clip_norm: the largest norm of the gradients; 0 computes the norm and scales nothing; None: no norm.
+    after_phase: called with the phase of the collectives issued since the last call: after each forward and each
+        backward of a microbatch, or under a pipeline after each action of the schedule, with "forward" or "backward";
+        after the last action once more with "backward", because a pipeline may still issue collectives then; at the
+        end with "gradients".
     call_context: makes the context in which the model and the criterion are called, for example autocast.
     after_sync: called when the parameters' gradients are complete, before clipping.
     Communication, by phase:
@@ -125,7 +126,7 @@ def _start_sum(results: list[LossWithParts], parameter: Tensor) -> LossSum:
 
 
 class _Found(NamedTuple):
-    """The loss of a step and its parts, summed over microbatches and ranks."""
+    """A step's loss and the parts of the loss, summed over microbatches and ranks."""
 
     loss: Tensor
     sums: Tensor | None  # [n]: the criterion's own
@@ -134,7 +135,10 @@ class _Found(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, parts: StepParts) -> _Found:
-        """values: of `LossSum.wait`. parts: of this rank; their shapes divide the values."""
+        """Cuts the sums over ranks into the loss and the parts.
+
+        values: the result of `LossSum.wait`: the loss, then the parts' addends. parts: of this rank, for the shapes.
+        """
         if not values.ndim or not values.numel():  # no number on a rank outside the mesh
             return cls(values, None, None, None)
         n = 0 if parts.sums is None else len(parts.sums)
@@ -148,15 +152,16 @@ class _Found(NamedTuple):
 
     @property
     def report(self) -> RouterReport | None:
+        """The routers' parts; None without `RouterLosses`."""
         if self.routers is None or self.load is None:
             return None
         return RouterReport(balance=self.routers[0], z=self.routers[1:], load=self.load)
 
 
 def _sum_over_stages(pipeline: Pipeline, model: nn.Module, criterion: Criterion, found: _Found) -> _Found:
-    """The last stage's loss, sums and load of experts, on the ranks of all stages.
+    """The last stage's `found`, on the ranks of all stages.
 
-    Communication: an all-reduce over "pp". The other stages know the number of sums from the criterion, and the load's
+    Communication: an all-reduce over "pp". Earlier stages know the number of sums from the criterion, and the load's
     shape from the model's config; under a config without experts there is no load.
     """
     loss, config, n = found.loss, getattr(model, "config", None), num_sums_of(criterion)

@@ -1,6 +1,6 @@
-"""A rank's training step with its storages followed: what it holds at each moment, and its peak.
+"""`follow_step`: runs a rank's step on shapes with all storages followed. `FollowedStep`: the bytes at each moment.
 
-`follow_step` runs a step on shapes. `predict_memory` and composed memory read the `FollowedStep`.
+Read by `predict_memory`, and by `predict/memory.py`, which composes the memory of models of any depth.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from .live_storages import BEFORE, LiveStorages, Storage
 from .record import Ready
 
 Device = Literal["cpu", "cuda"]
-# What memory at the peak is for, as the fields of `Peak`.
-KINDS = (
+KINDS = (  # uses of memory: the fields of `Peak` in bytes
     "parameters",
     "gathered",
     "gradients",
@@ -39,21 +38,21 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The moment of a step in which a rank holds the most bytes, and what they are. Steps after the first count."""
+    """The moment of a step in which a rank holds the most bytes, and the bytes by kind. Of a step after the first."""
 
     phase: str  # "forward", "backward", "gradients" (their sync and norm) or "optimizer"
-    op: str  # the op that allocated last
+    op: str  # of the last allocation still alive
     place: int  # number of the block at work, from 0; -1 before the first, the number of blocks after the last
     parameters: int
     gathered: int  # full copies of sharded parameters, beyond their shards
-    gradients: int  # in their last place, as shards under zero
-    buckets: int  # gradients that wait for their reduction, and the flat tensors that are reduced
+    gradients: int  # as the optimizer reads gradients: shards under zero=2 and zero=3
+    buckets: int  # gradients not reduced yet, and the flat tensors of the reduction
     states: int  # the optimizer's
     activations: int  # saved for backward, over all microbatches in flight
-    recomputed: int  # activations that backward computes again
-    logits: int  # all that is made after the last block: logits, their gradient, the loss
-    messages: int  # received from other stages, or to be sent
-    workspace: int  # everything else, shorter-lived
+    recomputed: int  # activations computed again in backward
+    logits: int  # made after the last block: logits, their gradient, the loss
+    messages: int  # received from, or to be sent to, stages of further ranks
+    workspace: int  # short-lived tensors, and buffers and inputs of the model
 
     @property
     def nbytes(self) -> int:
@@ -62,58 +61,59 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on a rank, as predicted by `predict_memory`."""
+    """Bytes on a rank, of a model or of a parameter. Returned by `predict_memory`."""
 
-    parameters: int  # between steps
-    gathered: int  # full copies of sharded parameters, beyond their shards, at most
-    gradients: int  # between steps, when gradients accumulate over several backward passes
+    parameters: int  # between steps: the rank's shards
+    gathered: int  # full copies of sharded parameters, kept between calls, beyond the shards
+    gradients: int  # between steps, where gradients are kept to accumulate
     states: int  # the optimizer's, between steps
-    activations: int = 0  # tensors saved for backward, at most, over all microbatches in flight; 0 without a batch
-    peak: Peak | None = None  # of the step with a batch; None without
+    activations: int = 0  # the most bytes saved for backward, over all microbatches in flight; 0 without a batch
+    peak: Peak | None = None  # of a step; None without a batch
 
     @property
     def between_steps(self) -> int:
-        """What a rank holds whatever the batch is: all but activations, and what only a step holds."""
+        """Bytes independent of the batch: parameters, full copies, gradients and states."""
         return self.parameters + self.gathered + self.gradients + self.states
 
     @property
     def nbytes(self) -> int:
-        """The peak of a step; without a batch, what the rank holds besides activations and workspace."""
+        """The peak of a step; without a batch, `between_steps`."""
         return self.between_steps if self.peak is None else self.peak.nbytes
 
 
 def total_of(by_parameter: Mapping[str, Memory]) -> Memory:
-    """The sum of what a rank holds of each parameter between steps."""
+    """The sums over all parameters of a rank's bytes between steps."""
     names = ("parameters", "gathered", "gradients", "states")
     return Memory(**{name: sum(getattr(each, name) for each in by_parameter.values()) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """What a microbatch saves for backward, in bytes."""
+    """Bytes that a microbatch saves for backward."""
 
     before: int  # before the first block
-    inside: int  # in all blocks
+    inside: int  # in all blocks together
     after: int  # after the last block
-    message: int  # a tensor [B, T, H] between blocks: the largest saved before the first
+    message: int  # the largest tensor saved before the first block: [B, T, H], as sent between stages
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedStep:
     """The storages of a rank's step on shapes. Made by `follow_step`."""
 
-    live: LiveStorages
+    live: LiveStorages  # after the step
     num_blocks: int
-    splits_backward: bool  # whether the schedule computes weights' gradients later
-    kinds: Mapping[Storage, str]  # of every storage, as the fields of `Peak`
-    by_parameter: Mapping[str, Memory]  # bytes between steps
-    places: Mapping[str, int]  # of every parameter: its block, BEFORE the first, or the number of blocks
+    splits_backward: bool  # whether the schedule computes gradients of weights later than gradients of inputs
+    kinds: Mapping[Storage, str]  # of each storage, of `KINDS`
+    by_parameter: Mapping[str, Memory]  # bytes between steps, by the parameter's name
+    places: Mapping[str, int]  # each parameter's place by name, as of `Storage.place`
 
     def between_steps(self) -> Memory:
+        """The rank's bytes between steps, of all parameters."""
         return total_of(self.by_parameter)
 
     def most_saved(self) -> int:
-        """The most bytes that are saved for backward when the forward or backward of a microbatch is over."""
+        """The most bytes saved for backward, over the ends of each forward and backward of a microbatch."""
         at = self.live.bytes_at_moments(self._is_saved)
         return max((at[moment] for moment, phase in self.live.marks if phase in ("forward", "backward")), default=0)
 
@@ -123,7 +123,7 @@ class FollowedStep:
         return is_new and self.live.phase_at(each.born) in phases
 
     def saved_of_microbatch(self) -> SavedBytes:
-        """What the step's first microbatch saves from its forward to its backward."""
+        """The bytes saved for backward at the end of the first microbatch's forward."""
         end = next(moment for moment, phase in self.live.marks if phase == "forward")
         saved = [each for each in self._alive(end) if self._is_saved(each)]
         before = [each.nbytes for each in saved if each.place == BEFORE]
@@ -135,12 +135,12 @@ class FollowedStep:
         )
 
     def peak(self) -> Peak:
-        """The peak of the step."""
+        """The peak of the step. Cost: a pass over all storages."""
         at = self.live.bytes_at_moments()
         return self.peak_at(max(range(len(at)), key=at.__getitem__))
 
     def peak_at(self, moment: int) -> Peak:
-        """What the rank holds at a moment."""
+        """The rank's bytes by kind at a moment."""
         counts = dict.fromkeys(KINDS, 0)
         last: Storage | None = None
         for each in self._alive(moment):
@@ -154,7 +154,7 @@ class FollowedStep:
         return Peak(phase=self.live.phase_at(moment), op=last.op if last else "", place=place, **counts)
 
     def outside_at(self, moment: int) -> tuple[dict[str, float], dict[str, float]]:
-        """The bytes at a moment, by kind, that belong before the first block, and after the last."""
+        """The bytes of each kind at a moment: of places before the first block, and of places after the last."""
         before, after = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
         for each in self._alive(moment):
             counts = before if each.place == BEFORE else after if each.place >= self.num_blocks else None
@@ -176,7 +176,7 @@ class FollowedStep:
         return before, after
 
     def stretches(self) -> list[tuple[int, int, str, int]]:
-        """The step cut where phase or place change: (first moment, moment after the last, phase, place)."""
+        """The step cut where phase or place changes: (first moment, moment after the last, phase, place)."""
         ends = [(moment + 1, "") for moment, _ in self.live.marks] + [(start, "") for start, _ in self.live.places]
         cuts = sorted({0, *(moment for moment, _ in ends), self.live.now + 1})
         found = []
@@ -197,9 +197,10 @@ def follow_step(
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> FollowedStep:
-    """Runs the step twice, and follows the storages of the second: the first makes what stays from step to step.
+    """Run the step twice on shapes, and follow the storages of the second run.
 
-    by_parameter: what the rank holds between steps. Further arguments: as for `predict_memory`.
+    The first run makes the tensors kept between steps: buffers and optimizer states.
+    by_parameter: bytes between steps, by name. Further arguments: as for `predict_memory`.
     """
     model, pipeline = ready.model, pipeline_of(ready.model)
     optimizer = None if make_optimizer is None else make_optimizer(model)
@@ -249,14 +250,14 @@ def follow_step(
 
 
 def blocks_of_list(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the modules of its longest outermost nn.ModuleList; none without."""
+    """The blocks of a model: the members of the longest nn.ModuleList outside all further lists; [] without a list."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     return list(max(outermost, key=len, default=()))
 
 
 def _places(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
-    """The place of each parameter: its block, BEFORE the first for tables of embeddings, else after the last."""
+    """The place of each parameter by name: the block's; BEFORE for an nn.Embedding's; else after the last block."""
     of_blocks = {each: number for number, block in enumerate(blocks) for each in block.parameters()}
     tables = {each for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
     return {
@@ -270,7 +271,7 @@ def _nbytes(values: Iterable[Any]) -> int:
 
 
 def _kinds(live: LiveStorages, num_blocks: int, has_stages: bool) -> dict[Storage, str]:
-    """The kind of each storage: as labelled, else by where it was made and how long it lived."""
+    """The kind of each storage: from `adopt` or `label`, else by place, phase and lifetime."""
     ends = [moment for moment, _ in live.marks]
     kinds = {}
     for each in live.storages:

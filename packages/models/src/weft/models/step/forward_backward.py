@@ -13,7 +13,7 @@ from weft.mesh import Layout, ProcessMesh, derive_key
 from weft.reshard import GradientSync, exact_sums, layout_of
 from weft.reshard.extension import exact_axes, wrap
 
-from ..exact import refuse_compiled
+from ..exact import check_laid_out, refuse_compiled
 from ..parallel.batch import OrderedPositions, in_order, lay_out_batch, order_of
 from ..parallel.packed.rows import RowOrders
 from ..parallel.parallelize import exact_of_model, mesh_and_plan_of, pipeline_of
@@ -51,21 +51,21 @@ def forward_backward(
         - A function with a parameter `denominator`, by which it divides a sum. Weft passes the number of tokens in
           the whole batch whose target is not the function's `ignore_index` (default -100). If the function has a
           parameter `weight`, Weft passes the sum of the weights of these targets.
-        - Any other function whose loss is a sum over tokens, or a mean with a denominator that depends only on the
-          targets. With several microbatches, or tokens sharded over ranks, Weft must know which of the two it is, and
-          calls the function on random numbers to find out: three calls for each microbatch, of the microbatch's
-          size; the host waits for the device. On a mesh, the function gets plain tensors with each rank's tokens,
-          or DTensors if the logits are sharded over the vocabulary (`ParallelPlan.loss_parallel`).
+        - Any further function whose loss is a sum over tokens, or a mean with a denominator that depends only on the
+          targets. With several microbatches, or tokens sharded over ranks, Weft must know whether the loss is a sum or
+          a mean, and calls the function on random numbers to find out: three calls for each microbatch, of the
+          microbatch's size; the host waits for the device. On a mesh, the function gets plain tensors with each rank's
+          tokens, or DTensors if the logits are sharded over the vocabulary (`ParallelPlan.loss_parallel`).
     tokens, targets: [B, T], plain: the whole batch, the same on every rank, in every stage; or DTensors sharded by
         rows, as `lay_out_batch` makes them, whose local rows are divided into microbatches.
     microbatches: a divisor of the number of rows. With 1, a plan with a pipeline uses its own number.
     sync: the model's GradientSync, if the program made one; None: made once and kept with the model.
     inputs: further arguments of the model. Tensors [B, T] are divided like the tokens. A `dropout_key` gives each
-        microbatch a key of its own, so masks do not depend on the mesh. Further values go to every microbatch.
+        microbatch its own key, by which masks do not depend on the mesh. Further values go to every microbatch.
     Communication: the plan's; each gradient bucket once; activations and their gradients between stages; the loss;
         for a criterion of the third kind the sum of a few numbers.
     Raises ValueError for microbatches that do not divide the rows, for a criterion of none of the three kinds, and
-    under a plan with `exact` for a criterion whose sums torch takes.
+    under a plan with `exact` for a compiled model and for sums that torch takes, in the model or the criterion.
     """
     pipeline = pipeline_of(model)
     count = pipeline.plan.microbatches if pipeline is not None and microbatches == 1 else microbatches
@@ -96,7 +96,8 @@ def divide_batch(
 
     Called by `forward_backward`, and by `record` on shapes.
     tokens, targets, inputs: as for `forward_backward`.
-    Raises ValueError unless `count` divides the rows.
+    Raises ValueError unless `count` divides the rows, and inside `exact_sums` as `lay_out_batch`, and for several
+    microbatches of DTensors.
     """
     mesh_and_plan = mesh_and_plan_of(model)
     rows = tokens.to_local().shape[0] if isinstance(tokens, DTensor) else tokens.shape[0]
@@ -106,6 +107,9 @@ def divide_batch(
             f"{count} microbatches do not divide the batch of {rows} rows{of_all}; numbers that do: "
             f"{', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}"
         )
+    exact = exact_axes()
+    if exact is not None and isinstance(tokens, DTensor):
+        check_laid_out(exact, tokens.shape[0], tokens.shape[1], count)
     microbatches = []
     for number in range(count):
         kwargs = {name: _rows_of_microbatch(value, number, count, tokens.shape) for name, value in inputs.items()}
@@ -135,9 +139,9 @@ def divide_batch(
 
 
 def link_positions(microbatches: Sequence[Microbatch]) -> None:
-    """Marks the positions of each microbatch, in place, with the positions of all microbatches of the batch.
+    """Attaches the positions of the whole batch to the positions of each microbatch, in place.
 
-    Dynamic rope scaling reads the mark: its angles depend on the longest row of the whole batch.
+    Dynamic rope scaling reads these, because the angles depend on the longest row of the whole batch.
     """
     arguments = [each.kwargs.get("positions") for each in microbatches]
     values = [each.values if isinstance(each, OrderedPositions) else each for each in arguments]
@@ -147,7 +151,7 @@ def link_positions(microbatches: Sequence[Microbatch]) -> None:
 
 
 def microbatch_key(key: int | Tensor, number: int, count: int) -> int | Tensor:
-    """The dropout key of microbatch `number`. A batch of one microbatch keeps the step's key."""
+    """The dropout key of microbatch `number` of `count`, from the step's key; an only microbatch has the step's key."""
     if count == 1:
         return key
     if isinstance(key, Tensor):  # uint64; values above the range of int64 are possible
@@ -174,7 +178,7 @@ def _rows_of_microbatch(value: Any, number: int, count: int, shape: torch.Size) 
 
 
 def _rows_of(order: Any, number: int, count: int) -> Any:
-    """The order of the rows of microbatch `number`."""
+    """The tokens' order in memory (`order_of`) for the rows of microbatch `number`, from the order of all rows."""
     if not isinstance(order, RowOrders):
         return order
     rows = len(order.orders) // count
@@ -182,7 +186,7 @@ def _rows_of(order: Any, number: int, count: int) -> Any:
 
 
 def _to_stage_mesh(value: Any, mesh_and_plan: tuple[ProcessMesh, Any] | None) -> Any:
-    """Converts a DTensor on the mesh of all stages to one on this rank's stage. No data moves."""
+    """A DTensor on the mesh of all stages as a DTensor on this rank's stage; all else unchanged. Moves no data."""
     if isinstance(value, OrderedPositions):
         return replace(value, values=_to_stage_mesh(value.values, mesh_and_plan))
     if not isinstance(value, DTensor) or mesh_and_plan is None or layout_of(value).mesh == mesh_and_plan[0]:

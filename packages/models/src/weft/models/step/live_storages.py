@@ -1,6 +1,6 @@
-"""Follows the memory of a program: each storage of a tensor, from its birth to its death, and who made it.
+"""`LiveStorages`: follows each storage of a program's tensors from allocation to release.
 
-`LiveStorages` sees tensors with and without data. `predict_memory` follows a step on shapes with it.
+Works for tensors with and without data. `follow_step` follows a step on shapes for `predict_memory`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from weft.reshard.extension import differentiable, memory_of, observing_buckets
 
 BEFORE = -1  # the place before the first block: the embedding
 
-# Weft's ops that on a GPU are programs of several kernels with tensors in between. Any other op is one kernel, which
-# allocates its results alone.
+# Weft's ops that on a GPU run several kernels with tensors in between. Every further op allocates nothing but results.
 COMPOSED = frozenset(("linear_cross_entropy", "experts", "grouped_matmul", "route", "dispatch", "combine"))
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory of tensors, from the moment it is allocated to the moment it is freed."""
+    """A followed storage: the place in the program of the allocation, and the moment of the release.
+
+    A moment counts the allocations and releases of the program up to then.
+    """
 
     nbytes: int
-    born: int  # moment: births and deaths are counted
-    place: int  # the number of the block at work, BEFORE the first block, or the number of blocks after the last
-    in_module: bool  # whether a module's forward was running
+    born: int  # moment of allocation
+    place: int  # number of the block at work: BEFORE the first, the number of blocks after the last
+    in_module: bool  # whether a module's forward was running, in backward also as recomputation
     in_backward: bool  # whether autograd's backward was running
-    op: str  # Weft's op at work, or torch's
+    op: str  # at work: Weft's, or outside Weft's ops torch's
     call: int  # number of the call of Weft's op at work; 0 outside
-    died: int | None = None  # moment; None: alive at the end
-    call_of_death: int = 0
-    kind: str | None = None  # of `Memory`'s parts, where known at birth or seen later
+    died: int | None = None  # moment of release; None: alive at the end
+    call_of_death: int = 0  # as `call`, at the release
+    kind: str | None = None  # of `followed_step.KINDS`; None where neither `adopt` nor `label` said
 
     def is_alive(self, moment: int) -> bool:
         return self.born <= moment and (self.died is None or self.died > moment)
@@ -49,25 +51,25 @@ class Storage:
 
 @dataclass(slots=True)
 class _Followed:
-    """A live storage in the table of `LiveStorages`."""
+    """An entry in the table of live storages."""
 
-    reference: weakref.ref[Any]
+    reference: weakref.ref[Any]  # to torch's storage; ends the entry when the storage dies
     storage: Storage
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, each storage that an op of torch makes is followed until it is freed.
+    """A context in which each storage made by an op of torch is followed until freed.
 
-    Follows the memory of gathered parameters too, which is freed and refilled by `resize_`. Memory that an op of torch
-    allocates and frees inside is not seen.
-    blocks: of the model, alike and in order; each birth notes the block at work.
-    by_op: counts as on a GPU, where a call of Weft's op allocates its results alone; see `COMPOSED`.
+    The buffers of gathered parameters are followed through `resize_`, which frees and refills. Not seen: memory that
+    an op of torch allocates and frees inside.
+    blocks: of the model, in order; for `Storage.place`.
+    by_op: count memory as on a GPU, where a call of a Weft op outside `COMPOSED` allocates nothing but results.
     """
 
     def __init__(self, blocks: Sequence[nn.Module] = (), *, by_op: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: list[Storage] = []
-        self.marks: list[tuple[int, str]] = []  # (moment, phase that was over)
+        self.marks: list[tuple[int, str]] = []  # (end, phase)
         self.places: list[tuple[int, int]] = [(0, BEFORE)]  # (moment, place from then on)
         self.now = 0
         self._blocks, self._by_op = blocks, by_op
@@ -109,7 +111,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor unwraps first, and its local tensors then come here
+            return NotImplemented  # a DTensor unwraps first, and the local tensors then come here
         output = func(*args, **(kwargs or {}))
         known: set[int] | None = None
         for storage in _storages(output):
@@ -121,38 +123,38 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def adopt(self, tensors: Iterable[Tensor], kind: str, place: int = BEFORE) -> None:
-        """Follows the storages of tensors made before; a storage that is followed already keeps its kind."""
+        """Follow the storages of existing tensors. A storage followed before keeps its kind."""
         for storage in _storages(list(tensors)):
             if storage._cdata not in self._live:
                 self._follow(storage, "", kind).place = place
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Says what storages are that had no kind before."""
+        """Set the kind of the tensors' storages without a kind."""
         for storage in _storages(list(tensors)):
             found = self._live.get(storage._cdata)
             if found is not None and found.storage.kind is None:
                 found.storage.kind = kind
 
     def relabel(self, tensors: Iterable[Tensor], kind: str, place: int) -> None:
-        """Says what storages are and whose, whatever they were before: a bucket's sum becomes gradients."""
+        """Replace kind and place of the tensors' storages: the sum of a bucket becomes gradients, say."""
         for storage in _storages(list(tensors)):
             if storage._cdata in self._live:
                 record = self._live[storage._cdata].storage
                 record.kind, record.place = kind, place
 
     def mark(self, phase: str) -> None:
-        """Notes that a phase is over. Called after each forward and backward of a microbatch, and so on."""
+        """Note the end of `phase`. Called after each forward and backward of a microbatch, after gradient sync, …"""
         self.marks.append((self.now, phase))
         if phase == "backward":
             self._go_to(BEFORE)
 
     def counts(self, storage: Storage) -> bool:
-        """Whether a storage has memory; on a GPU not one that lives within a call of a Weft op."""
+        """Whether a storage takes memory. By op, a storage born and freed in a call of a Weft op takes none."""
         inside = self._by_op and storage.call and storage.call == storage.call_of_death
         return not inside or storage.op in COMPOSED
 
     def bytes_at_moments(self, chosen: Callable[[Storage], bool] | None = None) -> list[int]:
-        """The live bytes at each moment, from 0 to `now`. chosen: which storages; None: all."""
+        """The live bytes at each moment, from 0 to `now`. chosen: which storages to count; None: all."""
         changes = [0] * (self.now + 2)
         for each in self.storages:
             if self.counts(each) and (chosen is None or chosen(each)):
@@ -161,7 +163,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return list(accumulate(changes))[:-1]
 
     def phase_at(self, moment: int) -> str:
-        """The phase in which a moment is."""
+        """The phase in which a moment lies; "" after the last mark."""
         return next((phase for end, phase in self.marks if moment <= end), "")
 
     def _follow(self, storage: Any, op: str, kind: str | None) -> Storage:
@@ -201,7 +203,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if before is not None:
             self._end(before)
         record = self._follow(storage, self._op or "resize_", None)
-        record.kind = "gathered" if before is None else before.kind  # the buffer of a gather, made in an earlier step
+        # A buffer not followed yet is of a gathered parameter: empty until now, made in an earlier step.
+        record.kind = "gathered" if before is None else before.kind
         if before is not None:
             record.place = before.place
 
@@ -248,6 +251,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(tree: Any) -> list[Any]:
-    """The storages of all tensors in a tree of values: of a DTensor, its local tensor's."""
+    """The storages of all tensors in a tree of values; for a DTensor, of the local tensor."""
     tensors = (each for each in tree_iter(tree) if isinstance(each, Tensor))
     return [(memory_of(each) if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]

@@ -1,6 +1,6 @@
-"""Predicts the bytes that a rank holds under a plan, without data or processes.
+"""`predict_memory`: predicts the bytes of a rank under a plan, without data or processes.
 
-Parameters, gradients and optimizer state follow from layouts; activations from a step on shapes.
+Parameters, gradients and optimizer state follow from layouts; activations and the peak from a step on shapes.
 """
 
 from __future__ import annotations
@@ -49,26 +49,25 @@ def predict_memory(
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Memory:
-    """Predicts the bytes that `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes.
+    """Predict the bytes that `rank` holds of `model` laid out on `mesh` by `plan`, without data or processes.
 
     model: not parallel yet, on any device. plan: None for the model's own. With pipeline stages, the rank's stages
         count.
-    states: tensors of optimizer state for each trained element: 2 for Adam, 1 for momentum. A mapping has the number
-        for each parameter, by name.
+    states: tensors of optimizer state for each trained element: 2 for Adam, 1 for momentum; or a mapping from each
+        parameter's name to this number.
     batch, criterion, inputs, microbatches, clip_norm, reduce_dtype: as for `record`. Given a batch, two steps are run
-        on shapes, and all memory of the second is followed: see `Peak`.
-    device: on which the step would run. On a GPU ("cuda") one of Weft's ops allocates its results alone; on a CPU also
-        the tensors in between.
-    make_optimizer: makes an optimizer that runs on meta tensors, for its states and the memory of its update. None for
-        an optimizer that updates in place and needs none, as torch's fused Adam; `states` then says what it keeps.
-    gathered: up to zero=2, full copies of all sharded parameters. A shard that is a contiguous range of its full copy
-        shares memory with the copy, so only the rest counts. With zero=3, nothing between calls; with stages, as with
-        zero=2, until all microbatches are done.
-    activations: what ops save; attention saves inputs, output and a logsumexp a row.
-    Not counted: what lies outside torch's tensors, as a CUDA context, buffers of NCCL and gaps of an allocator; memory
-    that an op of torch allocates and frees inside; on a GPU the scratch memory of kernels. A message to another stage
-    counts until the action that sends it is over. A rank outside a mesh with stages holds nothing.
-    Where the model is called under autocast, call this function under autocast, as `record`.
+        on shapes, and all memory of the second is followed: see `Peak`. None predicts the memory between steps alone.
+    device: of the step. On a GPU ("cuda") a Weft op allocates nothing but results; on a CPU also tensors in between.
+    make_optimizer: makes an optimizer to run on meta tensors, for the optimizer's states and the memory of the update.
+        None for an update in place without further memory, as by torch's fused Adam, with `states` tensors of state.
+    Result `gathered`: up to zero=2, full copies of all sharded parameters. A shard in a contiguous range of the full
+        copy shares memory with the copy, and only the rest counts. With zero=3 nothing is kept between calls, but with
+        stages full copies are kept until all microbatches are done, as with zero=2.
+    Result `activations`: tensors saved by ops. Attention saves inputs, output and a logsumexp for each row.
+    Not counted: memory outside torch's tensors, as a CUDA context, buffers of NCCL and gaps of an allocator; memory
+    allocated and freed inside an op of torch; on a GPU the scratch memory of kernels. A message to another stage counts
+    until the end of the sending action. A rank outside a mesh with stages holds nothing.
+    Call this function under autocast where the model is called under autocast, as with `record`.
     Communication: none. Raises ValueError as `parallelize`; with a batch also as `record`.
     """
     shape = StepShape(
@@ -96,7 +95,7 @@ def _bytes_of_parameters(
     rank: int,
     states: int | Mapping[str, int],
 ) -> dict[str, Memory]:
-    """What a rank holds of each parameter between steps, by name, from layouts. Arguments: of `predict_memory`."""
+    """A rank's bytes between steps for each parameter, by name, from layouts. Arguments: as for `predict_memory`."""
     plan = own_plan(model) if plan is None else plan
     module_plans = module_plans_of(model, plan)
     for module_plan in module_plans:
@@ -150,7 +149,10 @@ def follow_model(
     device: Device = "cuda",
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> FollowedStep:
-    """The storages of a step on shapes of a rank that is in the mesh. Arguments: as for `predict_memory`."""
+    """Follow the storages of a step on shapes. Called by `predict_memory` and `memory_parts`.
+
+    shape: with a rank in the mesh. Further arguments and errors: as for `predict_memory`.
+    """
     by_parameter = _bytes_of_parameters(model, as_mesh(mesh), plan, rank=shape.rank, states=states)
     with meta_as_cpu() if device == "cpu" else nullcontext(), on_shapes(model, mesh, plan, shape) as ready:
         assert ready is not None, "the rank is in the mesh"

@@ -19,7 +19,7 @@ from ..parallel.resolve import module_plans_of
 from .alike import Standing, keep_blocks, signature, standing_blocks
 
 Criterion = Callable[..., Any]
-Forms = dict[tuple[str, int], dict[Any, Any]]  # by direction and the stage entered, then by the microbatch's kind
+Forms = dict[tuple[str, int], dict[Any, Any]]  # by ("F" or "B", receiving stage), then by the microbatch's kind
 
 
 def message_forms(
@@ -31,14 +31,14 @@ def message_forms(
     *,
     few_blocks: bool,
 ) -> Forms:
-    """The forms of all messages, from a run of all stages at this rank's place in the stage mesh.
+    """Find the forms of all messages, by running all stages at this rank's place in the stage mesh. Called by `record`.
 
-    make_copy: makes a copy of the model, not laid out, on the meta device.
-    few_blocks: whether of blocks that are alike few run. Where the outputs, or the gradients of the outputs, of alike
-        blocks that ran have different forms, all blocks run.
+    make_copy: makes a copy of the model, not laid out, on the meta device. microbatch, criterion: of the run.
+    few_blocks: run only few of the alike blocks. Where their outputs, or gradients of outputs, differ in form, all
+        blocks run after all.
     """
     layers, ranges = pipeline.stages.cut.layers, pipeline.stages.cut.ranges
-    boundaries = [start - 1 for start, _ in ranges[1:]]  # the layers whose outputs are messages
+    boundaries = [start - 1 for start, _ in ranges[1:]]  # numbers of the layers whose outputs are messages
     plan = without_pipeline(plan)
     model = make_copy()
     everything = [Standing(number, (number,)) for number in range(len(layers))]
@@ -73,7 +73,10 @@ def _run(
     count: int,
     first: str,
 ) -> tuple[list[Any], list[Any]]:
-    """The forms of the outputs of `count` blocks, and of these outputs' gradients. first: the first block's name."""
+    """Run the model; return the forms of the blocks' outputs, and of these outputs' gradients.
+
+    count: blocks in the model. first: the first block's name.
+    """
     parallelize(model, pipeline.stage_mesh, plan)
     outputs: list[Any] = [None] * count
     gradients: list[list[Tensor | None]] = [[] for _ in range(count)]
@@ -98,7 +101,7 @@ def _run(
 
 
 def _styles_of(model: nn.Module, plan: ParallelPlan) -> list[tuple[str, str]]:
-    """The names of modules, with the styles, prepared inputs and outputs that the plan gives them, as text."""
+    """(module's name, text of a style, prepared input or output) for all that the plan gives to modules."""
     return [
         (name, repr(style))
         for each in module_plans_of(model, plan)
@@ -108,5 +111,6 @@ def _styles_of(model: nn.Module, plan: ParallelPlan) -> list[tuple[str, str]]:
 
 
 def _of_block(styles: Sequence[tuple[str, str]], block: str) -> tuple[tuple[str, str], ...]:
+    """The items of `_styles_of` in a block, with names relative to the block."""
     prefix = f"{block}."
     return tuple((name[len(block) :], text) for name, text in styles if f"{name}.".startswith(prefix))

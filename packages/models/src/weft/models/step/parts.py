@@ -1,4 +1,4 @@
-"""What a criterion may return beside its loss: numbers of its own, and the routers' parts, summed with the loss."""
+"""Numbers that a criterion may return beside the loss, to be summed with the loss: metrics, and the routers' parts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..losses import sum_of_microbatches
 
 
 class RouterParts(NamedTuple):
-    """The routers' part of a loss, without graph; of one microbatch, or summed by `add_results`."""
+    """The routers' losses in a microbatch, or summed over microbatches by `add_results`; without autograd's graph."""
 
-    # [1 + layers with experts]: the balance loss, then each layer's share of the z-loss; this rank's addends. Inside
-    # `exact_sums` stacked as the loss is.
+    # [1 + layers with experts]: this rank's addends of the balance loss, then of each layer's share of the z-loss.
+    # Inside `exact_sums` stacked as the loss is.
     addends: Tensor
-    load: Tensor  # [layers with experts, E]: how many of all ranks' tokens each expert was given
+    load: Tensor  # [layers with experts, E]: the tokens of all ranks given to each expert
 
 
 class LossWithParts(NamedTuple):
@@ -27,25 +27,25 @@ class LossWithParts(NamedTuple):
     """
 
     loss: Tensor
-    # [n], without graph: this rank's addends of the criterion's own numbers, as metrics. Summed over the axes over
-    # which the loss is Partial. Under a pipeline the criterion also has an attribute `num_sums`, n: ranks of other
-    # stages than the last never call the criterion.
+    # [n], without graph: this rank's addends of n numbers of the criterion, as metrics. Summed over the axes over which
+    # the loss is Partial. Under a pipeline the criterion needs an attribute `num_sums`, which is n: only ranks of the
+    # last stage call the criterion.
     sums: Tensor | None = None
     routers: RouterParts | None = None  # of `RouterLosses`, before the coefficients
 
 
 def split_loss(result: Any) -> LossWithParts:
-    """What a criterion returned, a loss or a `LossWithParts`, as a `LossWithParts`."""
+    """The result of a criterion, a loss or a `LossWithParts`, as a `LossWithParts`."""
     return result if isinstance(result, LossWithParts) else LossWithParts(result)
 
 
 def num_sums_of(criterion: Any) -> int:
-    """The number of a criterion's own sums."""
+    """The length of `LossWithParts.sums` of a criterion, by the criterion's attribute; 0 without the attribute."""
     return int(getattr(criterion, "num_sums", 0))
 
 
 class StepParts(NamedTuple):
-    """The parts of a step's losses on this rank, summed over the microbatches."""
+    """The parts of a step's losses on this rank, summed over the microbatches; made by `add_results`."""
 
     sums: Tensor | None
     routers: RouterParts | None

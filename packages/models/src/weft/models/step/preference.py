@@ -1,9 +1,9 @@
 """Criteria of preferences for `find_gradients`, and log-probabilities of a batch's documents on every rank.
 
 A step of DPO: make the batch's microbatches, with `PreferenceTargets`; compute the reference's log-probabilities of
-the whole batch by `log_probabilities`; give each microbatch its rows of them (`PreferenceTargets.with_reference`);
+the whole batch by `log_probabilities`; give each microbatch the rows' values (`PreferenceTargets.with_reference`);
 call `find_gradients` with a `DPOCriterion`. A step of KTO also needs the log-probabilities of the mismatched rows under
-both models, of which `kl_of` is the criterion's `kl`.
+both models: `kl_of` makes the criterion's `kl` of these.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ KTO_SUMS = ("desirable_reward", "undesirable_reward", "kl")  # `StepResult.sums`
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreferenceTargets:
-    """The targets of one microbatch under a preference criterion: `Microbatch.targets`.
+    """The targets of a microbatch under a preference criterion: `Microbatch.targets`.
 
-    `targets` and `numbers` are laid out by `lay_out_batch` (`Batch.targets`, `Batch.numbers`). All other tensors are
-    plain and have one entry for each row of the microbatch that this rank has, on the model's device.
+    `targets` and `numbers` are laid out by `lay_out_batch` (`Batch.targets`, `Batch.numbers`). The further tensors are
+    plain, on the model's device, with an entry for each of the microbatch's rows on this rank. D is the most documents
+    in a row, E the most examples.
     """
 
     targets: Tensor  # [B, T] ints: the tokens to predict, -100 at places without one
-    numbers: Tensor  # [B, T] ints: the number of each token's document in its row, from 0
+    numbers: Tensor  # [B, T] ints: the number of each token's document in the row, from 0
     rows: Tensor  # [rows] int64: the number of each row in the whole batch of the step
-    # [rows, E] bool: whether the row has an example with this number. An example of DPO is a pair of documents: 2 e
-    # is chosen and 2 e + 1 rejected. An example of KTO is the document e.
+    # [rows, E] bool: whether the row has an example e. An example of DPO is a pair of documents: 2 e is chosen and
+    # 2 e + 1 rejected. An example of KTO is the document e.
     valid: Tensor
     reference: Tensor | None = None  # [rows, D]: log-probabilities of the documents under the reference
     desirable: Tensor | None = None  # [rows, E] bool: the judgements of KTO
@@ -75,7 +76,7 @@ class PreferenceTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOCriterion:
-    """`dpo` as a criterion of `find_gradients`, for one step. Of the microbatches' `PreferenceTargets`.
+    """`dpo` as a criterion of `find_gradients`, for a single step and microbatches with `PreferenceTargets`.
 
     num_documents: D, the most documents in a row: 2 for each pair.
     denominator: the number of pairs in the whole batch of the step.
@@ -86,7 +87,7 @@ class DPOCriterion:
     targets. Returns the loss, and as sums `DPO_SUMS`: over the pairs of the batch, the means of the chosen answer's
     reward, the rejected answer's, their difference, and whether this difference is positive.
     Communication: as `document_sums`; twice, if normalized by length.
-    Raises ValueError for options that `dpo` refuses, and for targets without a reference or of other shapes.
+    Raises ValueError for options refused by `dpo`, and for targets without a reference or of wrong shapes.
     """
 
     num_documents: int
@@ -145,17 +146,17 @@ class DPOCriterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KTOCriterion:
-    """`kto` as a criterion of `find_gradients`, for one step. Of the microbatches' `PreferenceTargets`.
+    """`kto` as a criterion of `find_gradients`, for a single step and microbatches with `PreferenceTargets`.
 
     num_documents: D, the most documents in a row.
     num_desirable, num_undesirable: of the examples in the whole batch of the step; the loss is the mean over both.
     kl: a scalar: `kl_of` the mismatched rows of the whole batch.
     beta, desirable_weight, undesirable_weight: as for `kto`.
-    A call takes the model's output, as that of `DPOCriterion`, for the rows with the examples' own completions.
-    Returns the loss, and as sums `KTO_SUMS`: the mean reward of the batch's desirable examples, that of the
-    undesirable ones (0 without such examples), and `kl`.
+    A call takes the model's output, as a call of `DPOCriterion`, for the rows with the examples' own completions.
+    Returns the loss, and as sums `KTO_SUMS`: the mean reward of the batch's desirable examples, the mean reward of the
+    undesirable examples (0 without any), and `kl`.
     Communication: as `document_sums`.
-    Raises ValueError for options that `kto` refuses, and for targets without reference or judgements, or of other
+    Raises ValueError for options refused by `kto`, and for targets without reference or judgements, or of wrong
     shapes.
     """
 
@@ -227,12 +228,12 @@ def log_probabilities(
 ) -> Tensor:
     """The log-probability of each document in a batch, [num_rows, num_documents] plain, on every rank of the world.
 
-    Without gradients; for references, and for KTO's mismatched rows. The mesh and plan of `model` may differ from those
-    of the model that the values are for. Every rank of the world calls this, ranks outside the model's mesh too.
-    microbatches: of `PreferenceTargets`, of which targets, numbers and rows are read; laid out for this model. They
-        call the model with `targets=` for token losses, or without for logits.
-    num_documents: the most documents in a row; entries of documents that a row lacks are 0.
-    num_rows: of the whole batch; a row that is in no microbatch is 0.
+    Without gradients; for references, and for KTO's mismatched rows. `model` may have its own mesh and plan, as a
+    reference beside the trained model. Every rank of the world calls this function, ranks outside the mesh too.
+    microbatches: laid out for `model`, with `PreferenceTargets`, of which targets, numbers and rows are read. The
+        arguments include `targets=` for token losses, or lack it for logits.
+    num_documents: the most documents in a row; entries of missing documents are 0.
+    num_rows: of the whole batch; rows in no microbatch are 0.
     The dtype is the model's, widened to at least float32.
     Communication: the model's forward; as `document_sums` for each microbatch; an all-reduce of the result over the
     world.
@@ -301,7 +302,7 @@ class _LocalRows(torch.autograd.Function):
 
 
 def _local_rows(values: Tensor) -> Tensor:
-    """This rank's rows of values [B, D] that are sharded by rows alone, as a plain tensor; differentiable."""
+    """This rank's rows of values [B, D], sharded by rows alone, as a plain tensor; differentiable."""
     if not isinstance(values, DTensor):
         return values
     local: Tensor = _LocalRows.apply(values)  # type: ignore[no-untyped-call]
@@ -316,8 +317,8 @@ def _is_outside(values: Tensor) -> bool:
 def _is_first_replica(values: Tensor, in_stage: bool) -> bool:
     """Whether this rank is the first of the ranks with the same rows of values [B, D].
 
-    in_stage: whether the values are those of a pipeline's last stage. Plain values outside a pipeline are the same on
-        all ranks.
+    in_stage: whether the values are of a pipeline's last stage. Plain values outside a pipeline are the same on all
+        ranks.
     """
     if not isinstance(values, DTensor):
         return in_stage or not dist.is_initialized() or this_rank() == 0
@@ -350,10 +351,10 @@ def _refuse_rows(what: str, name: str, tensor: Tensor | None, shape: Sequence[in
 
 
 class ShapedPreferences:
-    """A preference criterion for `record`: makes `PreferenceTargets` of the targets' shapes.
+    """A criterion for steps on shapes (`record`), which have targets [B, T] in place of `PreferenceTargets`.
 
-    The communication is that of `DPOCriterion` or `KTOCriterion` with as many examples in a row.
-    length_normalized: as of `DPOCriterion`; also for its loss "ipo".
+    Communicates as `DPOCriterion` or `KTOCriterion` with as many examples in a row.
+    length_normalized: as of `DPOCriterion`; true for the loss "ipo" too.
     """
 
     def __init__(self, task: Literal["dpo", "kto"], examples_per_row: int, *, length_normalized: bool = False) -> None:

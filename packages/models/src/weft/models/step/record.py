@@ -50,11 +50,11 @@ def record(
     bucket_bytes: int = BUCKET_BYTES,
     reduce_dtype: torch.dtype | None = None,
 ) -> Communication:
-    """Predicts what `rank` communicates in a training step of `model` on `mesh` under `plan`, without processes.
+    """Predict the communication of `rank` in a training step of `model` on `mesh` under `plan`, without processes.
 
     A copy of the model is laid out by `parallelize`, and runs forward, backward and gradient buckets on tensors
-    without data. Collectives are recorded where they would start. The result therefore holds for every module, plan
-    and criterion that can run, and equals what the program itself issues.
+    without data. Each collective is recorded where a real step would start the collective. The result therefore holds
+    for every module, plan and criterion able to run, and equals a real step's communication.
     model: not parallel yet, on any device; unchanged. plan: None for the model's own.
     batch: the global shape [B, T] of int64 tokens and targets; or two tensors, of which only shapes and dtypes are
         used. Laid out by `lay_out_batch`, or by rows over "dp" if not [B, T].
@@ -65,15 +65,15 @@ def record(
     microbatches: the number of equal parts of the rows, as in `forward_backward`; 1: the number of the plan's pipeline,
         if any. With several, the criterion is weighted as by `forward_backward`.
     bucket_bytes, reduce_dtype: GradientSync's `bucket_bytes` and `dtype`.
-    With stages, only the rank's stages run, in its schedule's order. A message's bytes count at the receiver; a send
+    With stages, only the rank's stages run, in the schedule's order. A message's bytes count at the receiver; a send
         counts as 0 bytes.
-    Cost: the host time of one rank's step; with stages, plus one forward and backward of the whole model on one
-        microbatch, to find the messages between stages. The cost does not grow with the mesh.
+    Cost: the host time of a rank's step; with stages, plus a forward and backward of the whole model on a microbatch,
+        to find the messages between stages. The cost does not grow with the mesh.
     A rank outside the mesh communicates nothing.
     Communication: none; no process group is needed or touched.
     Raises ValueError for an already parallel model, a negative rank, a batch that is neither shape nor tensors,
-        microbatches that do not divide the batch, and as `parallelize`; and whatever the model raises when it reads a
-        tensor's values.
+        microbatches that do not divide the batch, and as `parallelize`. Errors of a model that reads a tensor's values
+        are passed on.
     """
     shape = StepShape(
         batch=batch,
@@ -89,7 +89,7 @@ def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """The arguments of `record` other than model, mesh, plan and clip_norm."""
+    """The arguments of `record`, except model, mesh, plan and clip_norm."""
 
     batch: Sequence[int] | tuple[Tensor, Tensor]
     criterion: Criterion | None = None
@@ -102,20 +102,20 @@ class StepShape:
 
 @dataclass(slots=True)
 class SharedRuns:
-    """What the ranks of a pipeline have in common, found in the first run on shapes and used in the others."""
+    """Results shared by runs on shapes of several ranks of a pipeline. Filled by the first run, used by later runs."""
 
-    cut: Cut | None = None
-    forms: dict[tuple[int, ...], Forms] = field(default_factory=dict)  # by the rank's place in the mesh of a stage
+    cut: Cut | None = None  # of the model into stages
+    forms: dict[tuple[int, ...], Forms] = field(default_factory=dict)  # of messages, by the rank's place in a stage
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A rank's step after a run on shapes."""
+    """The result of `run_on_shapes`; empty for a rank outside a mesh with stages."""
 
     communication: Communication = field(default_factory=Communication)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # global shapes of the rank's parameters
-    layouts: Mapping[str, Layout | None] = field(default_factory=dict)  # layouts of the same parameters
-    schedule: Schedule | None = None  # the pipeline's
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # global, of the rank's parameters by name
+    layouts: Mapping[str, Layout | None] = field(default_factory=dict)  # of the same parameters; None: a plain tensor
+    schedule: Schedule | None = None  # the pipeline's; None without stages
 
 
 def run_on_shapes(
@@ -130,15 +130,15 @@ def run_on_shapes(
     repeats: bool = True,
     shared: SharedRuns | None = None,
 ) -> Step:
-    """As `record`, but also returns the parameters' layouts and the pipeline's schedule.
+    """`record`, with the layouts of parameters and the pipeline's schedule in the result.
 
-    update: runs on the rank's model after the gradients, as an optimizer that communicates; None: no such optimizer.
-    listen: as for `on_shapes`; called again for a second run.
-    repeats: whether actions of a pipeline run for few of the microbatches that are alike (`RepeatedActions`), where
-        model and criterion are Weft's own and backward only adds gradients up, as it does under ZeRO 0 and 1. Where a
-        microbatch issues other collectives, the step runs again, in full.
-    shared: as for `on_shapes`.
-    Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`.
+    shape: the further arguments of `record`.
+    update: an optimizer's step with communication of its own, called with the rank's model after the gradients.
+    listen, shared: as for `on_shapes`. listen is called again for a second run.
+    repeats: whether a pipeline's actions run for few of the alike microbatches (`RepeatedActions`): only where model
+        and criterion are Weft's own and backward only adds gradients up, as under ZeRO 0 and 1. Where a microbatch
+        issues different collectives after all, the step runs again in full.
+    Called by `record`, and by `Outline.record_step` for `weft train` and `weft explain`. Errors: as for `record`.
     """
     issued: dict[Phase, list[Collective]] = {}
     with on_shapes(model, mesh, plan, shape, listen, shared) as ready:
@@ -187,9 +187,9 @@ class Ready:
     recorded: Recorded
 
     def run(self, after_phase: Callable[[Phase], None], *, clip_norm: float | None = None) -> None:
-        """Runs forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`.
+        """Run forward, backward and gradient sync. after_phase, clip_norm: as for `find_gradients`.
 
-        Called by `run_on_shapes`, and twice by `predict_memory`.
+        Called by `run_on_shapes`, and twice by `follow_step`.
         """
         find_gradients(
             self.model, self.criterion, self.microbatches, self.sync, clip_norm=clip_norm, after_phase=after_phase
@@ -205,12 +205,13 @@ def on_shapes(
     listen: Callable[[Recorded], None] | None = None,
     shared: SharedRuns | None = None,
 ) -> Iterator[Ready | None]:
-    """Prepares the step of `record`, to be run within the context. Called by `run_on_shapes` and `predict_memory`.
+    """A context with a rank's step prepared on shapes: yields the `Ready` step to run inside.
 
-    listen: sets the listeners of the recording, before the model is laid out.
-    shared: of runs for several ranks of a pipeline, with equal arguments otherwise.
-    Yields None if the mesh has an axis "pp" and does not contain the rank.
-    Arguments and errors: as for `record`.
+    listen: called with the recording before the model is laid out, to set listeners.
+    shared: for runs of several ranks of a pipeline with equal arguments; None for a single run.
+    Yields None for a rank outside a mesh with the axis "pp".
+    Further arguments and errors: as for `record`. Called by `run_on_shapes`, `follow_model`, `trace_step` and
+    `record_sites`.
     """
     mesh, rank = as_mesh(mesh), shape.rank
     if rank < 0:
@@ -272,7 +273,7 @@ def on_shapes(
 
 @contextmanager
 def _unheard(recorded: Recorded) -> Iterator[None]:
-    """Inside, the recording's listeners are not called."""
+    """A context in which the recording's listeners are not called."""
     listeners = recorded.listener, recorded.group_listener
     recorded.listener = recorded.group_listener = None
     try:
@@ -286,7 +287,7 @@ def _mean_cross_entropy(targets: Tensor) -> Criterion:
 
 
 def _lay_out_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Lays out tokens and targets that are not [B, T]: rows over "dp" only."""
+    """Lay out tokens and targets of shapes other than [B, T]: rows over "dp", nothing further."""
     if mesh.size == 1:
         return tokens, targets
     rows = Layout(mesh, {DATA_AXIS: Shard(0)} if DATA_AXIS in mesh.axis_names else {})
@@ -294,7 +295,7 @@ def _lay_out_rows(mesh: ProcessMesh, tokens: Tensor, targets: Tensor) -> tuple[T
 
 
 def _on_meta(batch: Sequence[int] | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens and targets on the meta device."""
+    """Tokens and targets on the meta device. batch: as for `record`. Raises ValueError for another value."""
     first, second = batch if len(batch) == 2 else (None, None)
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.to("meta"), second.to("meta")

@@ -1,8 +1,8 @@
 """The losses of routers beside a criterion: `RouterLosses`, for models with mixtures of experts.
 
-The balance loss (Fedus et al. 2021) and the z-loss (Zoph et al. 2022) are those of the global batch on every mesh:
-each rank adds the terms of its own tokens, and the ranks' sum is part of the loss's. Correction biases, which balance
-experts without a loss (DeepSeek-V3, arXiv:2412.19437), are updated from the loads that the losses count.
+The balance loss (Fedus et al. 2021) and the z-loss (Zoph et al. 2022) are the global batch's on every mesh: each rank
+adds the terms of the local tokens to the local loss, and all are summed with the loss. Correction biases, which balance
+experts without a loss (DeepSeek-V3, arXiv:2412.19437), are updated from the same counts of tokens.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ class RouterReport:
     """The routers' parts of a step, the same on every rank: `StepResult.parts`."""
 
     balance: Tensor  # scalar: the balance loss, a mean over microbatches
-    z: Tensor  # [layers with experts]: each layer's share of the z-loss; their sum is the z-loss
-    load: Tensor  # [layers with experts, E]: tokens of the batch that each expert was given
+    z: Tensor  # [layers with experts]: each layer's share of the z-loss, which is the sum of the shares
+    load: Tensor  # [layers with experts, E]: the tokens of the batch given to each expert
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLosses:
-    """A criterion for `model(tokens, router=True)`: another criterion of the logits, plus the routers' losses.
+    """A criterion for `model(tokens, router=True)`: a criterion of the logits, plus the routers' losses.
 
         loss = criterion(logits, targets) + balance * E * sum_e(f_e * P_e) + z * mean(logsumexp(router logits)**2)
 
     f_e: choices of expert e over tokens times layers, all layers and ranks together, a constant for autograd. P_e:
     the mean softmax probability of expert e. The balance loss equals transformers' `load_balancing_loss_func`.
-    criterion: of logits and targets, as for `forward_backward`. One that itself returns a `LossWithParts` keeps its
-        sums.
+    criterion: of logits and targets, as for `forward_backward`. The sums of a `LossWithParts` are kept.
     balance, z: coefficients, 0 or more.
     microbatches: of the batch; each counts 1 / microbatches. `forward_backward` sets this number.
     A call returns a `LossWithParts`. In a training loop of your own, call `.loss.backward()`.
-    Communication: the sum of the choices [layers, E] over the axes that shard tokens; where the logits' loss is not
-    Partial over one of these axes, as over "tp" with sequence parallelism, the sum of all statistics over this axis.
+    Communication: the sum of the choices [layers, E] over the axes that shard tokens; and over each of these axes over
+    which the logits' loss is not Partial, as "tp" with sequence parallelism, the sum of all statistics.
     Raises ValueError for a negative coefficient, for an output without statistics, and for no tokens.
     """
 
@@ -85,7 +84,7 @@ class RouterLosses:
             slopes = torch.zeros(2, 2 * E + 1, dtype=load.dtype, device=load.device)
             slopes[0, E : 2 * E], slopes[1, 2 * E] = f * (E / count), 1 / count
             slope = self.balance * slopes[0] + self.z * slopes[1]
-            sums = local_value(statistics)  # inside `exact_sums` it may be a stack, of each coordinate's statistics
+            sums = local_value(statistics)  # inside `exact_sums` with a stack of each coordinate's statistics
             of_coordinates = [
                 self._add_up(each, slopes[0, E : 2 * E], count) for each in sums.reshape(-1, *sums.shape[-2:])
             ]
@@ -95,7 +94,11 @@ class RouterLosses:
         return LossWithParts(total, own_sums, RouterParts(addends, load))
 
     def _add_up(self, sums: Tensor, slope: Tensor, count: float) -> tuple[Tensor, Tensor]:
-        """The addends of `RouterParts`, and what they add to the loss. sums: [layers, 2 * E + 1]. slope: [E]."""
+        """The addends of `RouterParts`, and their weighted sum, which is added to the loss.
+
+        sums: a coordinate's statistics, [layers, 2 * E + 1]. slope: [E], the factors of the experts' summed
+        probabilities in the balance loss. count: tokens times layers times microbatches.
+        """
         E = len(slope)
         balance = sums[:, E : 2 * E].sum(0) @ slope
         addends = torch.cat([balance[None], sums[:, 2 * E] / count])
@@ -106,7 +109,10 @@ class RouterLosses:
 
 
 class _AddRouterLoss(torch.autograd.Function):
-    """A loss plus a linear function of router statistics, given as the function's value and slope [2 * E + 1]."""
+    """A loss plus a linear function of router statistics.
+
+    value: the function's, already computed. slope: [2 * E + 1], the gradient of the function for a layer's statistics.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, statistics: Tensor, value: Tensor, slope: Tensor) -> Tensor:
@@ -124,7 +130,10 @@ class _AddRouterLoss(torch.autograd.Function):
 
 
 def _in_layout_of_loss(statistics: Tensor, loss: Tensor) -> Tensor:
-    """The statistics summed over the axes over which the loss is not Partial."""
+    """The statistics, summed over the axes over which the loss is not Partial, so as to be added to the loss.
+
+    Raises LayoutError for a loss that is Partial over an axis over which the statistics are not.
+    """
     if not isinstance(statistics, DTensor):
         return statistics
     own = layout_of(statistics)
@@ -151,7 +160,7 @@ def _sum_load(statistics: Tensor, E: int) -> Tensor:
 
 @torch.no_grad()
 def update_correction_biases(model: nn.Module, load: Tensor, rate: float) -> None:
-    """Raise the correction bias of experts with less than the mean load by `rate`, and lower that of the busier.
+    """Raise the correction bias of experts with less than the mean load by `rate`, and lower the busier experts' bias.
 
     load: `RouterReport.load` of the step. Called after the optimizer's step. Communication: none.
     """

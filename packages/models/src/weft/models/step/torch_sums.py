@@ -1,7 +1,7 @@
-"""Refuses, under `exact`, torch's own sums and products of DTensors: torch takes them over a rank's whole local tensor.
+"""Refuses, under `exact`, torch's own sums and products of DTensors: torch adds over a rank's whole local tensor.
 
-The ops of `weft.kernels` compute the parts of each coordinate of the named mesh by themselves. Ops of torch do not;
-those that compute each element, or each row, by itself have the same bits nevertheless.
+The ops of `weft.kernels` compute each coordinate of the named mesh apart. Ops of torch do not: an op that computes each
+element, or each row, apart has the same bits nevertheless; the sums and products in `_SUMS` have not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SUMS = frozenset((
 
 
 class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ValueError for a sum or a product of torch with a DTensor."""
+    """A dispatch mode in which an op of `_SUMS` with a DTensor raises ValueError. exact: for the error."""
 
     def __init__(self, exact: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,9 +55,9 @@ class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def refusing_torch_sums(
     function: Callable[Concatenate[nn.Module, Parameters], Result],
 ) -> Callable[Concatenate[nn.Module, Parameters], Result]:
-    """Decorator for a step of a model: inside `exact_sums`, the model's first step raises ValueError for torch's sums.
+    """Decorator for a function that runs a step of a model: inside `exact_sums`, ops of `_SUMS` raise ValueError.
 
-    Later steps call the same ops and are not watched.
+    Only a model's first step under the same named mesh is watched: later steps call the same ops.
     """
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""What the bits of a run with `plan.exact` depend on: noted in checkpoints, and compared on resume."""
+"""The facts on which the bits of a run with `plan.exact` depend: noted in checkpoints, and compared on resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .saved_run import ARITHMETIC
 
 
 def arithmetic_of(config: TrainConfig, device: torch.device) -> dict[str, Any] | None:
-    """What a run's bits depend on beside its data and options of training; None for a run without `plan.exact`.
+    """The facts, by name, on which a run's bits depend beside data and options of training; None without `plan.exact`.
 
     These are the named mesh, microbatches and the order of their sums, context, dtypes, and the version of torch, the
     device and, on a CPU, the processor's instructions and the number of threads, on which products may depend.
@@ -33,9 +33,9 @@ def arithmetic_of(config: TrainConfig, device: torch.device) -> dict[str, Any] |
 
 
 def end_of_bits(saved: Mapping[str, Any], own: Mapping[str, Any] | None, step: int) -> list[str]:
-    """The line to print where a resumed run cannot go on with the bits of the run that saved the checkpoint.
+    """A line to print if a resumed run will have different bits than the run before the checkpoint; otherwise none.
 
-    saved: the checkpoint's document. own: `arithmetic_of` of the resumed run. step: of the checkpoint.
+    saved: the checkpoint's document. own: `arithmetic_of` the resumed run. step: of the checkpoint.
     """
     before = saved.get(ARITHMETIC)
     if "config" not in saved or (before is None and own is None):

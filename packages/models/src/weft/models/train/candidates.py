@@ -20,9 +20,10 @@ from .task_config import reference_axes
 
 
 def config_of(config: TrainConfig, candidate: Candidate) -> TrainConfig:
-    """The configuration of a run by the candidate's mesh and plan, complete. Raises ValueError where train refuses it.
+    """The configuration of a run on the candidate's mesh by the candidate's plan, with all plan options filled in.
 
-    config: of the run, without mesh and plan.
+    config: of the run; the candidate's sizes and options replace the config's. Raises ValueError for a candidate
+    refused by `weft train`.
     """
     sizes = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}
     is_divided = candidate.pp > 1 or candidate.microbatches > 1
@@ -47,7 +48,7 @@ def config_of(config: TrainConfig, candidate: Candidate) -> TrainConfig:
 
 
 def checker(config: TrainConfig) -> Callable[[Candidate], None]:
-    """The check of candidates of a search: raises ValueError where `weft train` refuses a candidate."""
+    """A function for a search, which raises ValueError for a candidate refused by `weft train`."""
 
     def check(candidate: Candidate) -> None:
         config_of(config, candidate)
@@ -58,7 +59,8 @@ def checker(config: TrainConfig) -> Callable[[Candidate], None]:
 def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
     """The mesh and the plan of a run as a search's candidate.
 
-    Raises ValueError for stages that are not of equal layers.
+    config: of the run, with all plan options filled in. axes: the mesh's axes with their sizes.
+    Raises ValueError for a plan with --plan.split: a candidate's stages have equally many layers.
     """
     if config.plan.split not in (None, "layers"):
         raise ValueError(
@@ -81,7 +83,7 @@ def candidate_of(config: TrainConfig, axes: Mapping[str, int]) -> Candidate:
 
 
 def workload_of(config: TrainConfig) -> Workload:
-    """The step of a run, from the outline that the trainer uses."""
+    """The step of a run on a GPU, to be planned for any candidate. The mesh of `config` is not used."""
     config = config_of(config, Candidate())
     outline = Outline.of(config, {"dp": 1, "tp": 1}, "cuda")
     shape, model = outline.step_shape(0), outline.make_model()
@@ -108,7 +110,7 @@ def workload_of(config: TrainConfig) -> Workload:
 
 
 def step_flops(config: TrainConfig) -> float:
-    """Operations of the model in a step, without recomputation, as `weft train` counts them."""
+    """Floating-point operations of a step of the whole batch, as for the metric tflops, without recomputation."""
     _, multiplying = parameters_of(config.model, config.model_class)
     tokens = config.data.sequence_length
     return float(flops_per_token(config.model, tokens, multiplying=multiplying) * tokens * config.data.batch_size)

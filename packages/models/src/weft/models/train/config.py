@@ -26,8 +26,8 @@ from .task_config import DPOConfig, KTOConfig, LoRAConfig, Reference, ReferenceM
 Context = Literal["all_gather", "ulysses"]
 TokenTransport = Literal["exchange", "gather"]
 TrackerName = Literal["tensorboard", "wandb"]
-PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include one-time work
-# optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on one rank
+PROFILED_FROM, PROFILED_STEPS = 3, 3  # steps 3 to 5: steps 1 and 2 include work done once
+# optimizers of torch which update each element by itself; and muon, which gathers a sharded matrix on a rank
 OPTIMIZERS = (
     *("adamw", "adam", "nadam", "radam", "adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "sgd"),
     "muon",

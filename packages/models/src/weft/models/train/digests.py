@@ -20,7 +20,7 @@ from .run import Run
 
 
 def header_of(run: Run, model: nn.Module) -> Header:
-    """model: parallel already, on this rank. Communication: none."""
+    """The header of a run's digests. model: after `parallelize`, on this rank. Communication: none."""
     pipeline = pipeline_of(model)
     parameters = dict(model.named_parameters()) if pipeline is None else pipeline.parameters
     config = run.config
@@ -40,7 +40,7 @@ def header_of(run: Run, model: nn.Module) -> Header:
 
 
 def _by_microbatch(model: nn.Module, run: Run) -> tuple[str, ...]:
-    """What depends on the number of microbatches: masks, and losses that are not sums over tokens."""
+    """`Header.by_microbatch`: masks drawn for each microbatch, and losses that are no sums over tokens."""
     found = []
     if any(isinstance(each, Dropout) and each.p > 0 for each in model.modules()):
         found.append("the masks of dropout")
@@ -53,10 +53,11 @@ class Against:
     """Compares each step of a run with the digests of an earlier run, on rank 0. Made by `train` on every rank."""
 
     def __init__(self, run: Run, folder: Path, header: Header, *, first_step: int) -> None:
-        """folder: of the earlier run. first_step: steps already taken.
+        """Reads the digests of the earlier run, on rank 0.
 
-        Communication: a broadcast of rank 0's error. Raises ValueError, on every rank, for digests that cannot be read,
-        and for runs that cannot be compared.
+        folder: of the earlier run. header: of this run. first_step: the number of steps already taken.
+        Communication: a broadcast of rank 0's error. Raises ValueError, on every rank, for unreadable digests, and for
+        runs that cannot be compared.
         """
         self._names = str(folder), str(run.folder)
         self._recorded: Recorded | None = None
@@ -66,14 +67,16 @@ class Against:
         raise_on_all(error, dist.is_initialized())
 
     def _begin(self, run: Run, folder: Path, header: Header, first_step: int) -> None:
+        """`__init__` on rank 0."""
         self._recorded = read_digests(folder)
         same_start = run.resume is not None and run.resume.parent.resolve() == folder.resolve()
         self._judge = Judge((self._recorded.header_of(first_step + 1), header), same_start=same_start)
 
     def add(self, digests: list[StepDigests]) -> str:
-        """Compare the steps that rank 0 has; returns on every rank the report of the first difference above rounding.
+        """Compare further steps. Returns, on every rank, the report of the first difference above rounding, else "".
 
-        "" without one. Communication: a broadcast of the report. Raises ValueError, on every rank, as `Judge.add`.
+        digests: on rank 0, of this run's steps since the last call; elsewhere not read.
+        Communication: a broadcast of the report. Raises ValueError, on every rank, as `Judge.add`.
         """
         report: list[Any] = ["", None]
         if self._judge is not None and self._recorded is not None:
@@ -87,6 +90,7 @@ class Against:
         return str(report[0])
 
     def _add(self, judge: Judge, recorded: Recorded, digests: list[StepDigests]) -> str:
+        """`add` on rank 0."""
         for each in digests:
             previous, self._previous = self._previous, each
             earlier = recorded.steps.get(each.step)
@@ -95,7 +99,7 @@ class Against:
         return ""
 
     def closing_line(self) -> str:
-        """The verdict on all steps, for rank 0 to print."""
+        """The verdict on all compared steps, for rank 0 to print at the end."""
         if self._judge is None or not self._judge.steps:
             return f"compared with {self._names[0]}: no step of this run has digests there"
         return f"compared with {self._names[0]}: {describe(self._judge, self._names)}"

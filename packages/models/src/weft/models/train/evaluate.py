@@ -1,4 +1,4 @@
-"""Losses and rewards of a model on the rows of a file, on one device: the computing of `weft evaluate`."""
+"""The computing of `weft evaluate`: losses and rewards of a model on the rows of a file, on a single device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LossNotFinite(RuntimeError):
 
 
 def evaluate_text(model: nn.Module, batches: Batches, *, rows: int, device: torch.device) -> Figures:
-    """The mean loss of every next token in the sequences of a text.
+    """The mean loss of every next token in all sequences of a text, held-out sequences included.
 
-    rows: the sequences of one call of the model. Raises LossNotFinite.
+    batches: with a batch size of `rows`. rows: sequences in a call of the model. Raises LossNotFinite.
     """
     total, learned, examples = 0.0, 0, 0
     for part in _every(batches, rows):
@@ -50,8 +50,8 @@ def evaluate_examples(
 
     dpo: `accuracy`, the share of pairs whose chosen answer has the greater log-probability. With a reference, rewards
         and the loss of DPO; see `_pair_figures`.
-    kto: with a reference, rewards and the loss of KTO over all examples as one batch; see `_judged_figures`.
-    rows: of one call of the model. Raises LossNotFinite.
+    kto: with a reference, rewards and the loss of KTO over all examples as a single batch; see `_judged_figures`.
+    rows: in a call of the model. beta: of the rewards and losses. Raises LossNotFinite.
     """
     scores = _score(model, batches, task, rows, device, 0)
     figures = _mean(-float(scores.log_probabilities.sum()), scores.learned, len(scores.log_probabilities))
@@ -67,7 +67,7 @@ def evaluate_examples(
 
 
 def _pair_figures(policy: Tensor, reference: Tensor | None, beta: float) -> Figures:
-    """policy, reference: log-probabilities [pairs, 2] of the chosen and the rejected answer."""
+    """The figures of dpo. policy, reference: log-probabilities [pairs, 2] of the chosen and the rejected answer."""
     figures: Figures = {"accuracy": float((policy[:, 0] > policy[:, 1]).double().mean())}
     if reference is None:
         return figures
@@ -82,9 +82,10 @@ def _pair_figures(policy: Tensor, reference: Tensor | None, beta: float) -> Figu
 
 
 def _judged_figures(scores: _Scores, reference: Tensor, kl: Tensor, beta: float) -> Figures:
-    """reference: log-probabilities [examples, 1] of the answers. kl: `kl_of` the mismatched answers.
+    """The figures of kto, without the mean reward of a label that no example has.
 
-    A mean reward is left out where no example has this label.
+    scores: of the policy. reference: log-probabilities [examples, 1] of the answers. kl: `kl_of` the mismatched
+    answers.
     """
     policy, reference, desirable = scores.log_probabilities[:, 0], reference[:, 0], scores.labels
     rewards = implicit_rewards(policy, reference, beta)
@@ -98,17 +99,17 @@ def _judged_figures(scores: _Scores, reference: Tensor, kl: Tensor, beta: float)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Scores:
-    """The examples of a file under one model, on the CPU."""
+    """A model's log-probabilities of all examples of a file, and facts about the examples, on the CPU."""
 
     log_probabilities: Tensor  # [examples, answers] float64: sums over an answer's tokens; dpo has 2 answers, else 1
-    labels: Tensor  # [examples] bool, of kto
+    labels: Tensor  # [examples] bool, of kto: whether desirable
     learned: int  # the number of tokens of all answers
 
 
 def _score(
     model: nn.Module, batches: ExampleBatches, task: str, rows: int, device: torch.device, which: int
 ) -> _Scores:
-    """which: as for `ExampleBatches.batch`."""
+    """The `_Scores` of all examples under a model. rows: in a call. which: as for `ExampleBatches.batch`."""
     answers = 2 if task == "dpo" else 1
     sums, labels, learned = list[Tensor](), list[Tensor](), 0
     for first in range(0, batches.num_every, rows):
@@ -124,6 +125,7 @@ def _score(
 
 
 def _documents(part: Rows) -> Tensor:
+    """The number of each token's document in the row, [rows, T]."""
     assert part.documents is not None, "rows of examples number their documents"
     return part.documents
 
@@ -137,9 +139,9 @@ def _token_losses(model: nn.Module, part: Rows, device: torch.device) -> Tensor:
 
 
 def _every(batches: Batches, rows: int) -> Iterator[Rows]:
-    """All rows once, `rows` at a time: those that a run holds out, and the first epoch of a run.
+    """All rows once, `rows` at a time: the rows held out by a run, then the first epoch of a run.
 
-    batches: of one source, with `rows` as its batch size.
+    batches: of a single source, with a batch size of `rows`.
     """
     for first in range(0, batches.num_held_out, rows):
         yield batches.held_out(slice(first, first + rows))
@@ -148,7 +150,7 @@ def _every(batches: Batches, rows: int) -> Iterator[Rows]:
 
 
 def _mean(total: float, learned: int, examples: int) -> Figures:
-    """The figures of every task. total: the sum of the losses of `learned` tokens."""
+    """The figures common to all tasks. total: the sum of the losses of `learned` tokens. Raises LossNotFinite."""
     loss = total / learned
     perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
     if not torch.tensor([loss, perplexity]).isfinite().all():

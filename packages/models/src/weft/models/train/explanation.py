@@ -241,9 +241,9 @@ class Outline:
         return self.batch_shape[0] // self.num_microbatches
 
     def token_criterion(self, denominator: float) -> Criterion:
-        """Cross-entropy over a number of tokens of the global batch, so that microbatches' and ranks' losses add up.
+        """The summed cross-entropy over `denominator`, plus the routers' losses for a model with experts.
 
-        For a model with experts, with the routers' losses.
+        denominator: the number of learned tokens in the global batch; losses of microbatches and ranks then add up.
         """
         return self.with_routers(partial(cross_entropy, denominator=denominator))
 
@@ -294,7 +294,12 @@ class Outline:
         return {name: value for name, value in inputs.items() if name in names}
 
     def step_shape(self, rank: int, documents: Tensor | None = None, examples_per_row: int = 1) -> StepShape:
-        """The batch, criterion and inputs of a step on shapes. Arguments: as for `record_step`."""
+        """The batch, criterion and inputs of a step on shapes.
+
+        documents: [rows, T], the number of each token's document, where keys are exchanged by the documents of the
+            batch; None: the step is predicted without documents.
+        examples_per_row: for dpo and kto, the most examples in a row.
+        """
         extra: dict[str, Any] = {} if documents is None else {"documents": documents}
         criterion = self.token_criterion(float(math.prod(self.batch_shape)))
         if self.config.task in ("dpo", "kto"):

@@ -26,10 +26,10 @@ AnyBatches = Batches | ExampleBatches
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """This rank's rows of one microbatch, on the host. Made by `Feed.read`."""
+    """This rank's rows of a microbatch, on the host. Made by `Feed.read`."""
 
     rows: Rows
-    first: int  # the number of the first row in the batch
+    first: int  # the number of the first of these rows in the batch
     count: int  # the rows of the whole microbatch, over all ranks
 
 
@@ -84,7 +84,7 @@ class Feed:
         return found
 
     def lay_out(self, share: Share, *, preferences: bool = False, **inputs: Any) -> Microbatch:
-        """The arguments of the model for this rank's rows of a microbatch.
+        """The microbatch with this rank's rows: arguments of the model, and targets.
 
         preferences: whether the targets are `PreferenceTargets`, and the model computes the targets' losses itself.
         inputs: further arguments of the model, for example dropout_key.
@@ -131,6 +131,7 @@ class Feed:
         ]
 
     def _preference_targets(self, share: Share, targets: Any, numbers: Any) -> PreferenceTargets:
+        """The `PreferenceTargets` of a microbatch. targets, numbers: laid out as the model's tokens."""
         rows = share.rows
         assert isinstance(rows, TaskRows), "rows of a task with preferences"
         return PreferenceTargets(

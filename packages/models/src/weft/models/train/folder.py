@@ -137,9 +137,9 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def rename_damaged_checkpoints(folder: Path, after: int) -> list[Path]:
-    """Rename damaged checkpoints of steps after `after`, and return their new paths.
+    """Rename damaged checkpoints of steps after `after`, where this run starts, and return their new paths.
 
-    The run can then save these steps again.
+    Called at the start of every run, which can then save these steps again.
     Raises ValueError for a complete checkpoint among them, perhaps just written by another run.
     """
     newer = {step: path for step, path in checkpoints(folder).items() if step > after}
@@ -161,7 +161,7 @@ def _rename_damaged(path: Path) -> Path:
 def find_to_resume(path: Path) -> Path:
     """The checkpoint to resume from: `path` itself, or the newest complete checkpoint of the run in `path`.
 
-    Raises ValueError if there is none.
+    Raises ValueError for a run without a complete checkpoint, and as `Manifest.read`.
     """
     if (path / MANIFEST).exists() or not path.is_dir():
         Manifest.read(path)
@@ -235,7 +235,7 @@ def _removal_failure(path: Path, error: OSError) -> str:
 def tidy(folder: Path) -> None:
     """Remove temporary folders left by a killed run, and finish an interrupted `replace_folder`.
 
-    The caller holds the folder's lock.
+    Called at the start of every run, new or resumed, under the folder's lock.
     """
     new = folder / NEW
     if new.is_dir() and not new.is_symlink() and not (folder / CHECKPOINT).exists():

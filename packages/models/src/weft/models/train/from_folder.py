@@ -63,9 +63,9 @@ def model_of(folder: Path) -> ModelConfig:
 
 
 def find_model(folder: Path) -> ModelConfig | None:
-    """The config of the model in a folder, or None for a checkpoint of a model class of the user.
+    """The config of the model in a folder; None for a checkpoint of the user's model class, which has no config.json.
 
-    The latter has no config.json. Raises as `config_of`.
+    Raises as `config_of`.
     """
     try:
         return config_of(folder)

@@ -1,4 +1,4 @@
-"""The golden file of a run's step: its collectives and their sites, its memory and its layouts, for `weft check`."""
+"""The golden file of a run's step, for `weft check`: collectives with sites, memory, and layouts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def make_golden(
     ranks: Sequence[int],
     allow: Allow | None = None,
 ) -> Golden:
-    """Runs a step on shapes, and returns what a golden file has.
+    """The content of a golden file, from steps of the run on shapes.
 
-    config, axes: as for `Outline.of`. device_type: of the run, "cpu" or "cuda". ranks: to be recorded, as
-        `ranks_of_stages` has them.
+    config, axes: as for `Outline.of`. command: the command by which `weft check` makes the file again.
+    device_type: of the run, "cpu" or "cuda". ranks: the ranks to record, from `ranks_of_stages`.
+    allow: the differences accepted by `weft check`; None: the defaults of `Allow`.
     Cost: three steps on shapes for each rank. Communication: none.
-    Raises ValueError for a model that the plan cannot lay out.
+    Raises ValueError where the plan cannot lay out the model.
     """
     outline = Outline.of(config, axes, device_type)
     records: list[RankRecord] = []
@@ -58,7 +59,7 @@ def make_golden(
 
 
 def ranks_of_stages(axes: Mapping[str, int]) -> tuple[int, ...]:
-    """The first rank of each pipeline stage. axes: of the mesh, "pp" first."""
+    """The first rank of each pipeline stage. axes: the mesh's axes with their sizes, "pp" first."""
     stages = axes.get("pp", 1)
     size = 1
     for axis, each in axes.items():
@@ -67,7 +68,7 @@ def ranks_of_stages(axes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _memory(outline: Outline, axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Bytes of the rank by kind; kinds without bytes are left out."""
+    """The bytes of a rank's memory by kind, as "parameters"; kinds without bytes are left out."""
     memory = outline.predict_memory(rank)
     found = {each.name: int(getattr(memory, each.name)) for each in dataclasses.fields(memory) if each.name != "peak"}
     if reference_of(outline.config) == "model":

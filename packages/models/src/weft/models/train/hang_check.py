@@ -16,10 +16,10 @@ from .memory_check import gpu_count
 
 
 def check_run(config: TrainConfig, axes: Mapping[str, int]) -> NoHang | Hang:
-    """Match the calls of all ranks in a training step of a run.
+    """Records the calls of the ranks in a training step of a run, on shapes, and matches the calls between ranks.
 
-    config, axes: as for `Outline.of`.
-    Raises ValueError for a model that the plan cannot lay out.
+    config, axes: as for `Outline.of`. Communication: none.
+    Raises ValueError where the plan cannot lay out the model.
     """
     outline = Outline.of(config, axes, "cuda" if gpu_count() else "cpu")
 

@@ -39,8 +39,8 @@ def load_weights(
 
     folder: a Hugging Face folder, a Weft checkpoint, or a folder of adapters, whose base is loaded with these adapters
         folded in. Adapters in a checkpoint are folded in likewise.
-    seed: where the model has adapters, which `lora` added before `parallelize`, they are drawn from the seed, and the
-        folder's weights become the base's.
+    seed: of adapters that `lora` added to the model before `parallelize`: the adapters are drawn, and the folder's
+        weights become the base's.
     The parameters keep their dtype. Communication and ValueError: as `from_pretrained` or `load_checkpoint`; for
     adapters to fold in, an all-gather of the adapters stored sharded.
     """
@@ -91,7 +91,7 @@ def _read_alone(folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def _fill_alone(model: nn.Module, reader: FolderReader, absent: Collection[str] = ()) -> None:
-    """Read an unsharded model's parameters from a checkpoint. absent: names of parameters that it does not hold."""
+    """Read an unsharded model's parameters from a checkpoint. absent: names of parameters not in the checkpoint."""
     check_model(model, reader, absent)
     for name, parameter in model.named_parameters():
         if name not in absent:

@@ -223,7 +223,7 @@ def world_of(environ: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables, translated from the variables of srun, Open MPI, or MPICH and Intel MPI.
 
     Empty if RANK is set already, without a launcher, and for a world of a single process, which `launch` handles by
-    itself.
+    itself. Raises ValueError as `adopt_launcher`.
     """
     if "RANK" in environ:
         return {}
@@ -252,7 +252,7 @@ def world_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of Slurm's list: gpu07 for "gpu[07-09,12],cpu1"."""
+    """The first host of Slurm's list: gpu07 for "gpu[07-09,12],cpu1". Raises ValueError for a list without a host."""
     found = re.match(r"([^\[,]+)(?:\[(\w+))?([^,]*)", hosts)
     if found is None:
         raise ValueError(f"SLURM_STEP_NODELIST is {hosts!r}, which names no host")

@@ -10,10 +10,10 @@ _MOST = 2.0  # the load, over the mean, of the highest mark
 
 
 def draw_load(load: Sequence[Sequence[float]], layers: Sequence[int], width: int) -> str:
-    """A line for each layer: the number of its tokens that each expert was given, over the mean.
+    """A heading, then a line for each layer: a mark for the load of each expert, over the layer's mean load.
 
-    load: a row for each layer, a number for each expert. layers: the layers' numbers. width: columns; where a layer
-    has more experts than columns, neighbors share a mark, which shows the busiest of them.
+    load: a row for each layer, with the number of tokens of each expert. layers: the layers' numbers. width: columns;
+    in a layer with more experts than columns, neighbors share a mark, which shows the busiest expert.
     """
     label = max(len(f"layer {layer}") for layer in layers)
     columns = max(1, width - label - len("  busiest 10.00x"))
@@ -28,6 +28,6 @@ def draw_load(load: Sequence[Sequence[float]], layers: Sequence[int], width: int
 
 
 def _mark(share: float) -> str:
-    """The mark of a load over the mean; a blank only for an expert without tokens."""
+    """The mark of a load; a blank only for an expert without tokens. share: the load over the mean load."""
     steps = len(_MARKS) - 1
     return _MARKS[0 if share <= 0 else min(steps, max(1, round(share / _MOST * steps)))]

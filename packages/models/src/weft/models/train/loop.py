@@ -36,13 +36,14 @@ def train(run: Run, device: torch.device) -> int:
 
     Rank 0 prints, and writes all files except the tensors of checkpoints and the traces, which every rank writes.
     Returns 0, or the signal received. By then a checkpoint is saved or, after the last step, the final model (the last
-    checkpoint for a model class of the user's own).
-    Communication: in every step that of `find_gradients`, and an all-reduce of a byte for the vote on stopping; for
-    checkpoints that of `Saver`.
+    checkpoint for a model class of the user's own); a replay saves neither after the last step.
+    Communication: in every step as `Trainer.step`, and an all-reduce of a byte for the vote on stopping; for
+    checkpoints as `Saver`.
     Raises TrainingError, on every rank, if the loss, the gradients or the values to save are not finite; if the loss of
     step 1 differs from the loss of one process; if the initial weights cannot be used; if a checkpoint cannot be read
-    or written; if metrics, the model or the run's folder cannot be written; and if prepared data does not match the
-    checksums. Raises Unanswered if a collective does not finish within the run's timeout.
+    or written; if metrics, the model or the run's folder cannot be written; if a difference from the run of --against
+    is larger than rounding explains; and if prepared data does not match the checksums. Raises Unanswered if a
+    collective does not finish within the run's timeout.
     """
     paths: list[Any] = [run.folder, run.origin]
     # Take rank 0's values: without --output each rank has named the folder by its own clock, and with --from each has
@@ -190,7 +191,7 @@ def _save_user_model(run: Run, results: Results, saver: Saver) -> Path:
 
 
 def _begin_digests(run: Run, trainer: Trainer, results: Results, first_step: int) -> Against | None:
-    """Begin the file of digests, if the run has any, and the comparison with an earlier run; None without one.
+    """Begin the file of digests, if the run has any; return the comparison with the earlier run of --against, or None.
 
     Communication and errors: as `Results.begin_digests` and `Against`.
     """
@@ -205,14 +206,21 @@ def _begin_digests(run: Run, trainer: Trainer, results: Results, first_step: int
 def _keep_digests(trainer: Trainer, results: Results, against: Against | None) -> None:
     """Write the digests of the last step, and compare them with the earlier run's.
 
-    Communication: as `Against.add`. Raises TrainingError, on every rank, where rounding does not explain a difference.
+    Communication: as `Against.add`. Raises TrainingError, on every rank, where rounding does not explain a difference,
+    and where a tensor has two shapes.
     """
     if trainer.recorder is None:
         return
     digests = trainer.recorder.take()
     for each in digests:
         results.add_digests(each)
-    if against is not None and (report := against.add(digests)):
+    if against is None:
+        return
+    try:
+        report = against.add(digests)
+    except ValueError as error:
+        raise TrainingError(str(error)) from error
+    if report:
         raise TrainingError(report)
 
 

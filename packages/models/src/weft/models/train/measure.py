@@ -3,9 +3,9 @@
 `flops_per_token` and `peak_flops`: the operations of a step and the peak of the chip, for the metrics tflops and mfu.
 `peak_memory` and `total_memory`: the memory used by this process, and the device's memory. `Trainer` logs both.
 `memory_table`: the memory held by each rank of a pipeline, printed by `Trainer.first_step`.
-`CollectiveCount`: the collectives issued by a step, seen through torch's dispatcher. `Trainer.first_step` compares them
-with the prediction, and tests assert them.
-`profiled`: torch profiler traces of a few steps, one file per rank (`--profile`).
+`CollectiveCount`: the collectives issued by a step, seen through torch's dispatcher. `Trainer.first_step` compares
+these with the prediction, and tests assert their number.
+`profiled`: torch profiler traces of a few steps, a file per rank (`--profile`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _BF16_PEAKS = (
 def flops_per_token(model: ModelConfig, T: int, *, multiplying: int | None = None) -> int:
     """Floating-point operations of a training step per token, in sequences of T tokens.
 
-    6 for each weight in a token's matrix products (of experts, those that the token is sent to), plus 12 * T *
+    6 for each weight in a token's matrix products (of experts, only where the token is sent), plus 12 * T *
     attention_width per layer. A causal mask does not lower the count: Chowdhery et al., "PaLM" (2022), appendix B;
     published MFU figures are counted this way.
-    multiplying: the number of weights in matrix products, from `model_class.parameters_of`, which also counts those of
-        a model class of the user; None takes the config's number.
+    multiplying: the number of weights in matrix products, from `model_class.parameters_of`, which can also count a
+        model class of the user; None takes the config's number.
     """
     weights = model.num_multiplied if multiplying is None else multiplying
     return 6 * weights + 12 * model.num_layers * model.attention_width * T

@@ -1,9 +1,9 @@
 """Check a run against the memory of the machine, before torch is imported.
 
-`weft train` calls `check_room` for the run, and for each mesh that it may suggest. `check_room` counts the bytes that
-every run needs: parameters, gradients and the optimizer's state. `cpu_memory` and `gpu_memory` give the memory of this
-machine's CPU and GPUs, and `gpu_count` the number of GPUs. They ask the kernel and the CUDA driver directly: a call
-takes a millisecond, and importing torch takes seconds.
+`weft train` calls `check_room` for the run, and for each mesh to be suggested. `check_room` counts the bytes needed by
+every run: parameters, gradients and the optimizer's state. `cpu_memory` and `gpu_memory` give the memory of this
+machine's CPU and GPUs, and `gpu_count` the number of GPUs. These functions ask the kernel and the CUDA driver directly:
+a call takes a millisecond, and importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _STATES = {
     **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop", "muon"), 2),
     **dict.fromkeys(("adagrad", "asgd", "sgd"), 1),
 }
-_WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers that keep one state less if beta1 is 0
+_WITH_MOMENTUM = ("sgd", "rmsprop")  # optimizers with a state less if beta1 is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
     """The sizes that determine the least memory of a run, on a GPU or on all processes of this machine."""
 
-    parameters: int  # of the whole model
+    parameters: int  # of the whole model, experts included
     processes: int  # processes on the device: 1 on a GPU, all processes of this machine on the CPU
-    parts: int  # parts of the model, each on its own processes: pp * tp
+    parts: int  # parts of the model, on different processes: pp * tp
     across: int  # processes with the same part: dp * cp. ZeRO shards the part over these
     zero: int  # the plan's ZeRO level
     states: float  # state tensors per parameter, each of the parameter's size; a mean over the parameters
     compares: bool  # whether the loss of step 1 is also computed on a single process, with a whole model
-    experts: int = 0  # of the parameters: those of experts on an axis "ep"
-    expert_parts: int = 1  # into which pp, ep and tp split them
-    expert_across: int = 1  # processes with the same part of them
-    trained: float = 1.0  # share of the parameters that have gradients and states; below 1 with adapters
-    frozen: float = 0.0  # parameters of a reference model on the device, over all its processes
+    experts: int = 0  # parameters of experts on an axis "ep", for which the next two fields replace parts and across
+    expert_parts: int = 1  # parts of the experts, on different processes
+    expert_across: int = 1  # processes with the same part of the experts
+    trained: float = 1.0  # share of the parameters with gradients and states; below 1 with adapters
+    frozen: float = 0.0  # parameters of a reference model on the device, all processes of the device together
 
     @property
     def nbytes(self) -> int:

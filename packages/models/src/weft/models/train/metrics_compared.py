@@ -12,15 +12,16 @@ from .metrics_file import METRICS, read_logged
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetrics:
-    """Loss and norm of the steps that both runs have."""
+    """The comparison of two runs' losses and norms, over the steps of both."""
 
-    steps: int
-    same: int
-    first: int | None = None  # the first step that differs
-    loss: tuple[float, float] | None = None  # of that step
-    norm: tuple[float, float] | None = None
+    steps: int  # of both runs
+    same: int  # steps with the same loss and norm
+    first: int | None = None  # the first different step; None without a difference
+    loss: tuple[float, float] | None = None  # of the first different step, in the two runs
+    norm: tuple[float, float] | None = None  # of the gradients in this step; None if a run has no norm
 
     def as_text(self) -> str:
+        """The comparison as a line of text."""
         if self.first is None or self.loss is None:
             return (
                 f"metrics: the same loss and norm in all {self.steps} steps"
@@ -35,7 +36,7 @@ class ComparedMetrics:
 
 
 def compare_metrics(folders: Sequence[Path]) -> ComparedMetrics:
-    """Compare the metrics.jsonl of two runs. Raises ValueError as `read_logged`."""
+    """Compare the metrics.jsonl of two runs. folders: of the runs. Raises ValueError as `read_logged`."""
     rows = []
     for folder in folders:
         values = [json.loads(each.text) for each in read_logged(folder / METRICS)]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..config import ModelConfig
+from ..exact import parse_exact
 from ..families import make_model
 from ..mixture_config import MixtureConfig
 
@@ -144,6 +145,24 @@ def check_blocks(config: ModelConfig, name: str) -> None:
 
     with torch.device("meta"):
         check_matrices(make_model_of(config, name))
+
+
+def check_named_cuts(config: TrainConfig) -> None:
+    """Raise ValueError for a model that some mesh within the one of `plan.exact` cuts elsewhere."""
+    if config.plan.exact is None:
+        return
+    import torch
+    from weft.reshard import exact_sums
+
+    from ..parallel.parallelize import own_plan
+    from ..parallel.parameter_layouts import check_parameters
+    from ..parallel.resolve import resolve
+
+    exact = parse_exact(config.plan.exact)
+    with torch.device("meta"):
+        model = make_adapted_model(config)
+    with exact_sums(exact):
+        check_parameters(model, resolve(model, own_plan(model)), exact)
 
 
 def count_adapters(config: TrainConfig) -> int:

@@ -14,6 +14,7 @@ from weft.kernels import cross_entropy
 from ..data.batches import Batches
 from ..data.examples.rows import ExampleBatches
 from ..data.examples.source import ExampleMixture, Examples
+from ..exact import fitting_part
 from ..parallel.pipeline.run import Microbatch
 from ..step.criterion import Criterion
 from .explanation import Outline
@@ -23,15 +24,15 @@ from .run import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """The arguments of `find_gradients` for a step, or of `find_loss`."""
+    """The arguments of `find_gradients` for a step, or of `find_loss` for held-out rows."""
 
     criterion: Criterion
     microbatches: Sequence[Microbatch]
-    weight: float = 1.0  # of held-out rows: the batch's share of the mean loss
+    weight: float = 1.0  # factor of the batch's loss in the mean loss of all held-out rows
 
 
 def open_batches(run: Run) -> AnyBatches:
-    """The rows of the run's data: of texts, or of a task's examples."""
+    """The reader of the run's data by rows: of texts, or of a task's examples."""
     data = run.config.data
     options: dict[str, Any] = {
         "sequence_length": data.sequence_length,
@@ -66,7 +67,10 @@ class TokenObjective:
         return StepBatch(criterion=self._criterion(step), microbatches=self._feed.training(step, shares))
 
     def held_out(self) -> Iterator[StepBatch]:
-        """The held-out rows; the losses of all batches add up to the mean loss. Communication: none."""
+        """The held-out rows, in batches of a step's size. The batches' losses, each times `weight`, add up to the mean.
+
+        Communication: none.
+        """
         (size, T), count = self._outline.batch_shape, self._batches.num_held_out
         learned = count * T
         if isinstance(self._batches, ExampleBatches):
@@ -74,14 +78,19 @@ class TokenObjective:
         criterion = partial(cross_entropy, denominator=float(learned))
         for first in range(0, count, size):
             rows = min(size, count - first)
-            shares = self._feed.read(self._batches.held_out, first, rows, rows)
+            exact = self._outline.plan.exact
+            part = rows if exact is None else fitting_part(exact, rows)
+            shares = self._feed.read(self._batches.held_out, first, rows, part)
             yield StepBatch(criterion=criterion, microbatches=[self._feed.lay_out(share) for share in shares])
 
     def keep_reference(self, step: int) -> None:
-        """Nothing: these tasks have no reference."""
+        """Does nothing: these tasks have no reference."""
 
     def whole(self, step: int, model: nn.Module) -> StepBatch:
-        """All rows of a step on this process alone. model: not parallelized."""
+        """The criterion and all rows of a step, for this process alone, to compute the loss of a single process.
+
+        model: not parallelized.
+        """
         rows = self._batches.batch(step, slice(None))
         return StepBatch(criterion=self._criterion(step), microbatches=self._feed.whole_batch(step, rows, model))
 

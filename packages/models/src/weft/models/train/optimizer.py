@@ -102,7 +102,7 @@ def _make_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
 
 
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, int | None]:
-    """The matrices updated by Muon, and for queries and keys the rows of a head: else None.
+    """The matrices updated by Muon, each with the number of rows of a head for queries and keys, else with None.
 
     These are the parameters of two or three dims in blocks, the modules in the outermost nn.ModuleList, without
     embedding tables. A parameter of three dims is a stack of matrices.

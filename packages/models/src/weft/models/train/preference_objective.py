@@ -1,4 +1,4 @@
-"""What a run of the tasks dpo and kto learns: the preferences of examples, compared with a reference."""
+"""The rows and the criterion of a step of dpo and kto: preferences of examples, compared with a reference."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from .task_config import reference_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StepRows:
-    """What a step reads in the thread, for each set of rows."""
+    """The data of a step, read in a thread. For the sets of rows, see `PreferenceObjective._sets`."""
 
-    own: Sequence[Sequence[Share]]
-    reference: Sequence[Any]  # of `Reference.read`
+    own: Sequence[Sequence[Share]]  # by set: this rank's rows for the model in training
+    reference: Sequence[Any]  # by set: from `Reference.read`
 
 
 class PreferenceObjective:
     """The losses of dpo and kto; see `TokenObjective` for the methods.
 
-    Every mean is over the examples of the global batch: that of the losses, kto's divergence, and the metrics.
+    Losses, kto's divergence and the metrics are means over the examples of the global batch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PreferenceObjective:
         self._mismatched_values: Tensor | None = None
 
     def begin(self, step: int) -> None:
-        """Fill the table of a precomputed reference: before step 0 by the scorer, else from the run's file.
+        """Fill the table of a precomputed reference. step: the run's first, from 0.
 
         Communication and errors: as `PrecomputedReference.prepare`.
         """
@@ -85,7 +85,7 @@ class PreferenceObjective:
     def held_out(self) -> Iterator[StepBatch]:
         """As `TokenObjective.held_out`. Communication: the reference's.
 
-        kto's divergence is that of each batch of rows, of the size of a step's.
+        Each batch has its own divergence of kto, as each step in training.
         """
         size, total = self._outline.batch_shape[0], self._batches.num_held_out
         of_all = self._batches.held_out_counts(slice(None))
@@ -103,7 +103,7 @@ class PreferenceObjective:
             )
 
     def keep_reference(self, step: int) -> None:
-        """Keep the reference of a step for `whole`. Every rank calls this. Communication: as `step`."""
+        """Keep the reference's numbers of a step for `whole`. Every rank calls this. Communication: as `step`."""
         self._reference_values, self._mismatched_values = self._find_values(step, self.read(step))
 
     def whole(self, step: int, model: nn.Module) -> StepBatch:
@@ -120,11 +120,14 @@ class PreferenceObjective:
 
     @property
     def _sets(self) -> range:
-        """The sets of rows: one of dpo; of kto the own and the mismatched ones."""
+        """The values of `which` in a step, as for `ExampleBatches.batch`: 0; for kto also 1, the mismatched rows."""
         return range(2 if self._is_kto else 1)
 
     def _criterion(self, counts: Counts, reference: Sequence[Tensor], mismatched: Tensor | None) -> Criterion:
-        """The criterion of a batch. counts: of its rows. mismatched: the policy's log-probabilities, for kto."""
+        """The criterion of a batch. counts: of the batch's rows.
+
+        reference: by set, log-probabilities. mismatched: the policy's, of the mismatched rows; None for dpo.
+        """
         documents, config = documents_per_row(self._batches, self._outline.config), self._outline.config
         if mismatched is None:
             return DPOCriterion(
@@ -147,15 +150,16 @@ class PreferenceObjective:
 
 
 def _with_reference(microbatches: Sequence[Microbatch], reference: Tensor) -> list[Microbatch]:
+    """The microbatches, with the reference's log-probabilities [rows, D] of a batch in their targets."""
     return [replace(each, targets=each.targets.with_reference(reference)) for each in microbatches]
 
 
 def make_preference_objective(
     run: Run, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device
 ) -> PreferenceObjective:
-    """The objective of a run of dpo or kto, with its reference.
+    """The objective of a run of dpo or kto, with the reference of the config.
 
-    model: in training, with its initial weights. Communication: that of loading a reference model.
+    model: in training, with initial weights. Communication and errors: as `ModelReference`, with a reference model.
     """
     reference: Reference
     kind = reference_of(run.config)

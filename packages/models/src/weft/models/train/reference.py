@@ -1,7 +1,7 @@
-"""The reference of dpo and kto: where the log-probabilities come from that the policy is compared with.
+"""The reference of dpo and kto, whose log-probabilities are compared with the policy's.
 
-`ModelReference`: a frozen model on a mesh of its own over the run's processes. `AdapterReference`: the policy without
-its adapters. `PrecomputedReference`: a table of numbers, computed once before the first step.
+`ModelReference`: a frozen model on its own mesh over the run's processes. `AdapterReference`: the policy without
+adapters. `PrecomputedReference`: a table of numbers, computed once before the first step.
 """
 
 from __future__ import annotations
@@ -41,25 +41,31 @@ class Reference(Protocol):
     """Gives log-probabilities under the reference. Every rank calls the methods in the same order."""
 
     def read(self, step: int, which: int, own: Sequence[Share]) -> Any:
-        """What `of_step` needs of the data, read in a thread. which: as for `ExampleBatches.batch`.
+        """The data of a step for `of_step`; called in a thread, a step ahead.
 
-        own: the same rows as the model in training reads them.
+        which: 0; for kto also 1, the same rows with the mismatched completions.
+        own: this rank's rows as the model in training has read them.
         """
         ...
 
     def of_step(self, step: int, which: int, found: Any) -> Tensor:
-        """Log-probabilities of the documents in the rows of a step, [rows, documents], on every rank."""
+        """Log-probabilities of the documents in all rows of a step, on every rank: [rows, `documents_per_row`].
+
+        A document is an example's segment: for dpo an answer, chosen or rejected, for kto a completion.
+        found: from `read`, with the same step and `which`.
+        """
         ...
 
     def of_held_out(self, first: int, count: int, which: int) -> Tensor:
-        """The same of `count` held-out rows from `first` on."""
+        """Log-probabilities [count, documents] of held-out rows, from row `first` on, on every rank."""
         ...
 
 
 class Scorer:
-    """Computes log-probabilities of the documents in rows, under one model without dropout, in any layout.
+    """Computes log-probabilities of the documents in rows, under a model without dropout, in any layout.
 
-    Communication of `score`: as `log_probabilities`.
+    Of a reference, or of the model in training, whose rows are read here too.
+    outline: with the model's mesh and plan. Communication of each method but `read_step`: as `log_probabilities`.
     """
 
     def __init__(self, batches: ExampleBatches, outline: Outline, model: nn.Module, device: torch.device) -> None:
@@ -79,14 +85,14 @@ class Scorer:
         return self._of_rows(partial(self._batches.held_out, which=which), first, count)
 
     def of_every(self, first: int, count: int, which: int) -> Tensor:
-        """The same of `count` rows of all rows of the data, from `first` on; see `ExampleBatches.every`."""
+        """Log-probabilities [count, documents] of rows of `ExampleBatches.every`, from row `first` on."""
         return self._of_rows(partial(self._batches.every, which=which), first, count)
 
     def _of_rows(self, rows_of: Callable[[slice], Rows], first: int, count: int) -> Tensor:
         return self.score(self.feed.read(rows_of, first, count, self._outline.microbatch_rows), count)
 
     def score(self, shares: Sequence[Share], rows: int) -> Tensor:
-        """Log-probabilities [rows, documents] of a batch, of which each rank has its own shares."""
+        """Log-probabilities [rows, documents] of a batch, on every rank. shares: this rank's of the `rows` rows."""
         was_training = self._model.training
         self._model.eval()
         with torch.compiler.set_stance("force_eager"):
@@ -108,10 +114,13 @@ def documents_per_row(batches: ExampleBatches, config: TrainConfig) -> int:
 
 
 class ModelReference(Scorer):
-    """A frozen model, on a mesh of its own over the processes of the run."""
+    """A frozen model, on its own mesh over the processes of the run."""
 
     def __init__(self, run: Run, batches: ExampleBatches, device: torch.device) -> None:
-        """Communication: as `load_weights`. Raises ValueError for weights that do not fit."""
+        """Makes the model, and loads the weights or draws them from the seed.
+
+        Communication: as `load_weights`. Raises ValueError for weights of a different model.
+        """
         outline = Outline.of_reference(run.config, run.axes, device.type)
         model = parallelize(outline.make_model().requires_grad_(False), outline.mesh, outline.plan)
         if run.reference is None:
@@ -126,7 +135,7 @@ class ModelReference(Scorer):
 
 
 class AdapterReference(Scorer):
-    """The model in training, without its adapters: a reference without memory of its own."""
+    """The model in training, called without adapters: a reference that needs no further memory."""
 
     def read(self, step: int, which: int, own: Sequence[Share]) -> Sequence[Share]:
         """As `Reference.read`: the rows that the model in training has read."""
@@ -138,10 +147,10 @@ class AdapterReference(Scorer):
 
 
 class PrecomputedReference:
-    """A table of log-probabilities [examples, segments], computed once under a scorer's model.
+    """A table of log-probabilities [examples, segments], computed once before the first step. Every rank has the table.
 
-    Kept in the run's folder as `TABLE`, with the identity of its data and of the model's folder, so that a resumed
-    run reads it. Every rank holds the table.
+    The table is also a file in the run's folder, `TABLE`, with the identity of the data and of the reference: a resumed
+    run reads the file.
     """
 
     def __init__(self, run: Run, batches: ExampleBatches, device: torch.device) -> None:
@@ -149,9 +158,12 @@ class PrecomputedReference:
         self._table: Tensor | None = None  # [examples, segments] float32, on the CPU
 
     def prepare(self, step: int, scorer: Scorer) -> None:
-        """Fill the table: before step 0 by `scorer`, of the model in training; later from the run's file.
+        """Fill the table: for a new run by a reference model, for a resumed run from the file.
 
-        With another folder for the reference, its model is loaded, and is gone afterwards.
+        step: the run's first, from 0; 0 for a new run.
+        scorer: of the model in training, for a reference that is this model's initial weights. If the config names a
+            folder for the reference, the model in the folder is loaded for this call instead.
+        Communication: as `Scorer.score` for each batch of all rows, or a broadcast of the table.
         Raises ValueError and OSError on every rank.
         """
         if step == 0:
@@ -181,10 +193,10 @@ class PrecomputedReference:
         raise_on_all(attempt(self._write, table) if writes else None, dist.is_initialized())
 
     def _load(self, checkpoint: Path) -> None:
-        """Read the table of an earlier part of the run, beside `checkpoint`; in a new folder rank 0 writes it again.
+        """Read the run's file, beside `checkpoint`, on rank 0; rank 0 writes the file again into a new folder.
 
-        Rank 0 reads the file. Communication: a broadcast of the table.
-        Raises ValueError, on every rank, for a missing or changed file, or one of other data or weights.
+        Communication: a broadcast of the table. Raises, on every rank, ValueError as `_read`, OSError for a failed
+        write.
         """
         self._table = torch.zeros(self._batches.num_examples, SEGMENTS[self._run.config.task])
         reads = dist.get_rank() == 0
@@ -196,7 +208,10 @@ class PrecomputedReference:
         raise_on_all(attempt(self._write, self._table) if writes else None, dist.is_initialized())
 
     def _read(self, path: Path) -> None:
-        """Read the file into the table. Raises ValueError for a missing or changed file, or one of other data."""
+        """Read the file into the table.
+
+        Raises ValueError for a missing or changed file, or a file with a different identity.
+        """
         assert self._table is not None, "made by _load"
         try:
             identity, digest, content = path.read_bytes().split(b"\n", 2)
@@ -218,12 +233,13 @@ class PrecomputedReference:
         write_anew(self._run.folder / TABLE, b"\n".join((self._identity(), digest, content.getvalue())))
 
     def _identity(self) -> bytes:
+        """A checksum of the facts on which the table depends: data, task, length of rows, folder of the reference."""
         config = self._run.config
         what = [self._run.corpus.sha256, config.task, config.data.sequence_length, str(config.reference_from)]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest().encode()
 
     def read(self, step: int, which: int, own: Sequence[Share]) -> Tensor:
-        """The numbers of a step's examples, [rows, E]; no token is read."""
+        """As `Reference.read`: indices in the table of the step's examples, [rows, E], -1 for none. Reads no token."""
         return self._batches.examples(step, slice(None))
 
     def of_step(self, step: int, which: int, found: Tensor) -> Tensor:
@@ -235,6 +251,7 @@ class PrecomputedReference:
         return self._look_up(self._batches.held_out_examples(slice(first, first + count)), which)
 
     def _look_up(self, numbers: Tensor, which: int) -> Tensor:
+        """Log-probabilities [rows, documents] from the table, 0 without an example. numbers: as from `read`."""
         assert self._table is not None, "computed or loaded before the first step"
         found = self._table[numbers.clamp(min=0)] * (numbers >= 0)[..., None]  # [rows, E, segments]
         found = found.flatten(1) if self._run.config.task == "dpo" else found[..., which]

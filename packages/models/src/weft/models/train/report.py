@@ -108,7 +108,7 @@ class ParameterLayout:
 
 
 class Report:
-    """Prints the progress of a run. enabled: whether to print at all; true on rank 0 only."""
+    """Prints the progress of a run. enabled: whether to print at all; in a run, true on rank 0 only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
@@ -157,8 +157,8 @@ class Report:
     ) -> None:
         """Print the predicted collectives of a step, with the bytes received by `rank`.
 
-        documents: where ranks along "cp" exchange keys by the documents of packed rows, whether the prediction knows
-            those of the first step, or counts all-gathers of keys.
+        documents: None unless ranks along "cp" exchange keys by the documents of packed rows. "known": predicted from
+            the documents of step 1. "unknown": predicted without documents, with all-gathers of keys in their place.
         """
         of_what = "of step 1, by its documents" if documents == "known" else "a step"
         self.print_line(
@@ -272,7 +272,7 @@ def _shard_shapes(layout: Layout, shape: tuple[int, ...]) -> str:
 
 
 def mesh_in_words(axes: Mapping[str, int], ep: int = 1) -> str:
-    """The mesh as text: "4 processes, mesh dp=2 x tp=2". ep: the size of the axis "ep" of experts."""
+    """The mesh as text: "4 processes, mesh dp=2 x tp=2". ep: how many of these processes share a layer's experts."""
     count = math.prod(axes.values())
     return (
         f"{count:,} process{'es' if count > 1 else ''}, "

@@ -48,7 +48,8 @@ class NotWritten(RuntimeError):
 
 
 class Results:
-    """The folder of a run: config.toml, plan.txt, versions.json, metrics.jsonl, curves.svg and the final model.
+    """The files in a run's folder: config.toml, plan.txt, versions.json, metrics.jsonl, curves.svg, digests.jsonl and
+    the final model.
 
     Made by `train` on every rank; only the rank with `writes` writes.
     From `begin` until the context is left or the process ends, the folder is locked for this run.

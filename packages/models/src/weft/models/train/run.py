@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from ..checks import check_head_degrees, divisors
 from ..data.sources import Data
 from ..exact import (
+    check_batch,
     check_exact,
     check_microbatches,
-    check_schedule,
-    check_shared,
     check_task,
     parse_exact,
     refuse_compiled,
@@ -34,11 +33,12 @@ class Run:
     config: TrainConfig
     # the documents to train on, prepared or read from files of text or records; or a task's examples
     corpus: Data | Examples
+    # sizes of the mesh's axes
     pp: int = 1
     dp: int
     cp: int = 1
     tp: int
-    folder: Path
+    folder: Path  # where the run is saved
     resume: Path | None = None  # the checkpoint to resume from
     origin: Path | None = None  # the folder of a new run's initial weights; None: drawn from the seed
     reference: Path | None = None  # the folder of a reference model's weights; None: the run's own initial weights
@@ -68,6 +68,7 @@ class Run:
 
     @property
     def processes(self) -> int:
+        """The number of processes of the mesh."""
         return self.pp * self.dp * self.cp * self.tp
 
 
@@ -85,9 +86,9 @@ def axes_of(*, pp: int, dp: int, cp: int, tp: int) -> dict[str, int]:
 
 
 def mesh_sizes(mesh: MeshConfig, processes: int, *, every_process: bool) -> tuple[int, int, int]:
-    """Choose (dp, cp, tp) for a number of processes, given mesh.pp. Given sizes stay; the others use all processes.
+    """Choose (dp, cp, tp) for a number of processes: sizes given in `mesh`, and missing sizes by which all are used.
 
-    every_process: use all, as under a launcher; otherwise dp and tp, if both given, may use fewer.
+    every_process: all must be used, as under a launcher; otherwise dp and tp, if both are given, may use fewer.
     Raises ValueError for a mesh that does not fit the processes.
     """
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
@@ -123,7 +124,8 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
     """Fill in the options of `plan` implied by the mesh: context, schedule, microbatches and split.
 
     Raises ValueError for heads, experts, microbatches or stages that do not divide, for pipeline options without
-    mesh.pp above 1, and for options of experts without mesh.ep above 1.
+    mesh.pp above 1, for options of experts without mesh.ep above 1, and for a run that cannot keep to `plan.exact`, as
+    the functions of exact.py.
     """
     _check_experts(plan, config, dp=dp, cp=cp, tp=tp)
     exact = None if plan.exact is None else parse_exact(plan.exact)
@@ -135,7 +137,7 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
     context = plan.context or ("all_gather" if cp > 1 else None)
     if context == "ulysses":
         sizes = {name: size for name, size in config.model.parallel_sizes.items() if name.endswith("heads")}
-        check_head_degrees(sizes, cp=cp, tp=tp)
+        check_head_degrees(sizes, cp=cp, tp=tp if exact is None else exact.get("tp", 1))
     completed, rows, pp = replace(plan, context=context), config.data.batch_size, config.mesh.pp
     if pp == 1:
         for name in ("schedule", "split"):
@@ -159,16 +161,14 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
         raise ValueError(f"plan.microbatches {count} does not divide data.batch_size {rows}; numbers that do: {fit}")
     if count > MOST_MICROBATCHES:
         raise ValueError(f"plan.microbatches {count} is above {MOST_MICROBATCHES}; take {MOST_MICROBATCHES:,} or fewer")
+    if exact is not None:
+        check_batch(exact, rows // count, config.data.sequence_length)
     # checked before a schedule with an entry per stage is made
     if pp > config.model.num_layers:
         raise ValueError(
             f"the model has {config.model.num_layers} layers, which cannot be cut into {pp} stages; lower mesh.pp"
         )
     pipeline = completed.pipeline(pp)
-    if pipeline is not None and exact is not None:
-        check_schedule(exact, pipeline.schedule, plan.zero)
-        if getattr(config.model, "tie_embeddings", False) and not config.lora.rank:
-            check_shared(exact, "the table of embedding and output", pp)
     if pipeline is not None:
         stages = pipeline.count_stages(pp)
         if stages > config.model.num_layers:
@@ -188,7 +188,10 @@ def complete_plan(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp
 
 
 def _check_experts(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, tp: int) -> None:
-    """Raise ValueError where mesh.ep does not divide the data axes or the model's experts."""
+    """Raise ValueError where mesh.ep does not divide the data axes or the model's experts.
+
+    Also for mesh.ep above 1 without experts in the model, and for options of experts without mesh.ep above 1.
+    """
     ep, num_experts = config.mesh.ep, getattr(config.model, "num_experts", None)
     if ep == 1:
         for name, value in (("experts_tokens", plan.experts_tokens), ("experts_over_tp", plan.experts_over_tp)):
@@ -202,11 +205,6 @@ def _check_experts(plan: PlanConfig, config: TrainConfig, *, dp: int, cp: int, t
         raise ValueError(
             f"mesh.ep {ep} does not divide the {ranks} process{'es' if ranks > 1 else ''} of {axes}; sizes that do: "
             f"{', '.join(map(str, divisors(ranks)))}"
-        )
-    if config.compile:
-        raise ValueError(
-            f"compile is on, but tokens move between the ops of a block where mesh.ep is {ep}, which no compiled block "
-            f"can contain; leave out --compile, or --mesh.ep"
         )
     if num_experts is not None and num_experts % ep:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The metrics of a step beside its loss: of routers, of preferences; and the step that waits to be read."""
+"""The metrics of a step beside the loss: of routers, of preferences; and the steps with results still on the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .report import PREFERENCE_METRICS, ROUTER_METRICS
 
 @dataclass(frozen=True, slots=True)
 class UnreadStep:
-    """A step whose loss and gradient norm are still on the device, until `Trainer.read_metrics`."""
+    """A step whose results are still on the device, until `Trainer.read_metrics` fetches the results of many steps."""
 
     step: int  # from 1, as in `Metrics`
     result: StepResult
-    lr: float
+    lr: float  # learning rate of the step
 
 
 def router_metrics(steps: Sequence[UnreadStep]) -> list[dict[str, float]]:
-    """The fields ROUTER_METRICS of each step's `Metrics`; empty without experts. Waits for the device once."""
+    """For each step the values of ROUTER_METRICS by name; empty without experts. Waits for the device once."""
     rows = []
     for each in steps:
         parts = each.result.parts
@@ -37,7 +37,7 @@ def router_metrics(steps: Sequence[UnreadStep]) -> list[dict[str, float]]:
 
 
 def preference_metrics(steps: Sequence[UnreadStep], task: Task) -> list[dict[str, float]]:
-    """The fields PREFERENCE_METRICS of each step's `Metrics`; empty for other tasks. Waits for the device once."""
+    """For each step the values of PREFERENCE_METRICS by name; empty but for dpo and kto. Waits for the device once."""
     sums = [each.result.sums for each in steps]
     if any(each is None for each in sums):
         return [{} for _ in steps]
@@ -51,13 +51,13 @@ def preference_metrics(steps: Sequence[UnreadStep], task: Task) -> list[dict[str
 
 
 def sum_loads(steps: Sequence[UnreadStep]) -> Tensor | None:
-    """The load of each layer's experts in all these steps, [layers with experts, E]; None without experts."""
+    """The tokens given to each expert in these steps together, [layers with experts, E]; None without experts."""
     loads = [each.result.parts.load for each in steps if each.result.parts is not None]
     return torch.stack(loads).sum(0) if loads else None
 
 
 def name_failing_router(result: StepResult, config: ModelConfig) -> str:
-    """The end of an error on a loss that is not finite: the first router that is not finite; "" if all are."""
+    """For the error about a NaN or infinite loss: text naming the first layer whose router is not finite, or ""."""
     if result.parts is None or not isinstance(config, MixtureConfig):
         return ""
     failing = [

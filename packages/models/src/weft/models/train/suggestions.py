@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..checks import check_tensor_parallel
+from ..exact import check_exact, parse_exact
 from ..terminal import PROGRAM
 from .config import MeshConfig, TrainConfig
 from .memory_check import check_room
@@ -78,6 +79,8 @@ def _alternative_mesh(run: Run, on_cpu: bool) -> MeshConfig | None:
             dp = processes // tp
             try:
                 check_tensor_parallel(run.config.model, tp)
+                if run.config.plan.exact is not None:
+                    check_exact({"dp": dp, "tp": tp}, parse_exact(run.config.plan.exact))
                 config = dataclasses.replace(run.config, mesh=MeshConfig(dp=dp, tp=tp))
                 alternative = dataclasses.replace(run, config=config, pp=1, dp=dp, cp=1, tp=tp, resume=None)
                 check_room(alternative, gpus=0 if on_cpu else processes)
@@ -99,8 +102,9 @@ def _arguments(run: Run, config: TrainConfig) -> str:
 
 
 def options_between(config: object, default: object, prefix: str) -> list[str]:
-    """The options to turn `default` into `config`, two values of the same dataclass.
+    """The options to turn `default` into `config`. prefix: of the options' names, as "model.".
 
+    config: a dataclass. default: of the same class, or any object with the fields as attributes.
     Raises NoOption for a difference without an option.
     """
     options = []

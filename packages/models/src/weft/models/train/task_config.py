@@ -93,7 +93,10 @@ class ReferenceMeshConfig:
 
 
 def check_task_options(config: Any) -> None:
-    """Raise ValueError for options of another task than the run's. config: a `TrainConfig`."""
+    """Raise ValueError for options of a task, of adapters or of a reference which the run lacks. config: `TrainConfig`.
+
+    Also for dropout of adapters in compiled blocks under full recomputation.
+    """
     for name in ("dpo", "kto"):
         if config.task != name and (changed := _changed(getattr(config, name))):
             value = getattr(getattr(config, name), changed)
@@ -140,7 +143,7 @@ def reference_of(config: Any) -> Reference | None:
 def reference_axes(config: Any, axes: Mapping[str, int]) -> dict[str, int]:
     """The sizes pp, dp, cp and tp of the reference model's mesh. config: a `TrainConfig`. axes: of the run's mesh.
 
-    Raises ValueError for a mesh of another number of processes than the run's.
+    Raises ValueError for a mesh with more or fewer processes than the run.
     """
     sizes = {axis: getattr(config.reference_mesh, axis) or axes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")}
     count, processes = math.prod(sizes.values()), math.prod(axes.values())

@@ -19,7 +19,7 @@ Send = Callable[[int, dict[str, float]], None]  # sends the numbers of a step
 
 
 def check_trackers(names: tuple[TrackerName, ...]) -> None:
-    """Raise ValueError for a tracker that is not installed."""
+    """Raise ValueError for a tracker whose package is not installed. names: the values of --track."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"track is {name}, which is not installed; {install_command(name)}")
@@ -43,7 +43,7 @@ class Trackers:
 
 
 def _tensorboard(folder: Path, config: TrainConfig) -> Send:
-    """A function that writes numbers into FOLDER/tensorboard."""
+    """A Send for files in FOLDER/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = None
@@ -60,7 +60,7 @@ def _tensorboard(folder: Path, config: TrainConfig) -> Send:
 
 
 def _wandb(folder: Path, config: TrainConfig) -> Send:
-    """A function that sends numbers to Weights & Biases, as a single run over all resumptions."""
+    """A Send for Weights & Biases, to a single run over all resumptions."""
     import wandb
 
     file = folder / WANDB_ID

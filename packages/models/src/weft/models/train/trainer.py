@@ -59,11 +59,13 @@ class Trainer:
     """The model, optimizer and data on this process, with the methods to train, evaluate and sample.
 
     model, optimizer, mesh, plan, pipeline, rank: of this process; pipeline: None without one.
-    report: prints on rank 0. activity: what the process does, in words, for `RollCall`.
+    report: prints on rank 0. activity: the work of the process now, in words, for `RollCall`.
     prediction: the predicted communication of a step, on rank 0; else None.
     predicts_exchange: whether the prediction counts exchanges of keys by the documents of step 1.
-    rows_line: of a task, its rows in words; else None.
-    tokens_line: as `Outline.tokens_line`. issued_collectives: the collectives of step 1, by phase.
+    rows_line: for examples, a line about the rows; else None. tokens_line: as `Outline.tokens_line`.
+    recorder: digests steps; None in a run without digests.
+    issued_collectives: the collectives of step 1, by phase.
+    load: the tokens given to each expert in the steps read last; None without experts.
     wait_timer: measures how long the device waits for communication.
     """
 
@@ -93,8 +95,9 @@ class Trainer:
         self._origin = run.origin or run.resume
         self.pipeline = pipeline_of(self.model)
         if run.config.compile:
+            experts = self.plan.experts
             for layer in self.model.blocks:  # type: ignore[union-attr]
-                layer.compile(fullgraph=True)
+                layer.compile(fullgraph=experts is None or experts.size == 1)  # else a graph before and after experts
         self._sync = GradientSync(self.model, dtype=outline.reduce_dtype)
         self.optimizer = make_optimizer(self.model, run.config.optimizer)
         self.activity = "before the first step"  # shown by `RollCall` if a rank does not answer
@@ -129,8 +132,9 @@ class Trainer:
 
         counter: if given, the collectives recorded by this context are moved to `issued_collectives`, by phase.
         The host does not wait for the device; `read_metrics` fetches the loss and the norm.
-        Communication: as `find_gradients`; then as Muon's `update_matrices`, under muon. Other optimizers update each
-        rank's shards without communication.
+        Communication: for dpo and kto as `PreferenceObjective.step`; as `find_gradients`; under muon as Muon's
+        `update_matrices`, while every further optimizer updates each rank's shards without communication; for a step
+        with digests as `Recorder.finish`.
         """
 
         def after_phase(phase: Phase) -> None:
@@ -266,7 +270,7 @@ class Trainer:
                     yield local
 
     def first_step(self) -> None:
-        """Take step 1, instead of `step(0)`. A run that is resumed after step 1 skips this method.
+        """Take step 1, in place of `step(0)`. A run resumed after step 1 skips this method.
 
         The step is uncompiled. The collectives are counted and printed beside the prediction. With the option
         `check`, the loss is compared with the loss of one process.
@@ -294,7 +298,7 @@ class Trainer:
         Every rank takes part and waits for the device.
 
         Communication: for each batch the model's forward and the sum of the losses over "dp" and "cp"; with stages
-        also messages between stages and an all-reduce of the sum over "pp".
+        also messages between stages and an all-reduce of the sum over "pp"; for dpo and kto also the reference's.
         """
         if not self._batches.num_held_out:
             return None

@@ -1,8 +1,7 @@
-"""Stacked addends: a rank's local tensor of a Partial value inside `exact_sums`.
+"""Stacked addends: the local tensor of a Partial value inside `exact_sums`, on a rank with several coordinates.
 
-A rank may stand for several coordinates of the named mesh; their number along an axis is the axis's fold. The local
-tensor has a leading dim of the fold's size for each Partial axis with a fold above 1, in the order of the mesh's axes.
-Along this dim are the named mesh's local tensors, in the order of the coordinates.
+The rank's local tensor is the stack of the coordinates' local tensors on the named mesh, in the order of the
+coordinates: a leading dim for each Partial axis with a fold above 1, in the order of the mesh's axes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from weft.mesh import Layout, LayoutError, Partial, ProcessMesh
+from weft.mesh import Layout, LayoutError, Partial
 
 from ..planning.layouts import identity
 from ..world.exact import exact_axes, folds
@@ -20,13 +19,17 @@ from .tree import tree_order, tree_reduce
 
 @dataclass(frozen=True, slots=True)
 class Addends:
-    """The leading dims of a local tensor that hold stacked addends: their axes, and the axes' folds."""
+    """The leading dims of a local tensor with stacked addends. axes: the mesh axis of each dim. sizes: the folds."""
 
     axes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def collapse(self, local: Tensor, axes: Sequence[str], op: str = "sum") -> Tensor:
-        """Reduces the dims of `axes` in the tree. local: [*sizes, *shape]."""
+        """Adds the rank's own addends along `axes`, in the tree.
+
+        local: [*sizes, *shape]. Returns a contiguous [*sizes of the remaining axes, *shape]; with no stacked axis in
+        `axes`, `local` itself.
+        """
         collapsed = [axis for axis in tree_order(self.axes) if axis in axes]
         if not collapsed:
             return local
@@ -36,9 +39,10 @@ class Addends:
         return tree_reduce(op, local.permute(dims), range(len(first))).contiguous()
 
     def stack_value(self, local: Tensor, layout: Layout) -> Tensor:
-        """Stack `local`, the addend of the rank's first coordinates, with addends for the rank's further coordinates.
+        """A rank's stacked addends of a value that `distribute` makes Partial.
 
-        The further addends are the op's identity, and for Partial("avg") `local`.
+        local: the addend of the rank's first coordinate. The further addends are the identity of the reduction, as 0
+        for a sum, and `local` again for Partial("avg"). Returns [*sizes, *local.shape].
         """
         if not self.axes:
             return local
@@ -52,7 +56,7 @@ class Addends:
         return stacked
 
     def without(self, axes: Sequence[str]) -> Addends:
-        """The stacked axes that remain after `axes` are collapsed."""
+        """The leading dims that remain after `collapse` of `axes`."""
         left = [(axis, size) for axis, size in zip(self.axes, self.sizes, strict=True) if axis not in axes]
         return Addends(tuple(axis for axis, _ in left), tuple(size for _, size in left))
 
@@ -61,10 +65,10 @@ NO_ADDENDS = Addends()
 
 
 def addends_of(layout: Layout) -> Addends:
-    """The stacked addends of a local tensor in this layout; none outside `exact_sums`.
+    """The leading dims of a local tensor in this layout; none outside `exact_sums`.
 
-    Raises ValueError for an axis whose named size the mesh's does not divide, and LayoutError for a Partial axis of
-    several ranks whose fold is no power of two: a rank's addends are then no subtree.
+    Raises ValueError for an axis of the mesh that does not divide the named size, and LayoutError for a Partial axis
+    of several ranks whose fold is no power of two: a rank's addends are then no subtree.
     """
     if exact_axes() is None:
         return NO_ADDENDS
@@ -85,11 +89,6 @@ def addends_of(layout: Layout) -> Addends:
 
 
 def stacked_shape(layout: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The shape of a rank's local tensor, with its stacked addends. shape: of the global tensor."""
+    """The shape of a rank's local tensor, stacked addends included. shape: of the global tensor."""
     local = layout.local_shape(shape, rank)
     return (*addends_of(layout).sizes, *local) if rank in layout.mesh else local
-
-
-def fold_of(mesh: ProcessMesh, axis: str) -> int:
-    """How many coordinates of the named mesh a coordinate of the axis stands for; 1 outside `exact_sums`."""
-    return folds(mesh)[mesh.axis_names.index(axis)]

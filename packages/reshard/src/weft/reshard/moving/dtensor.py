@@ -51,8 +51,8 @@ def is_strided(dtensor: DTensor) -> bool:
 def layout_on(mesh: DeviceMesh, placements: Sequence[Any]) -> Layout:
     """The layout given by `placements` on a DeviceMesh. Of the axes that shard a dim, earlier axes are major.
 
-    For a DeviceMesh that `torch_layout` made with permuted axes, this is a layout on the ProcessMesh before the
-    permutation; its shards are in the DeviceMesh's order of axes.
+    Where a layout's shards are not in the order of the mesh's axes, `torch_layout` permutes the axes. For a permuted
+    DeviceMesh, the result is a layout on the ProcessMesh before the permutation, with the same order of shards.
     """
     return _layout(process_mesh(mesh), axis_names(mesh), tuple(placements))
 
@@ -86,8 +86,7 @@ def _with_strided_shard(
     """Inserts `axis`, with a strided shard, into `later`, the placements of the axes after `axis`.
 
     FSDP2 makes a strided shard where tensor parallelism has cut dim 0: FSDP2's axis comes first in the mesh and cuts
-    last. So `axis` goes behind the axes that cut its dim first; `placement.split_factor` is the number of parts that
-    these make.
+    last. So `axis` goes behind the axes that cut the dim before, into `placement.split_factor` parts.
     Raises LayoutError where the axes after `axis` do not cut the dim into this number of parts.
     """
     majors, parts = [], 1
@@ -143,13 +142,12 @@ _names_of_memory: dict[type[DTensor], str] = {}  # by class, the attribute that 
 
 
 def memory_of(dtensor: DTensor) -> Tensor:
-    """The local tensor object of a DTensor: replacing the memory of this object replaces the DTensor's memory.
+    """The tensor inside a DTensor that holds the local part: new memory for this tensor is new memory for the DTensor.
 
-    `to_local()` of a parameter returns a new view each time (torch 2.13). The attribute's name comes from torch's
-    protocol for tensor subclasses that hold tensors (`__tensor_flatten__`). A call takes 5 us, and is made once for
-    each class.
-    torch refuses to swap a tensor that has weak references for another (`torch.utils.swap_tensors`). So a DTensor keeps
-    this tensor object while a weak reference to the DTensor exists.
+    `to_local()` of a parameter returns a new view instead (torch 2.13). The tensor is an attribute, whose name comes
+    from torch's protocol for tensor subclasses that hold tensors (`__tensor_flatten__`): 5 us, once for each class.
+    A DTensor keeps this tensor while a weak reference to the DTensor exists: torch swaps no tensor that has weak
+    references (`torch.utils.swap_tensors`).
     """
     name = _names_of_memory.get(type(dtensor))
     if name is None:
@@ -164,7 +162,7 @@ def _spec(local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Any:
 
     torch's own ops and FSDP2 make a DTensor from an existing spec; no public call does. Through `from_local` each
     DTensor would take 14 us, from a spec 3 us (torch 2.13, one CPU core). A spec is never changed: an in-place op gives
-    its DTensor another spec.
+    the DTensor a new spec.
     """
     mesh, placements = torch_layout(layout, _device_type(local))
     size, stride = torch.Size(shape), _contiguous_stride(shape)
@@ -181,9 +179,9 @@ def torch_layout(layout: Layout, device_type: str) -> tuple[DeviceMesh, tuple[To
 
 @lru_cache(maxsize=65536)
 def _as_torch_order(layout: Layout) -> tuple[ProcessMesh, tuple[TorchPlacement, ...]]:
-    """The mesh permuted so that torch's placements can state `layout`, and these placements.
+    """The permuted mesh and torch's placements, in the order of the permuted axes, that together state `layout`.
 
-    In DTensor, earlier axes of the mesh are major. Any other order of shards is stated by permuting the mesh.
+    In DTensor, earlier axes of the mesh are major. Permuted meshes state the further orders of shards.
     """
     names = [item.partition(":")[0] for item in str(layout).split(", ")]
     return layout.mesh.permute(*names), tuple(_to_torch(layout[name]) for name in names)
@@ -213,7 +211,7 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _number(
     cls: type, func: Any, types: Sequence[type], args: tuple[DTensor, ...], kwargs: dict[str, Any]
 ) -> bool | int | float | complex:
-    """`x.item()` and its callers: float(x), bool(x), `if x:`.
+    """`x.item()` and callers: float(x), bool(x), `if x:`.
 
     DTensor itself returns the local number, whatever the placements.
     Raises LayoutError for a Partial DTensor, whose local number is only this rank's addend.
@@ -250,8 +248,8 @@ def distribute(
     device_mesh: the mesh by torch's name for the argument.
 
     Where the layout is Partial over an axis, the value stays at index 0 of the axis, and the other ranks hold the
-    operation's identity. For Partial("avg"), all ranks of the axis keep the value. Inside `exact_sums` index 0
-    is that of the named mesh, and a rank that stands for several indices holds their addends stacked.
+    operation's identity. For Partial("avg"), all ranks of the axis keep the value. Inside `exact_sums`, index 0 is
+    counted on the named mesh. A rank that stands for several indices there holds the addends of all, stacked.
     Communication: none, except to make the mesh's process groups where these are new.
     Raises LayoutError where the layout does not fit the shape; ValueError where two layouts are given, or none.
     """

@@ -1,4 +1,4 @@
-"""`LayoutChange`: the plan of a reshard with all that depends on the layouts alone, computed once and cached."""
+"""`LayoutChange`: the part of a reshard that depends on layouts and shape alone, computed once and cached."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from .topology import Topology
 
 
 class LayoutChange(NamedTuple):
-    """A reshard's plan and layouts: the same for all DTensors with one spec, and one target. Made by `plan_change`."""
+    """A reshard's plan and layouts, the same for all DTensors with equal specs and targets. Made by `plan_change`."""
 
     src: Layout  # the input's layout
     target: Layout  # the result's layout
     cotangent: Layout  # the layout of the input's gradient
-    plan: Plan
-    prepared_plan: PreparedPlan | StackedPlan
+    plan: Plan  # from src to target
+    prepared_plan: PreparedPlan | StackedPlan  # the plan ready to run on this rank
     local_shape: tuple[int, ...]  # shape of this rank's part of the input, with stacked addends (addends.py)
-    strided_spec: Any  # the input's spec, if torch states the layout by a `_StridedShard`; else None
-    topology: Topology | None
-    memory_limit: int | None
+    strided_spec: Any  # for `restate_as_input`: the spec of an input with a `_StridedShard`; else None
+    topology: Topology | None  # as given to `reshard`
+    memory_limit: int | None  # as given to `reshard`
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for the reshard of the gradient."""
+        """The caller's options of `reshard`, for the reshard of the gradient."""
         return {"topology": self.topology, "memory_limit": self.memory_limit}
 
     @property
     def plan_in_graph(self) -> Plan:
-        """The plan as a graph runs it. Raises LayoutError where `exact_sums` needs more than the plan's steps."""
+        """The plan, for a graph of torch.compile. Raises LayoutError where a StackedPlan must run in its place."""
         if isinstance(self.prepared_plan, StackedPlan):
             raise LayoutError(
                 f"exact sums of ({self.src}) on {self.src.mesh} add stacked addends, which compiled code cannot; run "
@@ -61,17 +61,16 @@ class LayoutChange(NamedTuple):
         return self.plan
 
     def restate_as_input(self, grad: DTensor) -> DTensor:
-        """The input's gradient, with the input's spec.
+        """The input's gradient, with the input's own spec, as autograd needs.
 
-        torch can state a layout by a `_StridedShard` or, as Weft does, by permuting the mesh. The gradient must have
-        the same statement as the input.
+        One layout can have two specs: torch's with a `_StridedShard`, and Weft's, which permutes the mesh's axes.
         """
         return grad if self.strided_spec is None else wrap_with_spec(grad.to_local(), self.strided_spec)
 
     def wrong_local_shape(self, local: Tensor, shape: torch.Size) -> LayoutError:
-        """The error for a local part of another shape than its layout gives.
+        """The error for an input whose local tensor has not `local_shape`. shape: of the global tensor.
 
-        If such a part were sent, the receiving ranks would wait for the missing elements.
+        If this rank sent the local tensor, the receiving ranks would wait for the missing elements.
         """
         rank = this_rank()
         return LayoutError(
@@ -88,7 +87,7 @@ def cached_change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> LayoutChange:
-    """`plan_change`, computed once for each spec of a DTensor, target and named mesh; in a traced graph, always."""
+    """`plan_change`, cached by the DTensor's spec, the arguments and the named mesh; not cached in a traced graph."""
     if is_compiling():
         return plan_change(dtensor, mesh, placements, topology, memory_limit)
     target: Any = tuple(placements.items()) if isinstance(placements, Mapping) else placements
@@ -108,6 +107,7 @@ def plan_change(
     topology: Topology | None,
     memory_limit: int | None,
 ) -> LayoutChange:
+    """The LayoutChange for `reshard` with these arguments; their meanings and errors are in `reshard`."""
     src, shape = layout_of(dtensor), shape_of(dtensor)
     target = _target(src, mesh, placements).resolved(shape)
     reshard_plan = plan(src, target, shape, dtensor.dtype, topology=topology, memory_limit=memory_limit)
@@ -126,6 +126,7 @@ def plan_change(
 
 
 def _target(src: Layout, mesh: ProcessMesh | DeviceMesh | None, placements: Placements | Layout | None) -> Layout:
+    """The result's layout, from the arguments of `reshard`. src: the layout of the input."""
     if not isinstance(placements, Layout):
         return layout_from_arguments(src.mesh if mesh is None else mesh, () if placements is None else placements)
     if mesh is not None and as_process_mesh(mesh) != placements.mesh:

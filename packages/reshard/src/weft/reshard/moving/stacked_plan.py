@@ -1,8 +1,7 @@
-"""Plans inside `exact_sums`: `prepare_exact` makes a plan ready to run whose sums equal the named mesh's to the bit.
+"""Plans inside `exact_sums`: `prepare_exact` makes a plan ready to run with the named mesh's sums, to the bit.
 
-Most plans run unchanged, because the collectives add in the tree (collectives.py). A `StackedPlan` runs in their place
-where the source or the target has stacked addends (addends.py), where the plan does not sum axes in the tree's order,
-where the plan divides (Partial("avg")), and where the plan and the named mesh would make a value Partial in two ways.
+Most plans run unchanged, because the collectives add in the tree (collectives.py). `_differs` lists the plans that
+cannot: a `StackedPlan` runs in their place.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from ..planning.layouts import identity, reduced_axes
 from ..planning.plan import Plan
 from ..planning.plan import plan as make_plan
 from ..planning.steps import AllReduce, MakePartial, ReduceExchange, ReduceScatter, axes_of, layout_after
-from ..world.exact import exact_axes
+from ..world.exact import exact_axes, fold_of, named_size
 from ..world.groups import this_rank
-from .addends import NO_ADDENDS, Addends, addends_of, fold_of
+from .addends import NO_ADDENDS, Addends, addends_of
 from .collectives import Pending, Running
 from .executor import PreparedPlan, prepare, run_or_replay
 from .tree import tree_order
 
 
 def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan | StackedPlan:
-    """The plan ready to run: unchanged, or inside `exact_sums` as a StackedPlan where the bits could differ.
+    """The plan ready to run on this rank: unchanged, or inside `exact_sums` as a StackedPlan if `_differs`.
 
-    target: the result's layout in the caller's order of axes: `plan.dst`, or `plan.dst` on permuted axes. mesh: of the
-    tensor before the plan. Communication: none.
+    target: `plan.dst` as the caller stated the layout: the plan may have put the mesh's axes in a different order.
+    mesh: the DeviceMesh of the tensor before the plan. Communication: none.
     """
     if exact_axes() is None or not _differs(plan):
         return prepare(plan, mesh)
@@ -40,7 +39,12 @@ def prepare_exact(plan: Plan, target: Layout, mesh: DeviceMesh) -> PreparedPlan 
 
 
 def _differs(plan: Plan) -> bool:
-    """Whether the plan, run unchanged, and the same layout change on the named mesh could give different bits."""
+    """Whether the plan, run unchanged, could give different bits than the same layout change on the named mesh.
+
+    True with stacked addends before or after the plan, with sums out of the tree's order, with a division
+    (Partial("avg")), and where the plan spreads shards over the addends of a Partial value, and the named mesh's plan
+    might not.
+    """
     if addends_of(plan.src).axes or addends_of(plan.dst).axes:
         return True
     if not _sums_in_tree_order(plan) or any(placement == Partial("avg") for placement in plan.src.placements):
@@ -54,6 +58,7 @@ def _differs(plan: Plan) -> bool:
 
 
 def _makes_partial_of_shards(step: object) -> bool:
+    """Whether the step makes each shard, with zeros around the shard, an addend of a Partial value."""
     return isinstance(step, MakePartial) and step.dim is not None
 
 
@@ -84,17 +89,18 @@ def _partial_axes(layout: Layout) -> list[str]:
 
 
 def _new_partial_axes(plan: Plan) -> list[str]:
-    """The axes over which the plan makes a value Partial."""
+    """The axes that are Partial after the plan and not before; after a change of mesh, all Partial axes."""
     if plan.src.mesh != plan.dst.mesh:
         return _partial_axes(plan.dst)
     return [axis for axis in _partial_axes(plan.dst) if not isinstance(plan.src[axis], Partial)]
 
 
 def _region_axis(plan: Plan) -> str | None:
-    """The axis along which a change from Shard to Partial leaves each shard's values in place; None without an axis.
+    """The axis along which each named shard becomes an addend, with zeros around the shard; None without this axis.
 
-    The values stay in place where no further axis changes, the axis alone shards the dim, and the named mesh's shards
-    are even. Every different change to Partial puts the value at coordinate 0. The answer is the same on every mesh.
+    The plan changes this axis alone, from Shard to Partial; the axis alone shards the dim, and the named mesh's shards
+    are even. For every different change to Partial, the whole value is the addend of coordinate 0, and the further
+    addends are zeros. The answer is the same on every mesh.
     """
     src, dst = plan.src, plan.dst
     if src.mesh != dst.mesh:
@@ -105,31 +111,30 @@ def _region_axis(plan: Plan) -> str | None:
     placement = src[changed[0]]
     if not isinstance(placement, Shard):
         return None
-    named_sizes = {axis: src.mesh.axis_size(axis) * fold_of(src.mesh, axis) for axis in src.shard_order[placement.dim]}
+    named_sizes = {axis: named_size(src.mesh, axis) for axis in src.shard_order[placement.dim]}
     is_alone = all(size == 1 for axis, size in named_sizes.items() if axis != changed[0])
     return changed[0] if is_alone and plan.shape[placement.dim] % named_sizes[changed[0]] == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A part of a StackedPlan: reduces the dims of stacked axes, then runs a plan for each remaining addend."""
+    """A part of a StackedPlan: adds the rank's own addends along some axes, then runs a plan on each addend left."""
 
     addends: Addends  # before the stage
-    collapsed: tuple[str, ...]
+    collapsed: tuple[str, ...]  # the axes of the rank's own sum
     prepared: PreparedPlan
 
 
 class StackedPlan:
-    """A change of layout with stacked addends, ready to run on this rank; made by `prepare_exact`, run as PreparedPlan.
+    """A plan with the named mesh's sums, ready to run on this rank. Made by `prepare_exact`, run as PreparedPlan.
 
-    The reduced axes are collapsed in the tree's order. A rank first adds its own addends. Then the ordinary
-    plan adds the ranks' sums. Where an outer axis of the tree is stacked and an inner axis spans ranks, the inner axis
-    is reduced first, for each stacked addend: more bytes than the ordinary plan. Axes that stay Partial keep
-    their addends, and the plan runs for each. A value made Partial is at coordinate 0 of the named mesh, or
-    each shard in place (`_region_axis`), with zeros elsewhere; Partial("avg") has the value everywhere.
+    Axes are reduced in the tree's order. A rank first adds the addends of its coordinates, then a plan adds the ranks'
+    sums. Before a stacked outer axis of the tree, an inner axis over ranks is reduced for each addend of the outer
+    axis: more bytes than the ordinary plan. Along axes still Partial at the end, the plan runs for each addend. The
+    addends of new Partial axes: `_region_axis`; with Partial("avg"), every addend is the value.
     """
 
-    does_nothing = False  # whether a run returns the local tensor itself
+    does_nothing = False  # as of PreparedPlan: whether a run returns the local tensor itself
 
     def __init__(self, plan: Plan, target: Layout, mesh: DeviceMesh) -> None:
         self._plan, self._target, self._mesh, self._rank = plan, target, mesh, this_rank()
@@ -141,7 +146,7 @@ class StackedPlan:
         self._op = next((p.op for p in src.placements if isinstance(p, Partial)), "sum")
         self._divisor = 1
         if self._op == "avg":  # divided once, at the end
-            self._divisor = math.prod(src.mesh.axis_size(axis) * fold_of(src.mesh, axis) for axis in reduced)
+            self._divisor = math.prod(named_size(src.mesh, axis) for axis in reduced)
             src, dst = (_with_sums(layout) for layout in (src, dst))
         replaced = {axis: src[axis] if axis == self._region else Replicate() for axis in self._new_partial}
         self._reduced_target = dst.replace(**replaced) if replaced else dst
@@ -168,7 +173,10 @@ class StackedPlan:
         return self._make_partial(local) if self._new_partial else self._in_order(local, self._stacked_at_end)
 
     def _make_stages(self, layout: Layout, reduced: Sequence[str]) -> list[_Stage]:
-        """The stages from `layout`, the source, to `_reduced_target`. reduced: in the tree's order."""
+        """The stages from `layout`, the source, to `_reduced_target`: the target before axes are made Partial.
+
+        reduced: the axes to reduce, in the tree's order. Also sets `_stacked_at_end`, the axes stacked after the last.
+        """
         mesh, addends = layout.mesh, addends_of(layout)
         stages: list[_Stage] = []
         collapsed: list[str] = []
@@ -196,15 +204,16 @@ class StackedPlan:
         return stages
 
     def _plan_between(self, layout: Layout) -> Plan:
+        """The ordinary plan from `layout` to `_reduced_target`."""
         shape, dtype = self._plan.shape, self._plan.dtype
         return make_plan(layout, self._reduced_target, shape, dtype, topology=self._plan.topology)
 
     def _reduction(self, layout: Layout, axes: Sequence[str]) -> Plan:
-        """A single collective that reduces `axes`: a reduce-scatter where the parts are even, else an all-reduce.
+        """A plan of a single collective over `axes`: a reduce-scatter where the parts are even, else an all-reduce.
 
-        Axes sharded in the target come first, and the remaining axes are gathered afterwards: reduce-scatter and gather
-        then take as few bytes as the ordinary plan. If possible, the remaining axes shard no dim that an axis reduced
-        later shards: the gather would then be an exchange.
+        After a reduce-scatter, axes sharded in the target have the target's shards; the remaining axes shard any dim,
+        for a gather in a later stage: as few bytes as the ordinary plan. These axes avoid dims sharded by axes reduced
+        later, if possible: the gather would have to be an exchange.
         """
         shape, op = self._plan.shape, "sum" if self._op == "avg" else self._op
         step: ReduceScatter | AllReduce = AllReduce(tuple(axes) if len(axes) > 1 else axes[0], op)
@@ -229,7 +238,10 @@ class StackedPlan:
         return Plan(layout, reduced, shape, self._plan.dtype, (step,), self._plan.topology)
 
     def _make_partial(self, local: Tensor) -> Tensor:
-        """Makes a value Partial over the axes `_new_partial`. local: with the addends of axes that stay Partial."""
+        """This rank's addends of a value made Partial over `_new_partial`, stacked.
+
+        local: [*addends of axes still Partial, *shape]. Returns leading dims in the order of the target mesh's axes.
+        """
         dst = self._plan.dst
         sizes = [fold_of(dst.mesh, axis) for axis in self._new_partial]
         stacked = tuple(axis for axis, size in zip(self._new_partial, sizes, strict=True) if size > 1)
@@ -247,14 +259,16 @@ class StackedPlan:
         return self._in_order(result, (*stacked, *self._stacked_at_end))
 
     def _op_of_new_partial(self) -> str:
+        """The reduction of the axes made Partial, as "sum": a layout has a single reduction."""
         placement = self._plan.dst[self._new_partial[0]]
         assert isinstance(placement, Partial), "new Partial axes are Partial in the target"
         return placement.op
 
     def _in_place(self, local: Tensor, axis: str, index: int, op: str) -> Tensor:
-        """The addends, each with one shard of the named mesh in the shard's own place.
+        """This rank's addends along `_region_axis`: in each, a named shard in place, with `op`'s identity around.
 
-        local: [*addends of axes that stay Partial, *shape of the rank's shard].
+        local: [*addends of axes still Partial, *shape of the rank's shard]. index: of the rank along `axis`.
+        Returns [fold, *addends of axes still Partial, *shape]; no leading dim for a fold of 1.
         """
         mesh, placement = self._plan.src.mesh, self._plan.src[axis]
         assert isinstance(placement, Shard), "the region's axis shards the source"
@@ -275,12 +289,13 @@ class StackedPlan:
 
 
 def _with_sums(layout: Layout) -> Layout:
+    """The layout with Partial("sum") in place of each Partial."""
     sums = {axis: Partial() for axis in _partial_axes(layout)}
     return layout.replace(**sums) if sums else layout
 
 
 def _run_each(prepared: PreparedPlan, local: Tensor, addends: Addends) -> Running:
-    """Runs the plan for the stacked addends in turn."""
+    """Runs the plan on each stacked addend in turn, and stacks the results. local: [*addends.sizes, *shape]."""
     if not addends.axes or prepared.does_nothing:
         return (yield from prepared.run(local))
     results = []

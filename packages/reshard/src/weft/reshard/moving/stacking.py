@@ -1,7 +1,7 @@
 """A tensor's parts in two arrangements: stacked, as in a collective, and side by side, as in the tensor.
 
-Parts are padded to equal shapes for the collective. The executor and buckets.py (gradients) use this;
-gathering.py (parameters) uses only `stacking_of` and `view_pairs`.
+Parts are padded to equal shapes for the collective. Used by the executor and by buckets.py
+(gradients). Of this module, gathering.py (parameters) uses only `stacking_of` and `view_pairs`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stacking:
     part: tuple[int, ...]  # shape of each part
     sizes: tuple[int, ...]  # sizes of the mesh axes, outermost in the stack first
     padded_shape: tuple[int, ...]  # shape of the tensor, padded so that all parts have the shape `part`
-    axes_of_dim: tuple[tuple[int, ...], ...]  # for each dim, the axes that cut it, as indices of `sizes`, major first
+    axes_of_dim: tuple[tuple[int, ...], ...]  # by dim, the axes that cut the dim, as indices of `sizes`, major first
     split_shape: tuple[int, ...]  # each dim of `padded_shape` split into its axes' sizes and its size in a part
     dim_order: tuple[int, ...]  # permutes the dims of [*sizes, *part] to `split_shape`
 
@@ -62,10 +62,10 @@ class Stacking:
         return stacked.view(*self.sizes, *self.part).permute(self.dim_order).reshape(self.padded_shape)
 
     def view_pairs(self, rows: Tensor, tensor: Tensor, positions: Positions) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views, of `rows` and `tensor`, with the same elements, for copying between the two; without padding.
+        """Pairs of views, of `rows` and `tensor`, with the same elements without padding, for copies either way.
 
         rows: [parts, elements of a part]. tensor: contiguous, no larger than `padded_shape`.
-        positions: of each row's part, the position in the stack; a range if the rows are in the stack's order.
+        positions: the position in the stack of each row's part. A range: the rows are in the stack's order.
         """
         if tuple(tensor.shape) == self.padded_shape and isinstance(positions, range):
             yield rows.view(*self.sizes, *self.part), self.as_stacked(tensor)
@@ -93,9 +93,10 @@ class Stacking:
 def stacking_of(
     part: tuple[int, ...], leading: tuple[str, ...], sizes: tuple[int, ...], step: AllGather | ReduceScatter
 ) -> Stacking:
-    """How parts of shape `part` are stacked along `leading` axes, before `step` scatters or after `step` gathers.
+    """How parts of shape `part` are stacked: the input of a ReduceScatter, or the output of an AllGather.
 
-    leading, sizes: the mesh axes in stacking order, outermost first, and their sizes.
+    leading: the mesh axes in stacking order, outermost first. sizes: of these axes.
+    step: the collective, whose axes and dims tell which axes cut which dim.
     """
     axes_of_dim = tuple(tuple(leading.index(axis) for axis in _axes_over(step, dim)) for dim in range(len(part)))
     padded_shape = tuple(

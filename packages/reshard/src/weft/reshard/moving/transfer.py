@@ -1,4 +1,4 @@
-"""An exchange of boxes between ranks, as one rank runs it: `Transfer` and `exchange`, on local tensors."""
+"""A rank's part of an exchange of boxes between ranks: `Transfer` and `exchange`, on local tensors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from .collectives import Running, as_work
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An exchange as this rank runs it; made once by `Transfer.of`. A Box is a slice for each dim of a tensor."""
+    """This rank's part of an exchange. Made once by `Transfer.of`, run by `exchange`.
+
+    A Box is a slice for each dim of a tensor.
+    """
 
     sent: list[Box]  # parts of the local tensor to send, in the order of receivers
-    send_slice: slice | None  # all sent parts in the flat local tensor, if contiguous; None: they are packed first
+    send_slice: slice | None  # all sent parts in the flat local tensor, if contiguous; None: parts are packed first
     sizes_out: list[int]  # elements sent to each member of the group
     received: list[Box]  # parts of the result to receive, in the order of senders
-    receive_slice: slice | None  # all received parts in the flat result; None: they are unpacked afterwards
+    receive_slice: slice | None  # all received parts in the flat result; None: parts are unpacked afterwards
     sizes_in: list[int]  # elements received from each member of the group
-    local: tuple[Box, Box] | None  # parts of the result and of the local tensor: what this rank copies by itself
+    local: tuple[Box, Box] | None  # copied by this rank alone: the part of the result, and of the local tensor
 
     @classmethod
     def of(cls, held: Box, needed: Box, messages: Messages, ranks: Sequence[int]) -> Transfer:
-        """The exchange that fills the box `needed` from a local tensor that is the box `held`.
+        """The exchange from this rank's part of the global tensor, the box `held`, to the box `needed`.
 
-        ranks: the group's members, ascending.
+        messages: this rank's, with boxes of the global tensor. ranks: the group's members, ascending.
         """
         sent, received = ([box for _, box in boxes] for boxes in (messages.sends, messages.receives))
         sizes = [{rank: volume(box) for rank, box in boxes} for boxes in (messages.sends, messages.receives)]
@@ -47,9 +50,9 @@ class Transfer:
         )
 
     def into_rows(self, senders: Sequence[int], own: int) -> Transfer:
-        """The exchange into a stack of results, [rows, *result's shape], instead of a single result.
+        """The exchange with received parts kept apart, for a sum in the tree: into [rows, *shape of the result].
 
-        senders: the row of each received part. own: the row of the part that this rank copies by itself.
+        senders: the row of each received part. own: the row of the part of `local`.
         """
         received = [(slice(row, row + 1), *box) for row, box in zip(senders, self.received, strict=True)]
         local = None if self.local is None else ((slice(own, own + 1), *self.local[0]), self.local[1])
@@ -59,9 +62,9 @@ class Transfer:
 def exchange(
     local: Tensor, result: Tensor, transfer: Transfer, group: dist.ProcessGroup | None, *, add: bool = False
 ) -> Running:
-    """Fills `result` from the local tensors of the group's members.
+    """Fills `result` from the local tensors of the group's members; a generator of the collective, see `Running`.
 
-    Without a group nothing is sent, and only `transfer.local` is copied.
+    Communication: an all-to-all with uneven parts; without a group none, and only `transfer.local` is copied.
     add: adds the parts to `result` instead of overwriting.
     """
     receive_slice = None if add else transfer.receive_slice

@@ -36,6 +36,7 @@ def tree_order(axis_names: Sequence[str]) -> tuple[str, ...]:
 def tree_sum(stacked: Tensor, dims: int = 1) -> Tensor:
     """The sum over the first `dims` dims, by the binary tree of each dim; the tree of dim 0 is innermost.
 
+    `start_sum` adds the numbers gathered from a group's ranks in this way.
     stacked: [n_0, ..., n_(dims - 1), *shape], each n at least 1; not changed. Returns [*shape], which shares memory
     with `stacked` where every n is 1.
     """
@@ -66,14 +67,17 @@ def _reduce_dim(op: str, stacked: Tensor, dim: int) -> Tensor:
 
 
 class Members(NamedTuple):
-    """The members of a process group as addends: where each stands in the tree. Made by `members_along`."""
+    """A group's members as addends: the place in the tree of each member's addend. Made by `members_along`."""
 
-    positions: Positions  # of each member, in the order of the group's ranks, along the axes, row-major
-    sizes: tuple[int, ...]  # of the axes
+    positions: Positions  # by member, in the order of the group's ranks: the index along the axes, row-major
+    sizes: tuple[int, ...]  # of the axes along which the members differ
     order: tuple[int, ...]  # the axes, as indices of `sizes`, innermost tree first
 
     def reduce(self, op: str, rows: Tensor) -> Tensor:
-        """Reduces the members' rows in the tree. rows: [members, *shape], in the order of the group's ranks."""
+        """Reduces a row of each member in the tree, in the dtype of `rows`.
+
+        op: as for `tree_reduce`. rows: [members, *shape], in the order of the group's ranks. Returns [*shape].
+        """
         if not isinstance(self.positions, range):
             rows = rows[sorted(range(len(self.positions)), key=self.positions.__getitem__)]
         return tree_reduce(op, rows.reshape(*self.sizes, *rows.shape[1:]), self.order)
@@ -81,12 +85,16 @@ class Members(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _sizes_and_order(mesh: ProcessMesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`Members.sizes` and `Members.order`."""
     names = [axis for axis in tree_order(mesh.axis_names) if axis in axes]
     return tuple(map(mesh.axis_size, axes)), tuple(axes.index(axis) for axis in names)
 
 
 def members_along(mesh: ProcessMesh, axes: Sequence[str], positions: Positions) -> Members:
-    """The members of the group along `axes` as addends. positions: from `group_along` with the same axes."""
+    """The Members of a rank's group along `axes` of `mesh`.
+
+    positions: each member's index along the axes, row-major, from `group_along` with the same axes.
+    """
     sizes, order = _sizes_and_order(mesh, tuple(axes))
     assert math.prod(sizes) == len(positions), "a group along axes has a member for each coordinate"
     return Members(positions, sizes, order)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class WaitTimer:
-    """Adds up the time for which this process's device waits for collectives.
+    """The time for which this process's device waits for collectives, added up over calls of `wait`.
 
     On a GPU the time of the waiting stream, between two events; on a CPU the host's time.
     """

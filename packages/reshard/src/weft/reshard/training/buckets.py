@@ -1,6 +1,6 @@
-"""Buckets of gradients: gradients with the same reduction in a flat tensor, reduce-scattered, all-reduced or both.
+"""Reduces many gradients by a single collective, in a flat tensor that is reduce-scattered, all-reduced or both.
 
-A `Route` says how a parameter's gradient reaches the target layout; a `Bucket` moves gradients of routes with the
+A `Route` says how a parameter's gradient reaches the target layout; a `Bucket` moves gradients whose routes have the
 same `key`. Used by gradient_buckets.py.
 """
 
@@ -32,16 +32,16 @@ from ..world.exact import exact_axes
 from ..world.groups import group_along, process_mesh, this_rank
 from .shared_memory import sum_parts
 
-Owner = TypeVar("Owner")  # whom a gradient in a bucket belongs to: GradientSync's `Leaf`
+Owner = TypeVar("Owner")  # the owner of a gradient in a bucket: GradientSync's `Leaf`
 
-# Called with the tensors that a bucket begins to hold: a gradient that waits, and the flat tensor of its reduction.
+# Called with each tensor newly held by a bucket: a waiting gradient, or the flat tensor of a reduction.
 Listener = Callable[[Sequence[Tensor]], None]
-_listeners: list[Listener] = []  # at most one
+_listeners: list[Listener] = []  # empty, or a single listener
 
 
 @contextmanager
 def observing_buckets(listener: Listener) -> Iterator[None]:
-    """Inside, in this process, the listener is called with the tensors of every bucket, as tools do that count memory.
+    """Inside, in this process, the listener is called with the tensors of every bucket; for tools to count memory.
 
     Contexts must not be nested, nor run in several threads.
     """
@@ -54,7 +54,7 @@ def observing_buckets(listener: Listener) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a gradient reaches the target layout: reduce-scattered over some axes, then all-reduced over other axes."""
+    """How a gradient reaches the target layout: a reduce-scatter over some axes, then an all-reduce over the rest."""
 
     scatter: ReduceScatter  # over no axes where nothing is scattered
     all_reduced: tuple[str, ...]  # axes of the all-reduce
@@ -72,8 +72,8 @@ class Reduction:
 def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduction | None:
     """The Reduction from a gradient's layout to the target.
 
-    None where one reduce-scatter and one all-reduce do not suffice, as between different meshes, or where several axes
-    cut a dim unevenly.
+    None where a reduce-scatter and an all-reduce do not suffice, as between different meshes, or where several axes cut
+    a dim unevenly.
     """
     src, dst = drop_trivial_axes(src), drop_trivial_axes(dst)
     if src.mesh != dst.mesh:
@@ -94,10 +94,10 @@ def reduction_between(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Reduc
 
 @dataclass(frozen=True, slots=True)
 class AddendOrder:
-    """When stacked addends (moving/addends.py) are added, so that the axes are summed in the tree's order.
+    """When to add stacked addends (moving/addends.py), for sums over the axes in the tree's order.
 
-    First the axes `first` are collapsed. Then comes the reduce-scatter or, without one, the all-reduce over `early`.
-    Then the axes of `pending` are collapsed. Last comes the all-reduce over all axes that are left.
+    In turn: the addends of the axes `first` are added; the reduce-scatter, or else the all-reduce over `early`, runs;
+    the addends of `pending` are added; the all-reduce over the remaining axes runs.
     """
 
     first: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class AddendOrder:
     def of(cls, addends: Addends, layout: Layout, target: Layout, reduction: Reduction) -> AddendOrder | None:
         """The order inside `exact_sums`; None where the Reduction's collectives cannot keep the tree's order.
 
-        layout: of the gradient. addends: its stacked addends.
+        layout: of the gradient. addends: the gradient's stacked addends.
         """
         place = {axis: index for index, axis in enumerate(tree_order(layout.mesh.axis_names))}
         scattered, all_reduced = ([place[axis] for axis in axes] for axes in reduction.axes)
@@ -131,22 +131,22 @@ class AddendOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """How a parameter's gradients in a given layout reach the target layout. A Leaf caches its last Route."""
+    """How a parameter's gradients in a given layout reach the target layout. A Leaf caches the last Route."""
 
     reduction: Reduction
     shape: tuple[int, ...]  # global, of the gradient
-    key: Hashable  # equal for gradients that share a bucket
+    key: Hashable  # equal for gradients in the same bucket
     nbytes: int  # bytes of the gradient on the first rank of the mesh
     stacking: Stacking  # how the reduce-scatter's parts are stacked
     part_elements: int  # number of elements in a part of the reduce-scatter
     local_shape: tuple[int, ...] | None  # of this rank's part of the result; None outside the target's mesh
     spec: Any  # the result's `dtensor_spec`
     addends: Addends  # stacked addends of the gradient
-    addend_order: AddendOrder  # when they are added
+    addend_order: AddendOrder  # when to add the stacked addends
 
     @classmethod
     def of(cls, grad: DTensor, target: Layout) -> Route | None:
-        """The Route to `target`; None where one reduce-scatter and one all-reduce do not suffice."""
+        """The Route to `target`; None where a reduce-scatter and an all-reduce do not suffice."""
         layout, shape = layout_of(grad), tuple(grad.shape)
         reduction = reduction_between(layout, target, shape)
         if reduction is None:
@@ -174,13 +174,13 @@ class Route:
         )
 
     def collapse(self, local: Tensor) -> Tensor:
-        """This rank's gradient for a bucket: the stacked addends added that come first. local: as backward gives it."""
+        """Add the stacked addends of the axes `first`: this rank's gradient for a bucket. local: from backward."""
         return self.addends.collapse(local, self.addend_order.first)
 
     def stacked(self, local: Tensor) -> Tensor:
         """The parts into which a local gradient is scattered, a row for each part. local: from `collapse`.
 
-        With pending addends a row holds the part of each addend, one after another.
+        With pending addends, a row holds the parts of all addends in turn.
         """
         stacking, pending = self.stacking, self.addend_order.pending
         addends = local.flatten(0, len(pending.axes) - 1).unbind() if pending.axes else (local,)
@@ -192,10 +192,10 @@ class Route:
 
 
 class Bucket(Generic[Owner]):
-    """Gradients with one `Route.key`, in a flat tensor that is reduce-scattered, all-reduced or both.
+    """Gradients with equal `Route.key`, reduced together in a flat tensor.
 
     Each gradient is added for an owner (a `Leaf`), to which `finish` returns the sum.
-    nbytes: bytes of the gradients on the first rank of the mesh, so equal on every rank.
+    nbytes: bytes of the gradients on the first rank of the mesh; equal on every rank.
     is_open: whether gradients can be added: until `start`.
     """
 
@@ -244,7 +244,7 @@ class Bucket(Generic[Owner]):
 
     def _run(self) -> Running:
         route = next(iter(self._routes.values()))
-        grads, self._grads = self._grads, {}  # so that each gradient is freed once it is copied into the flat tensor
+        grads, self._grads = self._grads, {}  # a gradient is freed once copied into the flat tensor
         if route.local_shape is None:  # outside the mesh all parts are empty; `finish` splits an empty tensor
             return next(iter(grads.values()))
         scattered, all_reduced = route.reduction.axes

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` for gradients in any layouts: each element counts once, and a single all-reduce gives the norm."""
+"""`clip_grad_norm_` for gradients in any layouts. Each element counts once; a single all-reduce gives the norm."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def clip_grad_norm_(
     mesh: ProcessMesh | DeviceMesh | None = None,
     copies: Iterable[Tensor] = (),
 ) -> Tensor:
-    """Scales gradients to a total norm of at most `max_norm`. Returns the norm before, a scalar, on every rank.
+    """Scales gradients to a total norm of at most `max_norm`. Returns the norm before scaling, a scalar, on every rank.
 
-    parameters: DTensors on any meshes, whose gradients may have other layouts, and plain tensors, which count as
+    parameters: DTensors on any meshes, also with gradients in different layouts, and plain tensors, which count as
         replicated. A parameter given twice counts once.
-    norm_type: p of the p-norm of all gradients as one vector, above 0; inf takes the largest magnitude.
+    norm_type: p of the p-norm of all gradients as a single vector, above 0; inf takes the largest magnitude.
     mesh: the ranks over which the norm is taken. None takes the ranks of all parameters' meshes; every rank then gives
-        parameters on the same meshes. Where each rank gives only its own stage's parameters, give the mesh of all
-        stages; plain tensors then belong to this rank alone.
-    copies: parameters whose gradients repeat others, as of a weight tied across stages: scaled, not counted.
+        parameters on the same meshes. In a pipeline, where each rank gives the parameters of the rank's stages, give
+        the mesh of all stages; plain tensors then belong to this rank alone.
+    copies: parameters with repeated gradients, as of a weight tied across stages: scaled, not counted.
 
-    A shard held by several ranks counts on one of them. Sums are taken in float32, of float64 gradients in float64. A
-    norm that is not finite scales nothing. The host waits for no device.
+    A shard held by several ranks counts on a single rank. Sums are taken in float32, of float64 gradients in float64. A
+    norm of inf or NaN scales nothing. The host waits for no device.
     Inside `exact_sums`, and outside for parameters of a plan with `exact`, the norm and the scaled gradients have the
-    same bits on every mesh and in any layouts. The norm is then rounded to float32 once, so magnitudes whose squares
-    are not float32 numbers count, too.
-    Communication: an all-reduce of one number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
-    given; inside `exact_sums`, as `exact_norm`. A rank outside takes no part, and gets the norm of its own gradients.
-    Raises ValueError for a max_norm below 0, a norm_type that is not above 0, inside `exact_sums` also for other norms
-    than 1, 2 and inf, and for a Partial gradient, which is only this rank's addend; RuntimeError for gradients that
-    still need GradientSync's `wait()`.
+    same bits on every mesh and in any layouts. The norm is then rounded to float32 once: magnitudes whose squares are
+    not float32 numbers count, too.
+    Communication: an all-reduce of a number over the ranks of `mesh`, where any parameter is a DTensor or a mesh is
+    given; inside `exact_sums`, as `exact_norm`. A rank outside takes no part, and gets the norm of local gradients.
+    Raises ValueError for a max_norm below 0, a norm_type of 0 or less, inside `exact_sums` also for norms except 1, 2
+    and inf, and for a Partial gradient, which is only this rank's addend; RuntimeError for gradients before
+    GradientSync's `wait()`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; give a number >= 0")
@@ -104,7 +104,7 @@ def _group_and_counter(
 
 
 def _counts_here(gradient: Tensor, counts_plain: bool) -> bool:
-    """Whether this rank counts the gradient: only one of the ranks with the same shard does."""
+    """Whether this rank counts the gradient: true on a single rank of the ranks with the same shard."""
     if not isinstance(gradient, DTensor):
         return counts_plain
     layout = layout_of(gradient)

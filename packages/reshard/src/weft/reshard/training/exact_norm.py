@@ -34,7 +34,7 @@ def exact_norm(
 ) -> Tensor:
     """The p-norm of all ranks' elements as one vector: a float64 scalar, with the same bits for any cut of them.
 
-    tensors: this rank's elements, each on this rank alone; floating-point, of any shapes.
+    tensors: this rank's elements, floating-point, of any shapes; an element that several ranks hold is given by one.
     norm_type: p: 1, 2 or inf.
     group: the ranks; None for this rank alone.
     NaN and infinite elements give NaN and infinity. The sum of the powers of n elements has a relative error of at most
@@ -68,7 +68,10 @@ def exact_norm(
 
 
 def _largest_bits(tensors: Sequence[Tensor], device: torch.device | None) -> Tensor:
-    """The bits of the largest magnitude in float64, as an int64: in the order of magnitudes, and NaN above infinity."""
+    """The largest magnitude, as the bits of a float64 in an int64 scalar.
+
+    As integers, the bits have the order of the magnitudes, with NaN above infinity.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.int64, device=device)
     bounds = torch.stack([bound for tensor in tensors for bound in torch.aminmax(tensor)])  # in the widest dtype
@@ -76,7 +79,11 @@ def _largest_bits(tensors: Sequence[Tensor], device: torch.device | None) -> Ten
 
 
 def _sums_of_units(tensors: Sequence[Tensor], power: int, scale: Tensor) -> Tensor:
-    """The sums of m1 and m2 of the elements' powers, an int64 [halves: high, low; 2]. scale: a float64 scalar."""
+    """The sums of m1 and of m2 over the elements' powers (see `UNITS`), in halves of 32 bits.
+
+    power: 1 or 2. scale: a float64 scalar, by which elements are multiplied.
+    Returns int64 [2, 2]: the high halves of both sums, then the low halves.
+    """
     chunk = CPU_CHUNK if scale.device.type == "cpu" else CHUNK
     if scale.is_meta or not tensors:
         return scale.new_zeros((2, len(UNITS)), dtype=torch.int64)

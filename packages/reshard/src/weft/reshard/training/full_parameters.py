@@ -26,9 +26,9 @@ from .hooks import backward_is_running, weak_hook
 
 
 class GatheringUnit(Protocol):
-    """A group of parameters gathered together: the methods of unit.py's `Unit` that this file calls."""
+    """A group of parameters gathered together: the methods of unit.py's `Unit` called in this file."""
 
-    goes_backward: bool  # whether backward has ever come to this unit; if not, backward does not prefetch it
+    goes_backward: bool  # whether backward has ever come to this unit; if not, backward does not prefetch the unit
 
     def prefetch(self) -> None:
         """Starts to gather parameters ahead of the module's call, where full copies are missing or out of date."""
@@ -41,7 +41,7 @@ class GatheringUnit(Protocol):
 
 
 def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], rank: int) -> tuple[slice, ...] | None:
-    """A rank's shard as slices of its part of the full tensor; None where the shard is not contiguous in that part."""
+    """A rank's shard as slices of the rank's part in the layout `full`; None where not contiguous in this part."""
     held, outer = shard.local_slices(shape, rank), full.local_slices(shape, rank)
     slices = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(held, outer, strict=True))
     sizes = [b.stop - b.start for b in outer]
@@ -52,10 +52,10 @@ def contiguous_shard_slices(shard: Layout, full: Layout, shape: Sequence[int], r
 class FullParameter:
     """The full-size copy of a sharded parameter, with which the parameter's module computes.
 
-    Made by `ModelGathering.find_or_make`. An autograd leaf over a buffer that is freed and refilled. Tensors saved for
+    Made by `ModelGathering.find_or_make`. An autograd leaf over a buffer, freed and refilled in turn. Tensors saved for
     backward share the buffer. With `keep_between_calls`, or gathered inside `keep_gathered`, a contiguous shard becomes
-    a view into the buffer, and takes no memory of its own. A shard of which the program has views keeps its memory,
-    because the views must stay valid.
+    a view into the buffer, and takes no further memory. Where the program has views of the shard, the shard keeps
+    separate memory, because the views must stay valid.
     layout: of the full copy.
     keep_between_calls: keep the buffer between calls (ZeRO 1, 2).
     accumulate_grad: let the gradient accumulate over backward passes (ZeRO 1).
@@ -71,12 +71,12 @@ class FullParameter:
             # Filled by way of .data, unseen by autograd: refilling with equal values is no change.
             self.buffer = self._local.data
         self._shard_slices = contiguous_shard_slices(layout_of(shard), layout, shard.shape, this_rank())
-        self._shard_view: Tensor | None = None  # this rank's shard, while it is a view into the buffer
+        self._shard_view: Tensor | None = None  # this rank's shard, while a view into the buffer
         self._storage = self._local.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
         self.layout, self.keep_between_calls, self.accumulate_grad = layout, keep_between_calls, accumulate_grad
-        self.active_units = 0  # number of units that use the copy, or keep it for backward; freed only at 0
+        self.active_units = 0  # number of units with the copy in use, or kept for backward; freed only at 0
         self.filled_state: object = None  # the shard's state when the buffer was filled; None without memory
         self.pass_filled = 0  # `ModelGathering.pass_number` when the buffer was filled
         self._last_filled_state: object = None  # `filled_state`, also after the buffer is freed
@@ -99,7 +99,7 @@ class FullParameter:
             self.leaf.register_post_accumulate_grad_hook(lambda _: _notify_units(weak_self(), weak_shard()))  # type: ignore[no-untyped-call]
 
     def state_of(self, shard: DTensor) -> object:
-        """A value that changes with an optimizer's step or in-place update of the shard; not with one by `.data`."""
+        """A value that changes with each optimizer's step and in-place update of the shard, but not with `.data`."""
         return self.optimizer_steps, shard._version, self._shard._version
 
     def allocate(self) -> None:
@@ -123,7 +123,7 @@ class FullParameter:
             self._shard_view.data = self.buffer[self._shard_slices]
 
     def free(self) -> None:
-        """Frees the buffer's memory; a shard that is a view into the buffer gets memory of its own."""
+        """Frees the buffer's memory; a shard viewing the buffer gets separate memory first."""
         if self._shard_view is not None:
             self._shard_view.data = self._shard_view.clone()
             self._shard_view = None
@@ -167,8 +167,8 @@ class ModelGathering:
     """The state shared by a model's units: the sharded parameters, the units' order, the number of forward passes.
 
     Between two forward passes a program may change parameters without a trace: by `.data`, by foreach operators,
-    through a view. So each forward pass gathers the shards, on every rank alike, unless a promise says that parameters
-    do not change (`promise_fixed`). Backward computes with the values from forward.
+    through a view. Each forward pass therefore gathers the shards, on every rank alike, unless a promise holds that
+    parameters do not change (`promise_fixed`). Backward computes with the values from forward.
     """
 
     def __init__(self) -> None:
@@ -179,15 +179,15 @@ class ModelGathering:
         # Rises at each forward pass without a promise, and just before the first promise. A full copy filled in an
         # earlier pass is out of date.
         self.pass_number = 0
-        # Those who promise that parameters do not change: a GradientSync, or a `fixed_parameters` block. While there is
-        # a holder, a full copy that is filled is out of date only if `state_of` shows a change of the shard.
+        # Holders of a promise that parameters do not change: a GradientSync, or a `fixed_parameters` block. While there
+        # is a holder, a filled full copy is out of date only if `state_of` shows a change of the shard.
         self.promise_holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._running_calls = 0  # number of running calls of units
         self._in_forward = False  # whether the model's forward runs
         # By autograd's number of a backward pass, the units to which the pass has come.
         self._units_in_backward: dict[int, list[GatheringUnit]] = {}
-        self._last_order: list[GatheringUnit] = []  # units as the last forward pass came to them
-        self._present_order: list[GatheringUnit] = []  # units as the present forward pass comes to them
+        self._last_order: list[GatheringUnit] = []  # units in the order of the last forward pass
+        self._present_order: list[GatheringUnit] = []  # units in the order of the present forward pass, so far
         for hook in (
             register_optimizer_step_pre_hook(weak_hook(self._before_step)),
             register_optimizer_step_post_hook(weak_hook(self._after_step)),
@@ -251,7 +251,7 @@ class ModelGathering:
         if backward_is_running():
             return
         self._units_in_backward.clear()
-        for unit in self.units:  # a backward pass that failed may have left state behind
+        for unit in self.units:  # a failed backward pass may have left state behind
             unit.end_pass()
         if not self.promise_holders:
             self.pass_number += 1
@@ -278,7 +278,7 @@ class ModelGathering:
             self.promise_holders.add(holder)
 
     def next_in_forward(self, unit: GatheringUnit) -> GatheringUnit | None:
-        """Notes that forward has come to `unit`; returns the next unit by the last forward pass, or None."""
+        """Record that forward has come to `unit`. Returns the next unit in the order of the last pass, or None."""
         if unit not in self._present_order:
             self._present_order.append(unit)
         index = self._last_order.index(unit) + 1 if unit in self._last_order else len(self._last_order)

@@ -1,11 +1,11 @@
-"""Fused Adam steps on DTensors, on each rank's local tensors in a single call: Adam updates each element by itself.
+"""Lets torch's fused Adam step on DTensors, by a single call on each rank's local tensors: elements are independent.
 
 Importing this file registers the steps. torch's own rules infer the layouts of all tensors of an optimizer in each
 step, which on a CPU takes several times as long as the step.
 
-torch's CPU kernel computes elements in vectors, and the last elements of a tensor one by one, with other roundings: it
-multiplies and adds in one rounding in vectors only. Inside `exact_sums`, and for parameters of a plan with `exact`, the
-last elements are padded to whole vectors, so an element has the same bits in a shard of any length.
+torch's CPU kernel computes elements in vectors, except the last elements of a tensor, which are rounded differently:
+only vectors multiply and add with a single rounding. Inside `exact_sums`, and for parameters of a plan with `exact`,
+the last elements are padded to whole vectors: an element then has the same bits in a shard of any length.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def _step(cls: type, step: Any, types: Sequence[type], args: tuple[list[Tensor],
     """The implementation of torch's fused Adam ops for DTensors.
 
     args: parameters, gradients, each list of states, and the step numbers, as in torch's optimizers.
-    Communication: none, except to reshard a gradient in another layout than its parameter's; torch would redistribute
-    it.
-    Raises LayoutError for a state in another layout than its parameter's.
+    Communication: none, except to reshard a gradient whose layout is not the parameter's; torch would redistribute.
+    Raises LayoutError for a state whose layout is not the parameter's.
     """
     parameters, gradients, *states, steps = args
     gradients = [
@@ -95,7 +94,7 @@ def _same_layout(tensor: Tensor, parameter: Tensor) -> bool:
 def reshard_to_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient, in the parameter's layout. Communication: a reshard, where the layouts differ.
 
-    Raises LayoutError where one of the two is a DTensor, and the other a plain tensor.
+    Raises LayoutError for a DTensor and a plain tensor.
     """
     if _same_layout(gradient, parameter):
         return gradient

@@ -1,4 +1,4 @@
-"""Modules that gather their sharded parameters when called, and blocks in which the gathered copies stay.
+"""Makes modules gather sharded parameters when called; contexts in which the gathered copies stay.
 
 For ZeRO, weft.models' parallel/zero.py makes a `Unit` (unit.py) of each transformer block, and of each module outside
 the blocks that has sharded parameters, by `gather_when_called`.
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _UNIT = "_gathered_unit"  # attribute of a module: the module's unit
-_LAYOUTS = "_gathered_layouts"  # attribute of a module: by name, the layouts of its parameters' full copies
+_LAYOUTS = "_gathered_layouts"  # attribute of a module: {parameter name: layout of the full copy}
 
 
 class _UnitCall:

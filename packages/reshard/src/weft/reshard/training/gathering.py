@@ -1,4 +1,4 @@
-"""All-gathers of sharded parameters into buffers.
+"""All-gathers sharded parameters into buffers.
 
 Parameters gathered over the same ranks in the same dtype share a collective. A unit (unit.py) runs a `GatherBatch`
 before each forward or backward of the unit's module.

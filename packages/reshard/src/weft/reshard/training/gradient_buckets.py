@@ -25,11 +25,12 @@ from .pending_gradient import Form, Forms, Leaf, cast_grad
 
 
 class GradientBuckets:
-    """The open buckets of a GradientSync, and the buckets in flight. A `Leaf` is a parameter with its gradients' state.
+    """The open buckets of a GradientSync, and the buckets in flight. A `Leaf` is a parameter and the state of
+    gradients.
 
     bucket_bytes, dtype: see GradientSync.
-    before_wait: called before each wait for the older of two buckets in flight. It publishes the gradients sent so far:
-        a rank without gradients learns by this message to give zeros, without which the collective might not end.
+    before_wait: called before each wait for the older of two buckets in flight; publishes the gradients sent so far. A
+        rank without gradients learns by this message to give zeros, without which the collective might not end.
     """
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None, before_wait: Callable[[], None]) -> None:
@@ -50,8 +51,8 @@ class GradientBuckets:
             assert leaf.route_cache is not None and leaf.route_cache[2] is not None, "set with the local gradient"
             self._add_to_bucket(leaf, leaf.local_grad, leaf.route_cache[2])
             leaf.local_grad = None
-        for layout, older in leaf.older_grads.items():
-            self._add_grad(leaf, older, layout == leaf.target)
+        for older in leaf.older_grads:
+            self._add_grad(leaf, older, leaf.grad_info(older)[2])
         leaf.older_grads.clear()
         grad = leaf.grad
         in_target = grad is not None and leaf.grad_info(grad)[2]
@@ -62,7 +63,7 @@ class GradientBuckets:
             leaf.put_placeholder()
 
     def add_zeros(self, leaf: Leaf, form: Form) -> None:
-        """Gives zeros of this layout and dtype, as this rank's part of a gradient computed by its peers.
+        """Gives zeros of this layout and dtype, as this rank's part of a gradient computed by peers.
 
         The zeros go where the gradient would: into a bucket, or in the target layout to `reduced_grad`.
         """
@@ -95,7 +96,8 @@ class GradientBuckets:
     def _add_to_bucket(self, leaf: Leaf, part: Tensor, route: Route) -> None:
         """Puts this rank's part of a gradient into the route's open bucket; starts a full bucket.
 
-        A second gradient of the leaf is added to the first in the bucket. Inside `exact_sums` it goes into another
+        A second gradient of the leaf is added to the first in the bucket. Inside `exact_sums` the second goes into a
+        new
         bucket: whether two passes are added before or after the ranks' sum must not depend on the size of buckets.
         part: from `Route.collapse`.
         """
@@ -122,7 +124,7 @@ class GradientBuckets:
         self._in_flight.append(bucket)
 
     def _finish_oldest(self) -> None:
-        """Waits for the oldest bucket in flight, and gives its sums to the leaves."""
+        """Waits for the oldest bucket in flight, and gives the sums to the leaves."""
         for leaf, grad in self._in_flight.popleft().finish():
             leaf.add_reduced(grad)
 
@@ -139,13 +141,13 @@ def send_remaining(
 
     Returns the forms (layout and dtype) of each leaf's gradients on all ranks; () if no rank has a gradient.
     leaves: all leaves of the GradientSync.
-    expected: the leaves with a gradient on any rank in the last step, or in the first step all that require a gradient;
-        without those already sent in backward. Every rank sends the expected leaves in order, as gradients or zeros,
-        and then the rest of its gradients.
-    Communication: as `GradientPresence`, the buckets that fill up, and reshards of gradients without a Route.
+    expected: the leaves with a gradient on any rank in the last step, or in the first step all leaves requiring a
+        gradient; without the leaves already sent in backward. Every rank sends the expected leaves in order, as
+        gradients or zeros, and then the rank's remaining gradients.
+    Communication: as `GradientPresence`, full buckets, and reshards of gradients without a Route.
     Raises RuntimeError where the ranks' gradients of a parameter differ in layout or dtype, or come from different
-    numbers of passes. A gradient in the target layout is complete, and not summed: also raises where a rank lacks
-    such a gradient, and a rank with the same shard has one.
+    numbers of passes. A gradient in the target layout is complete, and not summed: also raises where a
+    rank with the same shard lacks the gradient.
     """
     # A later pass may have given a second gradient after the first was put into a bucket that is still open. If both
     # have the same forms, the second is added to the first there, and need not be sent separately. Not inside
@@ -191,7 +193,7 @@ def _send_with_peers(
     """
     index_of = {leaf: i for i, leaf in enumerate(leaves)}
     lacks_all = not any(leaf_forms)
-    zero_forms: dict[int, Forms] = {}  # by leaf index, the forms of the zeros that this rank gives in the first loop
+    zero_forms: dict[int, Forms] = {}  # by leaf index, the forms of the zeros given by this rank in the first loop
     for leaf in expected:
         i = index_of[leaf]
         if leaf.unsent_forms():
@@ -224,7 +226,7 @@ def _send_with_peers(
 
 
 def _add_zeros(buckets: GradientBuckets, leaf: Leaf, forms: Forms) -> None:
-    """Adds zeros in each form that is to be reduced."""
+    """Adds zeros in each form to be reduced: all but the target layout."""
     for form in forms:
         if form.layout != leaf.target:
             buckets.add_zeros(leaf, form)
@@ -242,10 +244,10 @@ def _check_alike(leaf: Leaf, own_forms: Forms, peer_forms: Mapping[int, Forms]) 
 
 
 def _add_zero_shard(buckets: GradientBuckets, leaf: Leaf, forms: Forms, ranks: Sequence[int]) -> None:
-    """Adds zeros as this rank's shard, where ranks with other shards have gradients in the target layout.
+    """Adds zeros as this rank's shard, where ranks with different shards have gradients in the target layout.
 
     ranks: the ranks with a gradient.
-    Raises RuntimeError if a rank with the same shard has a gradient: that gradient is complete, not an addend.
+    Raises RuntimeError if a rank with the same shard has a gradient, which is then complete, not an addend.
     """
     shape, target = leaf.parameter.shape, leaf.target
     shard = target.local_slices(shape, this_rank())

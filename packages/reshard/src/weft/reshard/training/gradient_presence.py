@@ -1,7 +1,7 @@
 """Messages between ranks at `GradientSync.wait()`: which gradients each rank has.
 
-Each rank writes a message to the world's store. Only a rank that lacks a gradient reads the messages, to give zeros
-where other ranks have a gradient (gradient_buckets.py).
+Each rank writes a message to the world's store. Only a rank that lacks a gradient reads the messages, to give zeros in
+place of the gradient (gradient_buckets.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Message:
 
     round: int  # number of the round
     done: bool  # whether the rank has come to the end of the round; the message is final then
-    reads: bool  # whether the rank reads the others' messages, and so gives zeros for gradients that only they have
+    reads: bool  # whether the rank reads its peers' messages, and gives zeros for gradients only peers have
     leaf_forms: tuple[Forms, ...]  # the forms of each leaf's gradients; () for none
-    # Indices of the leaves with a gradient that this rank sends in `wait()`, after all leaves of the step's send order:
-    # a leaf outside that order, or a second gradient of a leaf that was sent in backward.
+    # Indices of the leaves whose gradients this rank sends in `wait()` after all leaves of the step's send order: a
+    # leaf outside the order, or a second gradient of a leaf already sent in backward.
     unexpected: frozenset[int]
 
 
@@ -65,7 +65,7 @@ class GradientPresence:
         """Publishes, during backward, which gradients this rank has sent; once in a round unless `repeat`.
 
         A rank without any gradient, which is in `wait()` already, can then give zeros before this rank is in `wait()`.
-        repeat: publish each time, as in the first step: from these messages the other rank learns the zeros' forms.
+        repeat: publish each time, as in the first step: a rank without gradients learns the zeros' forms by messages.
         """
         if self.has_peers and (repeat or not self._published_early):
             self._published_early = True
@@ -113,7 +113,7 @@ class GradientPresence:
         self._world.publish(self._key(this_rank()), text.encode())
 
     def _wait_until(self, mesh: ProcessMesh, read: Callable[[Message], Result | None]) -> Result | None:
-        """Calls `read` on the messages of the mesh's ranks, as they come; returns the first result that is not None.
+        """Calls `read` on the messages of the mesh's ranks as messages come, until a result is not None; returns it.
 
         Returns None once all messages are final. Raises RuntimeError where a message is not final within the store's
         timeout.

@@ -18,19 +18,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..moving.dtensor import dtensor_spec, layout_of, wrap_with_spec
-from ..planning.layouts import shard_replicated_axes
-from ..world.groups import this_rank
+from ..moving.dtensor import layout_of, wrap_with_spec
 from . import fused_adam  # noqa: F401  imported to register fused optimizer steps on DTensors
 from .gathered_modules import gathering_units
 from .gradient_buckets import GradientBuckets, send_remaining
 from .gradient_presence import GradientPresence
 from .hooks import weak_hook
-from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of, sum_of
+from .pending_gradient import Form, GradPlaceholder, Leaf, as_dtensor, cast_grad, copy_of_stacked, grad_of
+from .separate_uses import UsesOfStep
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel (bucket_cap_mb=25)
 
-_synchronized = WeakTensorKeyDictionary()  # by parameter, a weak reference to its GradientSync
+_synchronized = WeakTensorKeyDictionary()  # {parameter: weak reference to the GradientSync}
 _syncs: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
@@ -39,45 +38,44 @@ class GradientSync:
 
         sync = GradientSync(model)  # kept for as long as the model is trained
         loss.backward(); sync.wait(); optimizer.step()
-        with sync.paused(): ...   # backward passes that only accumulate
+        with sync.paused(): ...   # backward passes only accumulate
 
     A gradient's layout says over which axes to reduce. The gradient is Partial over each axis on which every rank
-    computes only an addend, as over the axes that shard the batch, and sharded over an axis that shards the parameter.
+    computes only an addend, as over the axes sharding the batch, and sharded over an axis sharding the parameter.
     Further forward and backward passes before `wait()` add up. To give up a step, call `sync.wait()` and then
     `zero_grad()`; `zero_grad()` alone does not clear gradients under way.
 
     shard_over: axis, or axes, over which gradients of replicated parameters end as shards: reduce-scattered instead of
-        all-reduced. Each axis shards the first dim that its size divides evenly, else dim 0.
-    bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh, so that all ranks close
-        buckets alike.
+        all-reduced. Each axis shards the first dim divisible by the axis's size, else dim 0.
+    bucket_bytes: the size of a bucket, counted on the first rank of the gradients' mesh: all ranks close buckets alike.
     dtype: in which gradients are summed over ranks, by default their own. The result has the parameter's dtype.
 
     Gradients with the same reduction share a bucket. The hook of a bucket's last gradient starts the bucket's
     collective. At most two buckets are under way: before a third starts, the oldest is finished, also in backward.
 
-    The target layout of a gradient is the parameter's layout, or with `shard_over` shards of it. Before `wait()`,
-    `.grad` holds the gradient if backward computed it in the target layout; otherwise a partial sum, and once the sum
-    is in a bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an update by hand,
+    The target layout of a gradient is the parameter's layout, further sharded over `shard_over`. Before `wait()`,
+    `.grad` holds the gradient if backward computed the target layout; otherwise a partial sum, and once the sum is in a
+    bucket, a placeholder. Reading numbers from the placeholder raises RuntimeError, as in an update by hand,
     torch's `clip_grad_norm_` or a GradScaler. For all new gradients, a torch optimizer's step and Weft's
     `clip_grad_norm_` raise RuntimeError before `wait()`.
     Where `module` gathers sharded parameters (the `zero` of ParallelPlan), the gradient of the full copy is reduced
     into the shard's `.grad`. With zero=1 the full gradient accumulates, and is sent as any gradient. With zero=2 and
-    3 every backward pass sends its gradients, also in `paused()`; the sum is in the shard's `.grad` when `paused()`
+    3 every backward pass sends gradients, also in `paused()`; the sum is in the shard's `.grad` when `paused()`
     or `wait()` ends.
     Ranks may have gradients of different parameters, as with an expert for each rank, or a skipped batch. Every rank
     gets the sum over the ranks with a gradient; a parameter without a gradient on any rank keeps `.grad`. All ranks of
     the parameters' meshes call `wait()` equally often.
 
-    Communication: every rank sends gradients in one order, the reverse order of `module`'s parameters. Hooks may run in
-    different orders, as where only some ranks compile a block. A gradient waits for all gradients before it in this
-    order, except those of parameters that had no gradient on any rank in the last step. In `wait()` each rank writes a
-    list of its gradients to the store of the process group. A rank that lacks the gradient of a trainable parameter
-    waits for the lists of all ranks of the parameters' meshes. So does a rank with a gradient in several layouts, or
-    with a gradient to send a second time in the step; other ranks read no lists. A list may also be written in
-    backward, before the wait for an older bucket. Freeze unused parameters (`requires_grad_(False)`): otherwise every
-    rank lacks a gradient, and waits for all lists in every `wait()`.
-    Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter that has a GradientSync
-    already, as two would reduce its gradient twice; `close()` the first.
+    Communication: every rank sends gradients in the reverse order of `module`'s parameters. Hooks may run in different
+    orders, as where only some ranks compile a block. A gradient waits for all earlier gradients in this order, except
+    for parameters without a gradient on any rank in the last step. In `wait()` each rank writes a list of gradients to
+    the store of the process group. A rank reads the lists of all ranks of the parameters' meshes, and waits for them,
+    only if the rank lacks the gradient of a trainable parameter, has a gradient in several layouts, or has a gradient
+    to send a second time in the step. A list may also be written in backward, before the wait for an older bucket.
+    Freeze unused parameters (`requires_grad_(False)`): otherwise every rank lacks a gradient, and waits for all lists
+    in every `wait()`.
+    Raises ValueError for a bucket without room, an axis on no parameter's mesh, or a parameter already with a
+    GradientSync, as two would reduce the gradient twice; `close()` the first.
     """
 
     def __init__(
@@ -109,26 +107,15 @@ class GradientSync:
         self._units = gathering_units(module)
         # Under ZeRO, each shard's full copy.
         self._full_copies = {shard: full for unit in self._units for shard, full in unit.full_parameters().items()}
-        leaves = []
-        for name, parameter in named.items():
-            full = self._full_copies.get(parameter)
-            leaves.append(
-                Leaf(
-                    parameter=parameter,
-                    accumulator=parameter if full is None else as_dtensor(full.leaf),
-                    name=name,
-                    mesh=layout_of(parameter).mesh,
-                    is_on_mesh=this_rank() in layout_of(parameter).mesh,
-                    target=shard_replicated_axes(layout_of(parameter), parameter.shape, axes),
-                    sends_every_pass=full is not None and not full.accumulate_grad,
-                )
-            )
+        self._uses = UsesOfStep(module, self._full_copies, axes, self)
+        of_parameters = [Leaf.of(name, each, self._full_copies.get(each), axes) for name, each in named.items()]
+        leaves = [*of_parameters, *self._uses.leaves]
         self._leaves = tuple(reversed(leaves))  # about backward's order, and equal on every rank
         self._unhooked = list(enumerate(self._leaves))  # leaves without hooks yet, with their indices
         # By the parameter's id, the leaves whose local gradients may bypass `.grad`.
         self._leaf_of_id: dict[int, Leaf] = {}
-        # The leaves to send, in order: those with a gradient on any rank in the last step that had gradients; at first,
-        # all that require one.
+        # The leaves to send, in order: leaves with a gradient on any rank in the last step with gradients; at first,
+        # all leaves requiring a gradient.
         self._expected = tuple(leaf for leaf in self._leaves if leaf.parameter.requires_grad)
         self._next_index = 0  # in `_expected`: the next leaf to send
         self.sends_every_pass = any(leaf.sends_every_pass for leaf in leaves)  # ZeRO 2, 3
@@ -145,13 +132,14 @@ class GradientSync:
     def _hook_parameters(self) -> None:
         """Sets hooks on parameters with `requires_grad` and without hooks."""
         weak_self = weakref.ref(self)
+        self._uses.update_requires_grad()
         for index, leaf in self._unhooked:
             if not leaf.parameter.requires_grad or _sync_of(leaf.parameter) is not None:
                 continue
             leaf.is_hooked, _synchronized[leaf.parameter] = True, weak_self
             if leaf.accumulator is leaf.parameter:
                 self._leaf_of_id[id(leaf.parameter)] = leaf
-            else:
+            elif leaf.parameter in self._full_copies:
                 self._full_copies[leaf.parameter].update_requires_grad(leaf.parameter)
                 self._full_copies[leaf.parameter].synchronized_by = weak_self
             before, after = _before_hook(weak_self, index), _after_hook(weak_self, index)
@@ -163,8 +151,8 @@ class GradientSync:
     def paused(self) -> Iterator[None]:
         """Context manager: backward passes in the block only accumulate; the next pass outside, or `wait()`, sends.
 
-        Under ZeRO 2 and 3, however, every pass in the block sends its gradients, and leaving the block synchronizes all
-        gradients, by a message and collectives. So all ranks leave such blocks equally often.
+        Under ZeRO 2 and 3, however, every pass in the block sends gradients, and leaving the block synchronizes all
+        gradients, by a message and collectives. All ranks must leave such blocks equally often.
         Under ZeRO 1 and 2, parameters are gathered once for all forward passes from here to `wait()`. Do not change
         parameters before `wait()`: forward passes might compute with the old values, as after a change by `.data`.
         """
@@ -179,19 +167,20 @@ class GradientSync:
             self._synchronize()
 
     def wait(self) -> None:
-        """Waits until every gradient has its target layout in `.grad`.
+        """Waits until `.grad` of every parameter holds the gradient in the target layout.
 
-        Communication: this rank's list of gradients (see GradientSync), and what backward has left: collectives of
-        buckets, and a reshard for each unsent gradient that needs more than a reduce-scatter and an all-reduce.
+        Communication: this rank's list of gradients (see GradientSync), and collectives left over from backward: of
+        buckets, and a reshard for each unsent gradient without a Route.
         """
-        self._synchronize()
+        self._synchronize(is_last=True)
         for unit in self._units:
             unit.model_gathering.promise_holders.discard(self)
 
-    def _synchronize(self) -> None:
-        """Brings all gradients so far to their target layouts in `.grad`.
+    def _synchronize(self, *, is_last: bool = False) -> None:
+        """Brings all gradients so far to the target layouts, in `.grad`.
 
         Called by `wait()`, and at the end of `paused()` where every pass sends: then more passes of the step follow.
+        is_last: whether none follows, so that the gradients of separate uses are complete.
         """
         self._hook_parameters()
         self._in_wait = True
@@ -211,7 +200,7 @@ class GradientSync:
                 leaf.last_forms = forms
             else:
                 leaf.reduced_grad = None  # all zeros: no rank has a gradient
-            for older in leaf.older_grads.values():  # only in the target layout: `send_remaining` sends other layouts
+            for older in leaf.older_grads:  # only in the target layout: `send_remaining` sends other layouts
                 leaf.add_reduced(older)
             leaf.older_grads.clear()
             if leaf.reduced_grad is None:
@@ -225,13 +214,15 @@ class GradientSync:
             parameter.grad = reduced_grad if dtype in (None, reduced_grad.dtype) else cast_grad(reduced_grad, dtype)
             reduced_leaves.append(leaf)
         self._unsynchronized = False
+        if is_last:
+            self._uses.add_to_parameters()
         for unit in self._units:
             unit.release_idle()
         for leaf in reduced_leaves:
             leaf.call_parameter_hooks()
 
     def close(self) -> None:
-        """Removes the hooks. Call `wait()` before: a placeholder in `.grad` becomes None, and its gradient is lost."""
+        """Removes the hooks. Call `wait()` before: a placeholder in `.grad` becomes None, and the gradient is lost."""
         for hook in self._hooks:
             hook.remove()
         for leaf in self._leaves:
@@ -244,6 +235,7 @@ class GradientSync:
                 leaf.parameter.grad = None
         for unit in self._units:
             unit.model_gathering.promise_holders.discard(self)
+        self._uses.close()
         self._hooks.clear()
         self._leaves = self._expected = ()
         self._leaf_of_id.clear()
@@ -270,22 +262,6 @@ class GradientSync:
                 f"reduced, and {call} would miss them; call sync.wait() between loss.backward() and {user_call}. To "
                 f"drop these gradients, call sync.wait() and then zero_grad()"
             )
-
-    def _move_to_older_grads(self, leaf: Leaf, incoming: Tensor) -> None:
-        """Moves the gradient in `.grad` to `older_grads` if the incoming gradient has another layout.
-
-        Otherwise autograd would add the two gradients, and DTensor would communicate to reshard one of them.
-        """
-        older = leaf.grad
-        if older is None:  # `.grad` is a placeholder
-            leaf.accumulator.grad = None
-            return
-        if dtensor_spec(older) is dtensor_spec(as_dtensor(incoming)):
-            return
-        layout = layout_of(older)
-        if layout != layout_of(as_dtensor(incoming)):
-            leaf.accumulator.grad = None
-            leaf.older_grads[layout] = sum_of(leaf.older_grads.get(layout), older)
 
     def _on_grad_accumulated(self, leaf: Leaf) -> None:
         leaf.has_new_grad = self._unsynchronized = True
@@ -320,7 +296,7 @@ class GradientSync:
         return True
 
     def _send_ready(self, leaf: Leaf) -> None:
-        """Marks a leaf's gradient as ready, and sends all ready gradients up to the first missing one."""
+        """Marks a leaf's gradient as ready, and sends the ready gradients before the first missing gradient."""
         leaf.ready_count += 1
         while self._next_index < len(self._expected) and (expected := self._expected[self._next_index]).ready_count:
             self._buckets.add(expected)
@@ -332,11 +308,11 @@ class GradientSync:
     def _publish_before_wait(self) -> None:
         """Publishes, in backward, the gradients sent so far. Called before the wait for an older bucket.
 
-        A rank without any gradient is in `wait()` already, and waits for this message. The message tells that rank to
+        A rank without any gradient is in `wait()` already, and waits for this message. The message tells the rank to
         give zeros, without which the older bucket's collective might not end.
         """
         if not self._in_wait:
-            # In the first step a rank learns the forms of its zeros from these messages alone, and needs each of them.
+            # In the first step, these messages alone tell a rank the forms of zeros: every message is needed.
             is_first_step = not any(leaf.last_forms for leaf in self._leaves)
             self._presence.publish_early(tuple([leaf.sent_forms for leaf in self._leaves]), repeat=is_first_step)
 
@@ -344,7 +320,7 @@ class GradientSync:
 def refuse_before_wait(parameters: Iterable[Tensor], call: str) -> None:
     """Raises RuntimeError where a gradient of `parameters` waits for GradientSync's `wait()`.
 
-    call: the refused call, as the user's program has it.
+    call: the refused call, as written in the user's program.
     """
     for sync in list(_syncs):
         sync._raise_if_unsynchronized(parameters, call, call)
@@ -362,19 +338,19 @@ def _sync_of(parameter: Tensor) -> GradientSync | None:
 
 
 def local_grad_callback(parameter: DTensor | None) -> Callable[[DTensor, Tensor, Any], bool] | None:
-    """The callback that hands a local gradient straight to the parameter's GradientSync, skipping `.grad`.
+    """A callback to hand a local gradient straight to the parameter's GradientSync, skipping `.grad`.
 
     Called by weft.models' parallel/local_modules.py, whose functions compute weight gradients on local tensors:
     building a DTensor for `.grad` takes time. None for a parameter without a GradientSync. The callback serves all
     parameters of the same GradientSync, and takes the parameter, the local gradient, and the gradient's `dtensor_spec`,
-    at most once in a backward pass. It returns False where the caller must return the gradient to autograd.
+    at most once in a backward pass. False means that the caller must return the gradient to autograd.
     """
     sync = None if parameter is None else _sync_of(parameter)
     return None if sync is None else sync._accept_local_grad
 
 
 def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor | None], Tensor | None]:
-    """The hook that runs before autograd adds a gradient to a leaf's `.grad`. It holds no tensor; see `weak_hook`."""
+    """The hook that runs before autograd adds a gradient to a leaf's `.grad`. Holds no tensor; see `weak_hook`."""
 
     def before(incoming: Tensor | None) -> Tensor | None:  # None where a function returned no gradient
         alive = sync()
@@ -382,14 +358,14 @@ def _before_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tenso
             return None
         leaf = alive._leaves[index]
         if leaf.accumulator.grad is not None:
-            alive._move_to_older_grads(leaf, incoming)
+            leaf.set_aside(as_dtensor(incoming))
         return copy_of_stacked(incoming) if leaf.accumulator.grad is None else None
 
     return before
 
 
 def _after_hook(sync: weakref.ref[GradientSync], index: int) -> Callable[[Tensor], None]:
-    """The hook that runs after autograd has added a leaf's gradient to `.grad`. It holds no tensor; see `weak_hook`."""
+    """The hook that runs after autograd has added a leaf's gradient to `.grad`. Holds no tensor; see `weak_hook`."""
 
     def ready(_: Tensor) -> None:
         alive = sync()

@@ -1,7 +1,7 @@
 """Parts of hooks on tensors, modules and optimizers.
 
-`weak_hook`: a hook that does not keep its object alive. `tensors_of`, `differentiable`: the tensors to hook in a call's
-nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
+`weak_hook`: a hook on a method without keeping the object alive. `tensors_of`, `differentiable`: the tensors to hook in
+a call's nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_iter
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """A hook that calls `method` while the method's object is alive.
 
-    A strong reference from a torch hook could keep the object alive for good: the garbage collector does not see such
-    references.
+    A strong reference from a torch hook, unseen by the garbage collector, could keep the object alive for good.
     """
     weak_method = weakref.WeakMethod(method)
 
@@ -47,7 +46,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def differentiable(tree: Any) -> list[Tensor]:
-    """The tensors in a tree that require grad, in order."""
+    """The tensors in a tree requiring grad, in order."""
     return [each for each in tensors_of(tree) if each.requires_grad]
 
 

@@ -212,7 +212,7 @@ class _Matrix:
         return done[0] if len(done) == 1 else torch.cat(done)
 
     def update(self, orthogonalized: Tensor) -> None:
-        """Decays this rank's part of the weight, and moves it against this rank's part of the direction."""
+        """Decays this rank's part of the weight, and subtracts the scaled part of the orthogonalized matrix."""
         lr = self.group["lr"]
         columns = self.weight.shape[1] if self.shards is None else self.shards.shape[1]
         self.weight.mul_(1 - lr * self.group["weight_decay"])

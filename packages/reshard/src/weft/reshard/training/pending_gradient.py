@@ -1,12 +1,13 @@
-"""A parameter's gradient on the way to its layout: the state that GradientSync keeps, and the placeholder in `.grad`.
+"""The state of a gradient on the way to the target layout, and the placeholder in `.grad` meanwhile.
 
-`Leaf`: the state of a parameter and its gradients; `Form`: a gradient's layout and dtype.
+`Leaf`: the state of a parameter's gradients, kept by GradientSync; `Form`: a gradient's layout and dtype.
 
 `GradPlaceholder`: the placeholder in a parameter's `.grad` while the gradient is being synchronized.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,9 +19,11 @@ from weft.mesh import Layout, ProcessMesh
 
 from ..moving.addends import addends_of, stacked_shape
 from ..moving.dtensor import dtensor_spec, layout_of, memory_of, wrap, wrap_with_spec
+from ..planning.layouts import shard_replicated_axes
 from ..world.exact import exact_axes, named_axes_key
 from ..world.groups import this_rank
 from .buckets import Bucket, Route
+from .full_parameters import FullParameter
 
 
 class Form(NamedTuple):
@@ -34,7 +37,7 @@ class Form(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, mesh: ProcessMesh) -> Form:
-        """The form printed as `text`, from another rank's message (gradient_presence.py)."""
+        """The form printed as `text`, from a peer's message (gradient_presence.py)."""
         dtype, _, layout = text.partition(" ")
         return cls(Layout(mesh, layout), getattr(torch, dtype))
 
@@ -44,34 +47,51 @@ Forms = tuple[Form, ...]
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """The state of one parameter and its gradients. GradientSync makes a Leaf for each DTensor parameter.
+    """A parameter and the state of its gradients. GradientSync makes a Leaf for each DTensor parameter.
 
     A parameter's gradients in a step may have several layouts; each layout and dtype is a Form.
     """
 
     parameter: DTensor  # the module's parameter, which gets the result in `.grad`; under ZeRO a shard
-    accumulator: DTensor  # the tensor to whose `.grad` autograd adds: `parameter`, or under ZeRO its full copy
+    accumulator: DTensor  # the tensor to whose `.grad` autograd adds: `parameter`, or under ZeRO the full copy
     name: str
     mesh: ProcessMesh  # the parameter's mesh
     is_on_mesh: bool  # whether this rank is in the mesh
     target: Layout  # the result's layout
-    sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends its gradient, also inside `paused()`
+    sends_every_pass: bool  # ZeRO 2, 3: each backward pass sends a gradient, also inside `paused()`
     is_hooked: bool = False  # whether the hooks are set; not on frozen parameters
-    # By layout, earlier gradients that could not be added to `.grad`, whose layout differs.
-    older_grads: dict[Layout, DTensor] = field(default_factory=dict)
+    # Earlier gradients that were not added to `.grad`: see `set_aside`.
+    older_grads: list[DTensor] = field(default_factory=list)
     info_cache: tuple[object, Forms, bool] | None = None  # `grad_info` of the last gradient
-    # Spec, named mesh and Route of the last gradient that was sent; see `route_of`.
+    # Spec, named mesh and Route of the last gradient sent; see `route_of`.
     route_cache: tuple[object, object, Route | None] | None = None
-    local_grad: Tensor | None = None  # this rank's part of a gradient that bypassed `.grad`; see `local_grad_callback`
+    local_grad: Tensor | None = None  # this rank's part of a gradient sent without `.grad`; see `local_grad_callback`
     local_grad_forms: tuple[object, Forms] = (None, ())  # spec and forms of `local_grad`
     has_new_grad: bool = False  # whether backward gave a gradient since `wait()`
     ready_count: int = 0  # number of gradients ready to send
-    # Forms of the gradients since `wait()` that `GradientBuckets.add` has sent, or found in the target layout.
+    # Forms of the gradients since `wait()` sent by `GradientBuckets.add`, or found in the target layout.
     sent_forms: Forms = ()
     bucket: Bucket[Leaf] | None = None  # the bucket with the last gradient sent
     last_forms: Forms = ()  # forms of the gradients on all ranks, in the last step in which a rank had a gradient
-    reduced_grad: DTensor | None = None  # sum of the gradients that are in the target layout, until `wait()` ends
+    reduced_grad: DTensor | None = None  # sum of the gradients already in the target layout, until `wait()` ends
     placeholder: GradPlaceholder | None = None  # in `parameter.grad` from sending to the end of `wait()`; reused
+
+    @classmethod
+    def of(cls, name: str, parameter: DTensor, full: FullParameter | None, axes: Sequence[str]) -> Leaf:
+        """The state before the first step.
+
+        full: the full copy of a sharded parameter, or None. axes: over which the result is sharded, too.
+        """
+        layout = layout_of(parameter)
+        return cls(
+            parameter=parameter,
+            accumulator=parameter if full is None else as_dtensor(full.leaf),
+            name=name,
+            mesh=layout.mesh,
+            is_on_mesh=this_rank() in layout.mesh,
+            target=shard_replicated_axes(layout, parameter.shape, axes),
+            sends_every_pass=full is not None and not full.accumulate_grad,
+        )
 
     @property
     def grad(self) -> DTensor | None:
@@ -87,7 +107,7 @@ class Leaf:
         return self.is_hooked and self.is_on_mesh and self.parameter.requires_grad
 
     def unsent_forms(self) -> Forms:
-        """The forms of the gradients that `GradientBuckets.add` has not handled yet; `add` moves them to `sent_forms`.
+        """The forms of the gradients not yet handled by `GradientBuckets.add`, which moves forms to `sent_forms`.
 
         A gradient in the target layout counts, though without ZeRO the gradient itself is not sent: by the form, peers
         learn of the gradient.
@@ -95,12 +115,14 @@ class Leaf:
         if not self.is_hooked:
             return ()
         if self.older_grads:
-            older = [Form(layout, grad.dtype) for layout, grad in self.older_grads.items() if layout != self.target]
-            return (*(self.local_grad_forms[1] if self.local_grad is not None else ()), *older, *self._forms_in_grad())
+            older = [Form(layout_of(each), each.dtype) for each in self.older_grads]
+            local = self.local_grad_forms[1] if self.local_grad is not None else ()
+            unsent = *local, *(form for form in older if form.layout != self.target), *self._forms_in_grad()
+            return tuple(dict.fromkeys(unsent))
         return self._forms_in_grad() if self.local_grad is None else (*self.local_grad_forms[1], *self._forms_in_grad())
 
     def _forms_in_grad(self) -> Forms:
-        """The part of `unsent_forms` that is in `.grad`: a form or none."""
+        """The form of the unsent gradient in `.grad`, as a tuple; () for none."""
         grad = self.grad
         if grad is None:
             return ()
@@ -140,11 +162,11 @@ class Leaf:
         return wrap(local, form.layout, self.parameter.shape)
 
     def reset(self) -> None:
-        """Clears the state of the gradients sent so far, once all their sums are in `reduced_grad`."""
+        """Clears the state of the gradients sent so far, once all sums are in `reduced_grad`."""
         self.has_new_grad, self.ready_count, self.sent_forms, self.bucket = False, 0, (), None
 
     def call_parameter_hooks(self) -> None:
-        """Under ZeRO, calls the shard's post-accumulate-grad hooks: autograd calls those of the full copy alone."""
+        """Under ZeRO, calls the shard's post-accumulate-grad hooks: autograd calls the hooks of the full copy alone."""
         hooks = self.parameter._post_accumulate_grad_hooks if self.accumulator is not self.parameter else None
         for hook in list(hooks.values()) if hooks else ():
             hook(self.parameter)
@@ -154,6 +176,29 @@ class Leaf:
         if self.placeholder is None or not self.placeholder.fits(self.parameter):
             self.placeholder = GradPlaceholder(self.parameter, self.name)
         self.parameter.grad = self.placeholder
+
+    def set_aside(self, incoming: DTensor) -> None:
+        """Moves the gradient in `.grad` to `older_grads`, where autograd must not add the incoming one.
+
+        The layouts differ: DTensor would communicate to add. Or each pass sends its gradient, inside `exact_sums`:
+        whether two passes are added before or after the ranks' sum must not depend on when a gradient's turn comes.
+        """
+        older = self.grad
+        if older is None:  # `.grad` is a placeholder
+            self.accumulator.grad = None
+            return
+        keeps_passes = self.sends_every_pass and exact_axes() is not None
+        if not keeps_passes and dtensor_spec(older) is dtensor_spec(incoming):
+            return
+        layout = layout_of(older)
+        place = next((i for i, each in enumerate(self.older_grads) if layout_of(each) == layout), None)
+        if not keeps_passes and layout == layout_of(incoming):
+            return
+        if keeps_passes or place is None:
+            self.older_grads.append(older)
+        else:
+            self.older_grads[place] = sum_of(self.older_grads[place], older)
+        self.accumulator.grad = None
 
     def add_reduced(self, grad: DTensor) -> None:
         """Adds a gradient in the target layout to `reduced_grad`."""
@@ -167,16 +212,16 @@ class Leaf:
 
 
 def cast_grad(grad: DTensor, dtype: torch.dtype) -> DTensor:
-    """The gradient in another dtype, in the same layout."""
+    """The gradient in a given dtype, in the same layout."""
     with torch.no_grad():
         return wrap(grad.to_local().to(dtype), layout_of(grad), grad.shape)
 
 
 def copy_of_stacked(grad: Tensor) -> DTensor | None:
-    """A copy of a gradient with stacked addends, for autograd to put into `.grad`; None for any other gradient.
+    """A copy of a gradient with stacked addends, for autograd to put into `.grad`; None for a gradient without.
 
-    Autograd puts a gradient that nothing else refers to into `.grad` as it is, as it does this copy. Any other gradient
-    it copies, into memory of the layout's local shape, which has no room for stacked addends.
+    Autograd would copy a gradient with further references, into memory of the layout's local shape, without room for
+    stacked addends. A gradient without further references, like this copy, is put into `.grad` uncopied.
     """
     if exact_axes() is None or not addends_of(layout_of(as_dtensor(grad))).axes:
         return None
@@ -185,7 +230,7 @@ def copy_of_stacked(grad: Tensor) -> DTensor | None:
 
 
 def sum_of(first: DTensor | None, second: DTensor) -> DTensor:
-    """The sum of two gradients in one layout; the first may be None."""
+    """The sum of two gradients in the same layout; the first may be None."""
     if first is None:
         return second
     with torch.no_grad():
@@ -205,7 +250,7 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 
 
 class GradPlaceholder(Tensor):
-    """A placeholder with the gradient's shape, dtype and device, but no memory. Any op on it raises RuntimeError.
+    """A placeholder with the gradient's shape, dtype and device, but no memory. Any op raises RuntimeError.
 
     The error tells the user to call `sync.wait()`. With None in `.grad` instead, an update by hand would skip the
     parameter, torch's `clip_grad_norm_` would find a norm of 0, and a GradScaler would find nothing to unscale.
@@ -259,7 +304,7 @@ class GradPlaceholder(Tensor):
 
 
 def _grad_properties(parameter: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """The shape, dtype and device that torch requires of a parameter's gradient."""
+    """The shape, dtype and device required by torch of a parameter's gradient."""
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # grad_dtype None takes any dtype
     return parameter.shape, dtype, parameter.device
 

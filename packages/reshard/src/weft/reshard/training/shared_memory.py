@@ -1,9 +1,9 @@
 """Sums over the processes of a machine in shared memory; sockets would copy each byte into the kernel and out again.
 
 Each member of the group writes a tensor into the member's area of the memory. Once all have written, each member adds
-all tensors up: each byte is written once, and read once by each member. An all-reduce of one number on the same group
-tells the members that all have written. So the wait for a dead member ends as in any collective. For small groups only:
-a member reads as many tensors as there are members.
+all tensors up: each byte is written once, and read once by each member. An all-reduce of a number on the same group
+tells the members when all have written. The wait for a dead member then ends as in any collective. For small groups
+only: a member reads as many tensors as there are members.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _AREAS = 2
 
 
 def sum_parts(parts: list[Tensor], group: dist.ProcessGroup, members: Members) -> Running:
-    """The sum over the group's members of `parts`, concatenated into a flat tensor.
+    """The sum over the group's members of `parts`, concatenated into a flat tensor; a generator, as each `Running`.
 
     parts: of the same dtype, with equally many elements in all on every member. The list is emptied, to free the
         tensors.
     members: the group's members as addends. Inside `exact_sums`, more than two add in the tree.
     The result is the same to the bit on every member.
-    Communication: an all-reduce. Members with shared memory reduce only one number, which counts as the whole tensor.
+    Communication: an all-reduce. Members with shared memory reduce a single number, which counts as the whole tensor.
     """
     memory = _memory_for(parts, group)
     flat_parts = [part.reshape(-1) for part in parts]
@@ -69,8 +69,8 @@ def sum_parts(parts: list[Tensor], group: dist.ProcessGroup, members: Members) -
 class _Memory:
     """Memory shared by the members of a group: `_AREAS` areas of `nbytes` bytes for each member.
 
-    A single sum uses the memory at a time. A sum that nobody waits for never releases the memory: members may still
-    read.
+    A single sum uses the memory at a time, from `acquire` to `release`. A sum that nobody waits for never releases the
+    memory: members may still read.
     """
 
     def __init__(self, shared: Tensor, members: int, nbytes: int) -> None:
@@ -78,7 +78,7 @@ class _Memory:
         self.in_use, self._turn = False, 0
 
     def acquire(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Each member's area for the next sum, [members, elements]; in use until `release`."""
+        """Each member's area for the next sum, [members, elements] of `dtype`: another area than for the last sum."""
         self.in_use, self._turn = True, (self._turn + 1) % _AREAS
         return self.shared[self._turn, :, : elements * dtype.itemsize].view(dtype)
 
@@ -87,10 +87,10 @@ class _Memory:
 
 
 def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | None:
-    """The group's shared memory, with room for `parts`; None where there is none, or while a sum uses it.
+    """The group's shared memory, with room for `parts`; None where there is none, or while in use by a sum.
 
-    All members get the same answer, as they start and end sums in the same order. The memory lives as long as the
-    group.
+    All members get the same answer, since sums start and end in the same order on all members. The memory lives as long
+    as the group.
     Communication: with the store, where the present memory is too small.
     """
     first, nbytes = parts[0], sum(part.nbytes for part in parts)
@@ -109,14 +109,14 @@ def _memory_for(parts: Sequence[Tensor], group: dist.ProcessGroup) -> _Memory | 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The first member's message to the other members: where its memory is."""
+    """The first member's message to the rest of the group: where the new memory is."""
 
     machine: str  # `_machine()` of the first member
     path: str
-    token: str  # at the start of the memory, to recognize it
+    token: str  # at the start of the memory, to recognize the memory
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Maps the memory into this process. Raises OSError or ValueError where this is impossible."""
+        """Maps the memory into this process, on the first member too. Raises OSError or ValueError if impossible."""
         if self.machine != _machine():
             raise OSError("the memory is on another machine")
         file = os.open(self.path, os.O_RDWR)

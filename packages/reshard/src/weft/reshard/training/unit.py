@@ -95,7 +95,7 @@ class Unit:
         return copied
 
     def full_parameters(self) -> dict[DTensor, FullParameter]:
-        """Each shard with its full copy. For use between calls of the module, while the slots hold the shards."""
+        """{shard: full copy}, read by GradientSync. For use between calls of the module, while slots hold shards."""
         return {shard: full for _, shard, full in self._entries()}
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ class Unit:
         _prefetch(self.model_gathering.next_in_backward(self))
 
     def end_pass(self) -> None:
-        """Called when a backward pass is over: no more gradients will come."""
+        """Called after a backward pass, or before the next forward if the pass failed: no more gradients will come."""
         if not self._running_calls and (self._calls_in_backward or self._awaiting_grad):
             self._clear_backward()
             self._release()
@@ -137,18 +137,21 @@ class Unit:
         self._release()
 
     def on_grad_accumulated(self, full: FullParameter) -> None:
-        """Called when backward has added the last gradient to a full copy."""
+        """Called when backward has added the last gradient to a full copy. The last such call frees the copies."""
         if full in self._awaiting_grad:
             self._awaiting_grad.discard(full)
             self._release()
 
     def prefetch(self) -> None:
-        """Starts to gather parameters ahead of the module's call, where full copies are missing or out of date."""
+        """Starts to gather missing or outdated full copies, ahead of the module's turn. Called by the running unit."""
         if self._prefetch is None and not self._swapped:
             self._start_gather(self._entries())
 
     def release_idle(self) -> None:
-        """Drops a prefetch and frees full copies, unless a call runs. Copies with `keep_between_calls` stay."""
+        """Drops a prefetch and frees full copies, unless a call runs. Copies with `keep_between_calls` stay.
+
+        Called once gradients are synchronized, and at the end of `keep_gathered`.
+        """
         if self._running_calls:
             return
         if self._prefetch is not None:
@@ -165,7 +168,7 @@ class Unit:
         self._awaiting_grad.clear()
 
     def drop(self) -> None:
-        """Frees all full copies, also if kept from step to step; the next call gathers again."""
+        """Frees all full copies, also with `keep_between_calls`; the next call gathers again. For `drop_gathered`."""
         self.release_idle()
         for full in self.full_parameters().values():
             if not full.active_units:
@@ -300,8 +303,8 @@ class _Call:
     def on_output_grad(self, _: Tensor) -> None:
         """Hook: backward has the gradient of an output. The first output begins the call's backward.
 
-        Without inputs the count stays 0, and every output calls `begin_backward`; a repeated call
-        finds the full copies swapped in.
+        Without inputs the count stays 0, and each output calls `begin_backward`: from the second output on, the full
+        copies are already swapped in.
         """
         if not self.missing_input_grads:
             self.missing_input_grads = self.input_count

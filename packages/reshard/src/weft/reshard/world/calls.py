@@ -1,4 +1,4 @@
-"""`Call`: a collective as a recording's listener gets it; `Tape`: a listener's list of calls that can be repeated."""
+"""For listeners of a recording (`Recorded.listener`): `Call` is a collective called, `Tape` the listener's list."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .collective_bytes import Collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A collective as a rank calls it, with what must agree among the ranks of a group, for `Recorded.listener`."""
+    """A rank's call of a collective, send or receive, with all that the calls of the group's ranks must agree on."""
 
-    collective: Collective | None  # None for the second half of a collective that is counted already
+    collective: Collective | None  # as counted; None inside `uncounted`, where an earlier call counts for this call too
     group: str  # the group's name, the same for all calls on the group
     ranks: tuple[int, ...]  # of the group, in the group's order
     shapes: tuple[tuple[int, ...], ...]  # of the tensors given
     dtype: torch.dtype | None  # of the first tensor
-    op: str  # kind of the collective that runs, where `collective` may be another that it stands for
-    peer: int | None = None  # rank of the other end, of a send or a receive; the source, of a broadcast
+    op: str  # the kind really called, as "all-gather"; inside `count_as`, `collective` has the kind given there
+    peer: int | None = None  # the rank sent to, received from or broadcast from
     tag: int = 0  # of a send or a receive
     # Rows to and from each member in an all-to-all of uneven parts, in the group's order; () for even parts.
     sent: tuple[int, ...] = ()
@@ -28,13 +28,13 @@ class Call:
 
 
 class Tape(Protocol):
-    """A listener's own list of calls, of which a part can be added again: see `Recorded.repeat`."""
+    """A listener's own list of calls. `Recorded.repeat` adds a part of the list again, without running the program."""
 
     def mark(self) -> Any:
         """The place after the last call."""
 
     def calls_since(self, mark: Any) -> Any | None:
-        """The calls and waits after `mark`, as a value that `==` compares; None for calls that cannot be repeated."""
+        """The calls and waits after `mark`, for `repeat` and for `==`; None for calls that cannot be repeated."""
 
     def repeat(self, calls: Any) -> None:
-        """Adds a result of `calls_since` again."""
+        """Appends `calls`, a result of `calls_since`, to the list."""

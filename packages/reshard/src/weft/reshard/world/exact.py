@@ -1,9 +1,9 @@
 """The named mesh of an exact step: the mesh whose sums every smaller mesh repeats, to the bit.
 
 `exact_sums({"dp": 4, "tp": 2})` names a mesh for a block of code. Where the real mesh is smaller, each rank stands for
-several coordinates of the named mesh. The fold of an axis is its named size over its real size. The rank's local
-tensor then holds the local tensors of all its coordinates: the shards of a dim one behind another, a replica once, and
-the addends of a Partial value stacked, in a leading dim for each folded axis.
+several coordinates of the named mesh. The fold of an axis is the named size over the real size. The rank's local
+tensor then holds the local tensors of all these coordinates: the shards of a dim in order, a replica once, and the
+addends of a Partial value stacked, in a leading dim for each folded axis.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def exact_sums(axes: Mapping[str, int] | None) -> Iterator[None]:
 
     Results in the block have the same bits on every mesh whose axes divide `axes`: of ops, layout changes, gradients,
     `clip_grad_norm_`, and the updates of torch's elementwise optimizers and of Muon. `weft.models.forward_backward`
-    enters the block by itself, with the plan's `exact`, and clipping and optimizers treat the parameters of
-    such a model as in a block. Use a block of your own for other DTensors, and for a loop without `forward_backward`:
-    around the model's call, backward and `GradientSync.wait()`.
+    enters the block by itself, with the plan's `exact`, and clipping and optimizers treat this model's parameters as
+    in a block. Use a block of your own for further DTensors, and for a loop without `forward_backward`: around the
+    model's call, backward and `GradientSync.wait()`.
     axes: the size of each axis, as {"dp": 4, "tp": 2}; an axis left out keeps the real mesh's size. None: no named
-        mesh, so each mesh adds in its own order. Of nested blocks, the innermost counts.
+        mesh, and each mesh adds in its own order. Of nested blocks, the innermost counts.
     Shapes: the local tensor of a Partial DTensor is [*folds, *local shape], with a leading dim for each Partial axis
-        whose named size is above its real size. All other local tensors have their ordinary shapes.
+        with a fold above 1. All further local tensors have the ordinary shapes.
     Threads: the block holds for all threads of the process, since backward may run on threads of autograd.
-    Communication: none here. In the block, an all-reduce over more than two ranks is an exchange and a gather, with the
-        addition between them: the same bytes, but for padding.
+    Communication: none here. In the block, an all-reduce over more than two ranks is an exchange, an addition and a
+        gather: the same bytes, but for padding.
     Raises ValueError for a size that is no int of at least 1. Code in the block raises ValueError for a mesh with an
-    axis that does not divide the named size, and LayoutError for a number of stacked addends that is no power of two on
-    an axis of several ranks, and for a tensor that the two meshes cut in places of their own.
+    axis that does not divide the named size, and LayoutError for a fold that is no power of two on a Partial axis of
+    several ranks, and for a tensor whose shards on the named mesh do not add up to the shards on the real mesh.
     """
     for axis, size in {} if axes is None else axes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -63,12 +63,15 @@ def exact_axes() -> Mapping[str, int] | None:
 
 
 def mark_exact(parameter: Any, axes: Mapping[str, int]) -> None:
-    """Mark a parameter as one of an exact step, for functions that are called after the block: see `marked_axes`."""
-    setattr(parameter, _ATTRIBUTE, MappingProxyType(dict(axes)))
+    """Notes a plan's named mesh on a parameter: clipping and optimizers, which run after the block, read the mark."""
+    setattr(parameter, _ATTRIBUTE, dict(axes))  # can be copied and pickled with the parameter
 
 
 def marked_axes(parameters: Iterable[Any]) -> Mapping[str, int] | None:
-    """`exact_axes()`; outside `exact_sums`, the axes of the first parameter marked by `mark_exact`, or None."""
+    """The sizes of the named mesh's axes for an optimizer or a norm of `parameters`; None without a named mesh.
+
+    Inside `exact_sums` the answer is `exact_axes()`, outside the mark of the first marked parameter (`mark_exact`).
+    """
     marks = (getattr(each, _ATTRIBUTE, None) for each in parameters)
     return NAMED.axes if NAMED.axes is not None else next((mark for mark in marks if mark is not None), None)
 
@@ -79,7 +82,7 @@ def named_axes_key() -> tuple[tuple[str, int], ...] | None:
 
 
 def folds(mesh: ProcessMesh) -> tuple[int, ...]:
-    """For each axis of `mesh`, the number of named coordinates for each real coordinate; 1 without `exact_sums`.
+    """The fold of each axis of `mesh`: the named size over the size; 1 outside `exact_sums`.
 
     Raises ValueError for an axis whose named size is no multiple of the mesh's.
     """
@@ -90,9 +93,14 @@ def folds(mesh: ProcessMesh) -> tuple[int, ...]:
     )
 
 
+def fold_of(mesh: ProcessMesh, axis: str) -> int:
+    """The fold of an axis: how many named coordinates an own coordinate stands for; 1 outside `exact_sums`."""
+    return folds(mesh)[mesh.axis_names.index(axis)]
+
+
 def named_size(mesh: ProcessMesh, axis: str) -> int:
-    """The size of an axis of `mesh` on the named mesh; the axis's own size without `exact_sums`."""
-    return mesh.axis_size(axis) * folds(mesh)[mesh.axis_names.index(axis)]
+    """The size of an axis of `mesh` on the named mesh; the axis's own size outside `exact_sums`."""
+    return mesh.axis_size(axis) * fold_of(mesh, axis)
 
 
 def _fold(axis: str, named: int, size: int) -> int:

@@ -1,7 +1,8 @@
-"""A rank's coordinates on the named mesh, and collectives among the coordinates. See `exact.py`.
+"""A rank's coordinates on the named mesh (exact.py), and collectives among the coordinates.
 
-`Fold` gives a mesh's folds. `run_in_turn` runs a function for each coordinate in turn; where the
-functions communicate over a folded axis, by a `FoldedGroup`, each function waits until all have reached the collective.
+`Fold` gives the coordinates. An op runs once for each coordinate, with a `FoldedMesh` in place of the DeviceMesh. Where
+the op communicates over a folded axis, the runs take turns (`run_in_turn`): each waits in a `FoldedGroup` until all
+have reached the collective.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from .exact import exact_axes, folds
 from .world import Positions
 
 Result = TypeVar("Result")
-Index = tuple[int, ...]  # for each folded axis, which of the rank's coordinates on the named mesh
+Index = tuple[int, ...]  # a coordinate of a rank: for each axis of `Fold.axes`, a number below the fold
 
 
 class Fold:
-    """The coordinates of the named mesh that a rank of `mesh` stands for.
+    """Which coordinates of the named mesh each rank of `mesh` stands for. Made by `Fold.of`.
 
     named: the named mesh: the axes of `mesh`, with the named sizes, and ranks counted from 0.
-    axes: the axes of `mesh` with a fold above 1, in the mesh's order.
-    sizes: their folds.
+    axes: the folded axes, with a fold above 1, in the mesh's order.
+    sizes: the folds of `axes`.
     """
 
-    def __init__(self, mesh: ProcessMesh, sizes: Sequence[int]) -> None:
+    def __init__(self, mesh: ProcessMesh, all_folds: Sequence[int]) -> None:
         self.mesh = mesh
         self.named = ProcessMesh.grid(
-            **{axis: size * fold for axis, size, fold in zip(mesh.axis_names, mesh.shape, sizes, strict=True)}
+            **{axis: size * fold for axis, size, fold in zip(mesh.axis_names, mesh.shape, all_folds, strict=True)}
         )
-        self._folds = dict(zip(mesh.axis_names, sizes, strict=True))
+        self._folds = dict(zip(mesh.axis_names, all_folds, strict=True))
         self.axes = tuple(axis for axis, fold in self._folds.items() if fold > 1)
         self.sizes = tuple(self._folds[axis] for axis in self.axes)
 
@@ -51,15 +52,15 @@ class Fold:
         return None if exact_axes() is None else _fold(mesh, folds(mesh))
 
     def fold(self, axis: str) -> int:
-        """How many coordinates of the named mesh a coordinate of `axis` stands for."""
+        """The fold of an axis of `mesh`: how many named coordinates a coordinate along the axis stands for."""
         return self._folds[axis]
 
     def indices(self, axes: Sequence[str]) -> Iterator[Index]:
-        """The rank's coordinates, an index for each folded axis; 0 on folded axes outside of `axes`."""
+        """The indices of a rank's coordinates, row-major: all numbers on the folded axes in `axes`, 0 on the rest."""
         return product(*(range(self._folds[axis] if axis in axes else 1) for axis in self.axes))
 
     def rank(self, rank: int, index: Index) -> int:
-        """The named mesh's rank at `index` of the coordinates of `rank`."""
+        """The named mesh's rank at the coordinate `index` of `rank`, a rank of `mesh`."""
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None, "ranks outside the mesh stand for no coordinates"
         own = dict(zip(self.axes, index, strict=True))
@@ -77,19 +78,22 @@ class Fold:
 
 
 @lru_cache(maxsize=1024)
-def _fold(mesh: ProcessMesh, sizes: tuple[int, ...]) -> Fold:
-    return Fold(mesh, sizes)
+def _fold(mesh: ProcessMesh, all_folds: tuple[int, ...]) -> Fold:
+    return Fold(mesh, all_folds)
 
 
 @lru_cache(maxsize=65536)
 def _moved(layout: Layout, mesh: ProcessMesh) -> Layout:
+    """The same placements on another mesh with the same axis names."""
     return Layout(mesh, str(layout))
 
 
 class FoldedMesh:
-    """A rank's DeviceMesh and one of its coordinates on the named mesh; accepted by `group_over`.
+    """Given to an op in place of a DeviceMesh, in the op's run for a single coordinate of the named mesh.
 
-    communicates: whether `group_over` was asked for a group along a folded axis.
+    The op can only pass a FoldedMesh to `group_over`.
+    mesh: the rank's DeviceMesh. index: the coordinate.
+    communicates: False, until the op asks for a group along a folded axis; the op's runs must then take turns.
     """
 
     def __init__(self, mesh: DeviceMesh, fold: Fold, index: Index) -> None:
@@ -97,12 +101,15 @@ class FoldedMesh:
         self.communicates = False
 
     def group(self, group: tuple[dist.ProcessGroup, Positions] | None, axes: tuple[str, ...]) -> FoldedGroup:
-        """The group along folded `axes`. group: the ranks' group, with positions; None for a single rank."""
+        """The group along `axes`, with a folded axis among them; called by `group_over`.
+
+        group: the real group along these axes, from `group_along`; None where this rank alone stands for all members.
+        """
         self.communicates = True
         return FoldedGroup(group, axes, self.fold, self.index)
 
     def get_group(self, axis: str) -> dist.ProcessGroup:
-        """As DeviceMesh's, for ops that exchange operands in steps. Raises LayoutError: coordinates cannot."""
+        """Raises LayoutError: ops with sends in steps beside a product, which call this, cannot run for coordinates."""
         raise LayoutError(
             f"an op that communicates over {axis!r} beside its product cannot be kept to exact; reshard the operand, "
             f"and call the product alone"
@@ -110,10 +117,11 @@ class FoldedMesh:
 
 
 class FoldedGroup:
-    """The members of a group on the named mesh, of which this rank stands for several.
+    """A process group of the named mesh, as a member sees the group. This rank stands for several members.
 
-    group: the ranks' group along the same axes, with the members' positions; None where this rank stands for all.
-    axes: the group's axes, in the mesh's order. index: this member's, on all folded axes.
+    group: the real group along the same axes, from `group_along`; None where this rank alone stands for all members.
+    axes: the axes along which the members differ, in the mesh's order.
+    index: the coordinate of this member.
     """
 
     def __init__(
@@ -123,7 +131,7 @@ class FoldedGroup:
         self._ranks_by_axis = tuple(fold.mesh.axis_size(axis) for axis in axes)
         self._folds_by_axis = tuple(fold.fold(axis) for axis in axes)
         own = dict(zip(fold.axes, index, strict=True))
-        # Members of the same group have equal indices on the axes outside of the group.
+        # Members of the same group have equal numbers on the folded axes outside of the group.
         self._key = axes, tuple(0 if axis in axes else at for axis, at in own.items())
         self._place = tuple(own.get(axis, 0) for axis in axes)
         self._members = tuple(product(*map(range, self._folds_by_axis)))
@@ -133,16 +141,19 @@ class FoldedGroup:
         return self._fold.named.axis_size(*self._key[0])
 
     def in_order(self, rows: Tensor) -> Tensor:
-        """Rows of all members, [ranks by position, members of a rank, ...], as [members in order of the group, ...]."""
+        """Sorts the members' rows into the order of the members' ranks on the named mesh.
+
+        rows: [ranks by position, members of a rank, *shape]. Returns [members, *shape].
+        """
         axes = len(self._ranks_by_axis)
         by_axis = rows.reshape(*self._ranks_by_axis, *self._folds_by_axis, *rows.shape[2:])
         order = [dim for axis in range(axes) for dim in (axis, axes + axis)]
         return by_axis.permute(*order, *range(2 * axes, by_axis.ndim)).reshape(self.size(), *rows.shape[2:])
 
     def meet(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Wait until each member of this rank has given its tensor; return `combine` of all, computed once.
+        """Waits until all members on this rank have called `meet`; returns `combine` of the tensors to each member.
 
-        combine: receives the tensors in the order of the members' indices, row-major over the group's axes.
+        combine: called once, with the members' tensors in the order of their coordinates, row-major over the axes.
         """
         turns = _current.turns
         assert turns is not None, "members of a folded group run in turn"
@@ -150,25 +161,28 @@ class FoldedGroup:
 
 
 class _State(threading.local):
+    """The function that this thread runs for `run_in_turn`; the defaults on all threads outside."""
+
     turns: _Turns | None = None
-    number = 0  # the running function's, on this thread
+    number = 0  # of the function
 
 
 _current = _State()
 
 
 def run_in_turn(functions: Sequence[Callable[[], Result]]) -> list[Result]:
-    """The results of the functions. A function runs until its end, or until a wait in `FoldedGroup.meet`.
+    """Calls each function on a new thread, and returns the results.
 
-    The functions run on threads of their own, singly and always in the same order, in this thread's grad mode,
-    dispatch modes and context variables, and without autocast. Raises the first error of a function.
+    A single thread runs at a time: until the function returns or waits in `FoldedGroup.meet`. The order is always the
+    same. The functions see this thread's grad mode, dispatch modes and context variables, and no autocast.
+    Raises the error of the first failed function.
     """
     return _Turns(len(functions)).run(functions)
 
 
 @contextmanager
 def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
-    """A context in which this thread dispatches to `modes`, of another thread: they count collectives, for example."""
+    """Context manager: this thread's ops go through `modes` of another thread, as those that count collectives."""
     for mode in modes:
         _push_mode(mode)
     try:
@@ -179,16 +193,19 @@ def _dispatching(modes: Sequence[Any]) -> Iterator[None]:
 
 
 class _Turns:
-    """Threads that run singly: a thread passes the turn on when waiting and at the end."""
+    """Threads, numbered from 0, of which a single thread has the turn to run. See `run_in_turn`.
+
+    A meeting is a call of `FoldedGroup.meet` by all members of a group: the group's key, and how many came before.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._locks = [threading.Lock() for _ in range(count)]  # of each thread: a thread waits here for the turn
-        self._waiting: dict[int, Any] = {}  # the meeting of each waiting thread
+        self._locks = [threading.Lock() for _ in range(count)]  # by thread: released to give the thread the turn
+        self._waiting: dict[int, Any] = {}  # by thread: the meeting at which the thread waits
         self._ended: set[int] = set()
-        self._meetings: dict[Any, dict[Index, Tensor]] = {}
-        self._results: dict[Any, tuple[Tensor, int]] = {}  # of a meeting: the result, and the members without it
-        self._rounds: dict[Any, int] = {}
+        self._meetings: dict[Any, dict[Index, Tensor]] = {}  # by meeting, then by member: the tensor given
+        self._results: dict[Any, tuple[Tensor, int]] = {}  # by meeting: the result, and the number of members without
+        self._rounds: dict[Any, int] = {}  # by group's key and member: the number of the member's meetings
         self._errors: dict[int, BaseException] = {}
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -231,7 +248,11 @@ class _Turns:
         tensor: Tensor,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:
-        """See `FoldedGroup.meet`. key: of the group. place: of this member. members: the places of all."""
+        """`FoldedGroup.meet` of the running thread.
+
+        key: equal for the members of a group. place: this member's coordinate along the group's axes. members: the
+        places of all members on this rank.
+        """
         number = _current.number
         meeting = key, self._rounds.setdefault((key, place), 0)
         self._rounds[key, place] += 1
@@ -253,7 +274,7 @@ class _Turns:
         return result
 
     def _pass_on(self, number: int) -> None:
-        """Give the turn to the next thread able to go on."""
+        """Gives the turn of thread `number` to the next thread able to go on."""
         order = [(number + 1 + i) % self._count for i in range(self._count)]
         alive = [each for each in order if each not in self._ended]
         ready = [each for each in alive if each not in self._waiting or self._waiting[each] in self._results]

@@ -1,8 +1,8 @@
 """Collectives recorded instead of run: a program acts as a rank of any mesh, without other processes.
 
 `recording(mesh, rank)` enters a World (see world.py) whose groups note each collective. Weft's code then runs on
-tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, so the program's
-own calls of torch.distributed are recorded too, and so are the collectives of DTensor's ops. weft.models predicts a
+tensors without data, as it would on the mesh. The groups are subclasses of torch's ProcessGroup, which record the
+program's own calls of torch.distributed too. The collectives of DTensor's ops are also recorded. weft.models predicts a
 step's communication from the record.
 """
 
@@ -61,7 +61,8 @@ def recording(mesh: ProcessMesh, rank: int) -> Iterator[Recorded]:
 class Recorded:
     """The World of a rank whose collectives are recorded; made by `recording`, read by `take_each()`.
 
-    For the attributes, and for methods without a docstring, see `World`.
+    For the attributes, and for methods without a docstring, see `World`. Of these methods, `wait_for_message` raises
+    RuntimeError, and `published` finds nothing.
     """
 
     def __init__(self, mesh: ProcessMesh, rank: int) -> None:
@@ -78,7 +79,7 @@ class Recorded:
         self._issued: list[Collective] = []
         # Called with each collective; returns a function, to be called where the program waits for the result.
         self.listener: Callable[[Call], Callable[[], None]] | None = None
-        self.tape: Tape | None = None  # of the listener; without one, a listener hears no repeated calls
+        self.tape: Tape | None = None  # the listener's list of calls, which `repeat` extends; a listener may have none
         # Called with the name and the ranks of each group when it is made. Processes wait there for the other members.
         self.group_listener: Callable[[str, tuple[int, ...]], None] | None = None
 
@@ -92,7 +93,12 @@ class Recorded:
         tag: int = 0,
         rows: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> Callable[[], None]:
-        """Appends a collective to the record. Returns a function to call where the program waits for the collective."""
+        """Appends a collective to the record. Returns a function to call where the program waits for the collective.
+
+        Called by the methods of `_Group`, and by `_Functional`. The arguments become a `Call` for the listener.
+        nbytes: received by this rank. tensors: given to the collective. peer: a rank's index in the group.
+        rows: in an all-to-all of uneven parts, the rows sent to each member, and the rows received from each member.
+        """
         name = group.group_name
         collective = counted_collective(kind, self.axes[name], nbytes)
         if collective is not None:
@@ -116,7 +122,7 @@ class Recorded:
         )
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The ranks of the group of this name, in the group's order."""
+        """The ranks of the group `name`, in the group's order; for `listener` and `group_listener`."""
         return self._ranks[name] if name in self._ranks else tuple(self._parts[name].ranks)
 
     def _announce(self, name: str) -> None:
@@ -130,15 +136,15 @@ class Recorded:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether calls can be repeated: a listener has a tape."""
+        """Whether `repeat` may replace a run of the program: there is no listener, or the listener has a tape."""
         return self.listener is None or self.tape is not None
 
     def mark(self) -> tuple[int, Any]:
-        """The place after the last call, for `calls_since`. No `take_each` may come between."""
+        """The present ends of the record and of the tape, for `calls_since`. No `take_each` may come between."""
         return len(self._issued), None if self.tape is None else self.tape.mark()
 
     def calls_since(self, mark: tuple[int, Any]) -> tuple[tuple[Collective, ...], Any] | None:
-        """The calls after `mark`, for `repeat`; None for calls that the tape cannot repeat."""
+        """The calls after `mark`, for `repeat`: of the record, and of the tape. None where the tape cannot repeat."""
         calls = () if self.tape is None else self.tape.calls_since(mark[1])
         return None if calls is None else (tuple(self._issued[mark[0] :]), calls)
 
@@ -286,7 +292,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _Group(_ProcessGroup):  # type: ignore[misc]
-    """A process group that records each collective. Outputs are the caller's tensors, which have no data.
+    """A process group that records each collective, barriers too. Outputs are the caller's tensors, without data.
 
     torch 2.13 calls these methods by public names, 2.11 and 2.12 by older names with an underscore in front.
     """

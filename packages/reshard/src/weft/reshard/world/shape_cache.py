@@ -1,4 +1,4 @@
-"""Ops of torch on tensors without data: for operands of known shapes, the shapes of results are looked up.
+"""Ops of torch on the meta device, made faster: the shapes of results are computed once for each shape of operands.
 
 torch finds the shapes of many ops in Python, in tenths of a millisecond. A training step on shapes calls few ops on
 operands of few shapes, again and again.
@@ -13,25 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-# Ops whose results depend on more than their operands' shapes and options, or that change an operand's memory.
+# How the names of ops begin that are never looked up: results depend on more than operands' shapes and options, or an
+# operand's memory is changed.
 _EXCLUDED = ("resize", "set_", "_local_scalar_dense", "item", "nonzero", "rand", "normal", "bernoulli", "dropout")
 _OPTIONS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST = 100_000  # results; with more, the table begins anew
-_UNKNOWN: Any = object()  # the key of operands on which an op runs
+_UNKNOWN: Any = object()  # in place of a key: no result is looked up for these operands
 
-# What an op returns: a new tensor, several, its first operand after a change of values, or anything else.
+# The result of an op: a new tensor, a tuple or list of new tensors, the first operand with new values ("first"), or
+# anything else. Results of the last kind are not looked up.
 _Kind = Literal["tensor", "tuple", "list", "first", "else"]
 _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides, dtype
 _kinds: dict[Any, _Kind] = {}
-_results: dict[Any, Sequence[_Form]] = {}  # by op and operands; () for an op that returns its first operand
+_results: dict[Any, Sequence[_Form]] = {}  # by op and operands; () for an op of the kind "first"
 
 
 def call_on_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)` of an op of torch. Called within a dispatch mode.
+    """`func(*args, **kwargs)`, from inside `__torch_dispatch__`.
 
-    For an op that only makes tensors on the meta device, or only changes its first operand's values, the second and
-    later calls with operands of the same sizes, strides and dtypes do not run the op. Any other op runs, and all ops
-    inside a dispatch mode around this one, which counts them.
+    func: an op of torch. Where the op only makes tensors on the meta device, or only changes the first operand's
+    values, the op runs once for each set of sizes, strides, dtypes and options; later calls make empty results of the
+    same shapes. Every different op runs each time. All ops run inside a further dispatch mode, which may count calls.
     """
     kind = _kinds.get(func)
     if kind is None:
@@ -77,15 +79,15 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _forms_of(result: Any, args: tuple[Any, ...]) -> list[_Form] | None:
-    """The forms of an op's results; None for results that are not all plain tensors on the meta device in new memory.
+    """The forms of an op's results; None unless all are plain tensors on the meta device in new memory.
 
-    args: of the op, which may return a view of an operand without its schema saying so, as `_unsafe_view` does.
+    args: the op's arguments. A result may be a view of an argument against the op's schema (`_unsafe_view`).
     """
     memory = {each.untyped_storage()._cdata for each in tree_iter(args) if isinstance(each, Tensor)}
     tensors = [result] if isinstance(result, Tensor) else result
     found = []
     for each in tensors:
-        # An op leaves out results, as gradients that its caller does not need.
+        # An op leaves out results, as gradients of no use to the caller.
         if not isinstance(each, Tensor) or each.untyped_storage()._cdata in memory:
             return None
         if type(each) is not Tensor or not each.is_meta or each.storage_offset() or each.dtype.is_complex:
@@ -95,7 +97,10 @@ def _forms_of(result: Any, args: tuple[Any, ...]) -> list[_Form] | None:
 
 
 def _key(value: Any) -> Any:
-    """Equal for operands and options with which an op's results have the same forms; `_UNKNOWN` where none is known."""
+    """A hashable key: equal for operands and options for which an op's results have the same forms.
+
+    `_UNKNOWN` for a value whose effect on the forms is not known, as a tensor with data.
+    """
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
         return (value.shape, value.stride(), value.dtype) if value.is_meta and not value.is_complex() else _UNKNOWN

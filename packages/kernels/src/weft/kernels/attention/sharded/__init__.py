@@ -1,4 +1,4 @@
-"""Attention on plain tensors and DTensors, and its key-value cache."""
+"""Attention on plain tensors and DTensors, and the key-value cache."""
 
 from .cache import KeyValueCache
 from .op import attention, document_bounds

@@ -16,7 +16,7 @@ class KeyValueCache:
     length: the number of tokens now in the cache.
 
     Memory for the full capacity is allocated at the first call. On a mesh, the cache has the layout of the keys: each
-    rank holds its own heads.
+    rank holds the rank's own heads.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -29,10 +29,10 @@ class KeyValueCache:
         return f"KeyValueCache({self.length} of {self.capacity} tokens)"
 
     def room_for(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The cached keys and values, each [..., capacity, kv_heads * D], once they have room for the tokens of `key`.
+        """The memory of cached keys and values, each [..., capacity, kv_heads * D]. The first call allocates.
 
-        Raises ValueError where the capacity is too small, or where `key` and the cached keys differ in dtype or in any
-        size but the number of tokens.
+        key: the keys of the new tokens. Raises ValueError if these do not fit behind the `length` cached tokens, or
+        if `key` and the cached keys differ in dtype or in any size but the number of tokens.
         """
         new = key.shape[-2]
         if self.length + new > self.capacity:

@@ -1,4 +1,4 @@
-"""Attention to a rank's own keys and to received ones, on DTensors."""
+"""Attention to a rank's own keys and to received keys, on DTensors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def attention_to_received(
     dropout_key: int | Tensor | None = None,
     dropout_name: str | None = None,
 ) -> Tensor:
-    """Causal attention of a rank's tokens to its own keys and to those on their way from other ranks.
+    """Causal attention of a rank's tokens to the rank's own keys and to keys on their way from other ranks.
 
     query [B, T, heads * D], key and value [B, T, kv_heads * D]: DTensors, sharded on the tokens and otherwise as for
-    `attention`. received: which keys each query sees, of the own and of the received ones, and the exchange itself.
+    `attention`.
+    received: the exchange that the caller started, with the ranges of own and of received keys.
     scale, softcap, sinks, dropout, dropout_key, dropout_name: as for `attention`.
-    Communication: in backward, the gradients of the received keys and values, sent back.
+    Communication: forward waits for `received`; backward sends the gradients of received keys and values back.
     Raises LayoutError as `attention`.
     """
     check_scores(query, head_dim, scale, softcap, sinks)
@@ -52,7 +53,10 @@ def attention_to_received(
 
 
 def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule: query, key and value are sharded alike, by rows, tokens and complete heads; sinks by heads."""
+    """The layout rule of `TO_RECEIVED`. Query, key and value are sharded alike, by rows, tokens and complete heads.
+
+    layouts: of query, key, value, the dropout key (None: a plain number), and sinks, which are sharded by heads.
+    """
     query, sinks, shape, key_shape, head_dim = layouts[0], layouts[4], shapes[0], shapes[1], options["head_dim"]
     assert query is not None and shape is not None and key_shape is not None, "there is a query and a key"
     for layout, its in zip(layouts[:2], shapes[:2], strict=True):

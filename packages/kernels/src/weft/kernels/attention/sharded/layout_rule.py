@@ -21,9 +21,9 @@ BOUNDS = "z"  # the index of start and stop in documents given as bounds
 
 
 def rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sharding:
-    """The layout rule of `ATTENTION`. Queries may be sharded on the tokens, keys and values may not.
+    """The layout rule of `ATTENTION` and `PLAIN`. Queries may be sharded on the tokens, keys and values may not.
 
-    layouts: of query, key, value, documents, the dropout key, which is a plain number without a layout, and sinks.
+    layouts: of query, key, value, documents, the dropout key (None: a plain number), and sinks.
     """
     *inputs, _, sinks = layouts
     inputs.append(sinks)
@@ -72,7 +72,7 @@ def cache_rule(layouts: Layouts, shapes: Shapes, options: dict[str, Any]) -> Sha
 
 
 def of_documents(ids: str, shape: tuple[int, ...] | None) -> str:
-    """The indices of documents, given those of ids: bounds have a further dim of two numbers."""
+    """The einsum indices of documents of this shape. ids: the indices of ids [..., S]; bounds have one dim more."""
     return ids + BOUNDS if shape is not None and len(shape) > len(ids) else ids
 
 
@@ -85,10 +85,10 @@ def keys_sharded_as_query(
 ) -> list[Layout | None]:
     """The layouts of keys and values, rewritten as sharded over every axis which shards the query's heads.
 
-    keys: the layouts of key and value, or of the cache.
-
-    With fewer key heads than ranks, the keys are sharded over the first of these axes, down to one head a rank, and
-    replicated over the rest. Each rank then holds the one key head read by all its query heads.
+    With fewer key heads than ranks, keys are sharded over the first of these axes, down to a single head on a rank, and
+    replicated over the rest. Each rank then holds the key head which all of the rank's query heads read. The returned
+    layouts say Shard where these keys have Replicate.
+    keys: the layouts of key and value, or of all keys and values of a call with a cache.
     """
     assert query is not None, "attention always has a query"
     last = len(shape) - 1
@@ -102,6 +102,10 @@ def keys_sharded_as_query(
 
 
 def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...], whole: str) -> Layout:
+    """The output's layout. indices, layouts, operands: of each operand the einsum indices, the layout and the name.
+
+    whole: the indices which may not be sharded. An operand without a layout takes no part.
+    """
     given = [i for i, layout in enumerate(layouts) if layout is not None]
     operation = terms.Operation(
         "attention", tuple(indices[i] for i in given), indices[0], terms.never,
@@ -111,6 +115,7 @@ def _inferred(indices: tuple[str, ...], layouts: Any, operands: tuple[str, ...],
 
 
 def _check_heads(layouts: Layouts, shapes: Shapes, head_dim: int) -> None:
+    """Raise LayoutError if a layout cuts a head."""
     for layout, shape in zip(layouts, shapes, strict=True):
         assert layout is not None and shape is not None, "attention always has a query and keys"
         check_heads("attention", layout, shape, head_dim)

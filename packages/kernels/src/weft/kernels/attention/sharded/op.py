@@ -1,4 +1,4 @@
-"""`attention` on plain tensors and DTensors, and `document_bounds`, the bounds of its documents."""
+"""`attention` on plain tensors and DTensors, and `document_bounds`, the bounds of the keys' documents."""
 
 from __future__ import annotations
 
@@ -53,33 +53,33 @@ def attention(
     head_dim: D, 256 at most.
     Returns a tensor of the shape of `query`.
     scale: the factor of query @ key.T; None means 1 / sqrt(D).
-    causal: a query sees the keys up to its own token's.
+    causal: whether a query sees only the keys up to its own token's.
     window: with causal, a query sees at most the last `window` of these keys (Child et al., 2019).
     softcap: each score x becomes softcap * tanh(x / softcap), before the mask (Gemma 2, 2024).
-    sinks: [heads], a further logit in each row's softmax, which has no value: it takes a share of the weights
+    sinks: [heads], a further logit in each row's softmax, without a value: the sink takes a share of the weights
     (gpt-oss, 2025).
     documents: ids [..., S], the document of each key's token, where each document is a contiguous stretch; or the
-    bounds that `document_bounds` makes of these, once for all layers. A query sees the keys of its own document only.
-    order: for tokens stored in another order than the sequence's, as context parallelism stores them: runs [start,
-    stop) of the sequence, in the order of storage. Causal, window and dropout then follow the sequence, and the numbers
-    of bounds count its tokens.
+    bounds that `document_bounds` makes of ids, once for all layers. A query sees the keys of its own document only.
+    order: for tokens whose order in memory is not the sequence's, as in context parallelism: runs [start, stop) of the
+    sequence, in memory order. Causal, window and dropout then follow the sequence, and bounds count tokens of the
+    sequence.
     dropout: the share of attention weights set to zero, 0 to 1; the rest are divided by 1 - dropout.
     dropout_key, dropout_name: as `key` and `name` of `dropout`, for attention weights [..., heads, T, S]. The mask is
     the same in every layout, and in every repetition of the call.
-    cache: holds the keys and values of earlier tokens; this call adds those of its own. query, key and value are then
-    of the new tokens only, documents is [..., capacity], or [..., capacity, 2], and no gradient is recorded.
+    cache: holds the keys and values of earlier tokens; this call adds `key` and `value`. query, key and value then have
+    the new tokens only, documents is [..., capacity] or [..., capacity, 2], and no gradient is recorded.
 
-    A query that sees no key has output 0 and gradient 0. Saved for backward: the operands, the output, and for each
-    row and head one logsumexp. Nothing of T x S is in memory. Second derivatives are refused.
+    A query without keys has output 0 and gradient 0. Saved for backward: the operands, the output, and a logsumexp for
+    each query and head. Nothing of T x S is in memory. Second derivatives are refused.
     torch.compile(fullgraph=True) sees one op forward and one op backward.
 
-    Layouts: query, key and value share one layout, sharded on the leading dims or by complete heads; the query may
-    also be sharded on the tokens. documents are sharded on the leading dims as the query is, and sinks as its heads.
+    Layouts: query, key and value share a layout, sharded on the leading dims or by complete heads; the query may also
+    be sharded on the tokens. documents are sharded on the leading dims as the query is, and sinks as the query's heads.
     The output has the query's layout.
     Communication: none.
-    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options, and for a
-    document that comes back after it ended, where the host can read the ids; RuntimeError for a cache where gradients
-    are recorded.
+    Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes, devices or options, and for a
+    document which ends and comes back, where the host can read the ids; RuntimeError for a cache where gradients are
+    recorded.
     """
     _check(query, key, value, head_dim, causal and cache is None)
     check_devices("attention", query, key, value, documents, sinks)
@@ -127,10 +127,10 @@ def attention(
 
 
 def _torch_is_faster(query: Tensor, key: Tensor, head_dim: int, causal: bool) -> bool:
-    """Whether torch computes a plain call at least as fast as Weft's kernel.
+    """Whether a plain call runs torch's function: on a GPU, unless the table measured Weft's kernels as faster.
 
-    On a GPU, unless the table of measurements says otherwise, which has causal calls with as many queries as keys.
-    Not for a query sharded on the tokens: a causal call is then not plain on each rank.
+    The table has causal calls with as many queries as keys. False for a query sharded on the tokens, because a causal
+    call is then not plain on each rank, and inside `exact_sums`.
     """
     if not query.is_cuda or exact_axes() is not None:  # `exact_sums` runs an op for each coordinate, by Weft's backward
         return False
@@ -161,7 +161,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, head_dim: int, causal: boo
 
 
 def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documents: Tensor | None) -> None:
-    """Raises ValueError for a window or documents that do not fit the query and the S keys."""
+    """Raises ValueError for a window or documents which do not fit the query and the S keys."""
     T = query.shape[-2]
     if window is not None and (isinstance(window, bool | float) or window < 1):
         raise ValueError(f"attention: window is {window}; give how many keys a query sees, 1 or more")
@@ -182,7 +182,7 @@ def _check_seen(query: Tensor, S: int, causal: bool, window: int | None, documen
 def check_scores(
     query: Tensor, head_dim: int, scale: float | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    """Raises ValueError for a scale or softcap that is no number above 0, and for sinks that do not fit the query."""
+    """Raises ValueError for a scale or softcap which is no number above 0, and for sinks which do not fit the query."""
     if scale is not None and not 0 < scale < math.inf:  # torch's fused attention masks before it scales
         raise ValueError(f"attention: scale is {scale}; give a number above 0, or None, and negate the query instead")
     if softcap is not None and not 0 < softcap <= MOST_SOFTCAP:
@@ -196,7 +196,7 @@ def check_scores(
 
 
 def _check_with_cache(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float) -> None:
-    """Raises ValueError or RuntimeError for arguments that do not fit a call with a cache."""
+    """Raises ValueError or RuntimeError for arguments which do not fit a call with a cache."""
     if not causal or query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"attention: a call with a cache needs causal=True, and query, key and value of the new tokens only; got "
@@ -216,13 +216,13 @@ WITH_CACHE = Op("attention_with_cache", function.forward_with_cache, None, cache
 def document_bounds(documents: Tensor) -> Tensor:
     """The start and stop of each token's document, for `attention(documents=...)`: made once, used by all layers.
 
-    documents: ids [..., S] of ints. Each contiguous stretch of equal ids is one document.
+    documents: ids [..., S] of ints. Each contiguous stretch of equal ids is a document.
     Returns int32 [..., S, 2].
 
     Layouts: sharded on the leading dims; the bounds are sharded as the ids.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for ids that are no ints, and, where the host can read the
-    ids, for an id that comes back after its document ended.
+    Raises LayoutError for further layouts; ValueError for ids which are no ints, and for a document which ends and
+    comes back, where the host can read the ids.
     """
     if not documents.ndim or documents.is_floating_point() or documents.is_complex():
         raise ValueError(

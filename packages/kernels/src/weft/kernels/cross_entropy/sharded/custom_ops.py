@@ -24,8 +24,8 @@ from .layout_rule import CROSS_ENTROPY, local_denominator
 
 __all__ = ["apply_custom_op", "compute_denominator", "shard_of"]  # importing them registers the ops for DTensors
 
-# Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty. So is the denominator if
-# the caller gave one.
+# Loss, lse, z-loss, accuracy, denominator and statistics. Outputs not requested are empty, and the denominator is empty
+# if given by the caller.
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 TENSORS = "Tensor logits, Tensor target, Tensor? weight, Tensor? denominator"
 
@@ -39,10 +39,11 @@ class VocabShard(NamedTuple):
     vocab_start: int = 0
     vocab_size: int | None = None
     groups: Sequence[str] | None = None  # names of the groups to gather over, minor first
-    checked: bool = False  # whether to check, while gathering over the one group, that the ranks' classes fit together
+    checked: bool = False  # gathering also checks that the shards make up the vocabulary; needs a single group
 
     @property
     def shards(self) -> int:
+        """The number of shards: the product of the sizes of `groups`, 1 without groups."""
         gather = VocabGather.from_names(self.groups)
         return 1 if gather is None else math.prod(group.size() for group in gather.groups)
 
@@ -186,7 +187,7 @@ def parse_with_lse(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
 
 
 def parse_shard_and_options(flat: Sequence[Any]) -> tuple[VocabShard, Options]:
-    """The shard and the options, from the last arguments `flat` of a custom op, in the order of PLACE and SCHEMA."""
+    """The shard and the options from `flat`, a custom op's last arguments, in the order of SHARD_SCHEMA and SCHEMA."""
     fields = len(VocabShard._fields)
     return VocabShard(*flat[:fields]), Options.of_flat(*flat[fields:])
 

@@ -75,8 +75,8 @@ def cast_for(name: str, operand: Operand) -> Operand:
 def sharing_casts() -> Iterator[None]:
     """Inside, in this thread, each parameter is cast once for all calls, and all graphs save the same cast.
 
-    For forward passes that are followed by backward passes only later, as of a pipeline's microbatches: each graph
-    would save a cast of its own. Parameters must not change inside.
+    For several forward passes before their backward passes, as of a pipeline's microbatches: without this context,
+    each graph would save a cast of its own. Parameters must not change inside.
     """
     token = _shared_casts.set({})
     try:
@@ -86,6 +86,7 @@ def sharing_casts() -> Iterator[None]:
 
 
 def _cast(operand: Any, dtype: torch.dtype) -> Any:
+    """The operand in `dtype`, differentiably; the operand itself where `may_be_cast` is False."""
     if not may_be_cast(operand) or operand.dtype == dtype:
         return operand
     shared = None if is_compiling() else _shared_casts.get()
@@ -103,7 +104,7 @@ def _cast(operand: Any, dtype: torch.dtype) -> Any:
 class Cast(torch.autograd.Function):
     """Cast a tensor to another dtype, a DTensor in the same layout. The dual casts the gradient back, in any layout.
 
-    cast: the local result, where it is known.
+    cast: the local result, if already computed (`sharing_casts`).
     """
 
     @staticmethod

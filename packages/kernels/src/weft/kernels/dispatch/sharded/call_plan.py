@@ -1,6 +1,6 @@
-"""`CallPlan`: what the calls of an op with equal operands share, computed once: layouts, global shapes, rank's options.
+"""`CallPlan`: layouts, global shapes and rank's options of an op's calls with operands of equal metadata.
 
-Cached until the process groups end.
+Computed once, and cached until the process groups end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Specs = dict[tuple[int, torch.dtype], Any]
 
 
 class GradientLayouts(NamedTuple):
-    """The layouts in one backward of an op. Cached by `CallPlan.gradient_layouts`."""
+    """The layouts in a backward of an op. Cached by `CallPlan.gradient_layouts`."""
 
-    # The layout to reshard each output's gradient to, before backward; None to leave the gradient as it is.
+    # The layout which each output's gradient is sliced to before backward; None to leave the gradient as given.
     slices: tuple[Layout | None, ...]
     # The layout of each operand's gradient, on the mesh of the computation; None for an operand without a gradient.
     operands: tuple[Layout | None, ...]
@@ -53,11 +53,11 @@ class GradientLayouts(NamedTuple):
 class CallPlan:
     """How an op runs on DTensors of given shapes, dtypes and layouts: found once, and used by all calls with these.
 
-    Operands may be on different meshes, if one mesh splits the axes of all others. The op is then computed on this
-    finest mesh. Attention with more ranks than key heads is an example: the queries are on the model's mesh, and the
-    keys on a mesh with two axes in place of tp. One of these axes shards the heads; over the other, each head is
-    replicated. Outputs are expressed on the coarsest mesh if possible, and each gradient on its operand's mesh.
-    Nothing is moved between ranks.
+    Operands may be on different meshes, if the finest mesh splits the axes of all further meshes. The op is then
+    computed on the finest mesh. Attention with more ranks than key heads is an example: the queries are on the model's
+    mesh, and the keys on a mesh with two axes in place of tp. The first axis shards the heads; over the second axis,
+    each head is replicated. Outputs are expressed on the coarsest mesh if possible, and each gradient on the operand's
+    mesh. Nothing is moved between ranks.
     """
 
     def __init__(self, op: Op, tensors: Sequence[Tensor | None], mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -75,10 +75,10 @@ class CallPlan:
         fine = self._meshes.refine(layouts, self.shapes)
         rank = this_rank()
         self.is_in_mesh = rank in self._meshes.fine  # whether this rank computes
-        # Inside `exact_sums`, where this rank stands for several coordinates of the named mesh:
+        # Both None outside `exact_sums`. Inside, this rank may stand for several coordinates of the named mesh.
         self._fold = Fold.of(self._meshes.fine)
         self.folded: FoldedCall | None = None
-        # The options of forward and backward which only this rank has.
+        # The options of forward and backward from `Sharding.local_options`; empty inside `exact_sums`.
         self.local_options: dict[str, Any] = {}
         if self._fold is None:
             self.sharding: Sharding = sharding_of(op, fine, self.shapes, fixed_options)
@@ -124,7 +124,7 @@ class CallPlan:
         return plan
 
     def gradient_layouts(self, grads: Sequence[DTensor | None]) -> GradientLayouts:
-        """The layouts for these output gradients. Raises LayoutError if the op's rule cannot take theirs."""
+        """The layouts in a backward with these output gradients. Raises LayoutError if the op's rule refuses these."""
         if is_compiling():
             return self._find_gradient_layouts(grads)
         key = tuple(None if grad is None else dtensor_spec(grad) for grad in grads)
@@ -144,14 +144,17 @@ class CallPlan:
         return GradientLayouts(slices, self.operand_gradient_layouts(*after_slicing), {})
 
     def operand_gradient_layouts(self, *layouts: Layout | None) -> tuple[Layout | None, ...]:
-        """Layouts of the operands' gradients, on the mesh of the computation. layouts: of the outputs' gradients."""
+        """Layouts of the operands' gradients, on the mesh of the computation. layouts: of the outputs' gradients.
+
+        Raises LayoutError as the op's rule.
+        """
         found = self.sharding.gradient_layouts(*self.rule_layouts(layouts))
         if self._fold is None:
             return found
         return tuple(None if each is None else self._fold.from_named(each) for each in found)
 
     def rule_layouts(self, layouts: Layouts) -> Layouts:
-        """Layouts of the outputs' gradients as the op's rule takes them: on the fine mesh, or the named mesh."""
+        """Express layouts of the outputs' gradients for the op's rule: on the fine mesh; in `exact_sums`, the named."""
         fine = self._meshes.refine(layouts, tuple(shape for _, shape in self.outputs))
         if self._fold is None:
             return fine
@@ -168,7 +171,7 @@ class CallPlan:
         return output
 
     def wrap_gradient(self, i: int, local: Tensor, layout: Layout) -> Tensor:
-        """Make the gradient of operand i, a DTensor or a plain tensor as the operand, from this rank's local tensor.
+        """Make the gradient of operand i, a DTensor or a plain tensor like the operand, from this rank's local tensor.
 
         layout: of the gradient, on the mesh of the computation. Raises as `wrap_as_operand`.
         """
@@ -181,7 +184,7 @@ class CallPlan:
     def wrap_gradients(self, locals_: Sequence[Tensor | None], layouts: GradientLayouts) -> list[Tensor | None]:
         """`wrap_gradient` for all operands. None for an operand without a gradient.
 
-        Also None for a plain operand on a rank outside the mesh: only a DTensor can be empty there.
+        Also None for a plain operand on a rank outside the mesh, where only a DTensor can be empty.
         """
         gradients: list[Tensor | None] = []
         for i, (local, layout) in enumerate(zip(locals_, layouts.operands, strict=True)):
@@ -208,11 +211,11 @@ def slice_gradient(grad: DTensor, layout: Layout | None) -> DTensor:
 
 @lru_cache(maxsize=65536)
 def find_slice_layout(layout: Layout, output: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Layout | None:
-    """The layout to slice an output's gradient to: the output's shards on the axes where the gradient is replicated.
+    """The layout to slice an output's gradient to: sharded as the output on axes where the gradient is replicated.
 
     torch's own ops may give a replicated gradient for a sharded output, for example the gradient of a mean.
     layout: of the gradient. output: the output's layout. shape, dtype: of the gradient.
-    Returns None to leave the gradient as it is: if no axis is to be sliced, if the meshes differ, or if the reshard
+    Returns None to leave the gradient as given: if no axis is to be sliced, if the meshes differ, or if the reshard
     would need communication.
     """
     if layout == output or layout.mesh != output.mesh:
@@ -259,8 +262,8 @@ class Meshes(NamedTuple):
     def of_layouts(cls, layouts: Layouts) -> Meshes:
         """The meshes of these operands' layouts.
 
-        If the finest mesh does not split the axes of every other, returns the first mesh twice; `sharding_of` then
-        raises LayoutError.
+        If the finest mesh does not split the axes of every further mesh, returns the first mesh twice; `sharding_of`
+        then raises LayoutError.
         """
         meshes = list(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
         fine, coarse = max(meshes, key=lambda mesh: mesh.ndim), min(meshes, key=lambda mesh: mesh.ndim)
@@ -269,7 +272,10 @@ class Meshes(NamedTuple):
         return cls(meshes[0], meshes[0])
 
     def refine(self, layouts: Layouts, shapes: Shapes) -> Layouts:
-        """Express layouts of operands, or of outputs' gradients, on the fine mesh. LayoutError for uneven shards."""
+        """Express layouts of operands, or of outputs' gradients, on the fine mesh. shapes: the tensors' global shapes.
+
+        Raises LayoutError for uneven shards.
+        """
         if self.fine == self.coarse:
             return layouts
         return tuple(
@@ -289,9 +295,9 @@ class Meshes(NamedTuple):
         """Express an operand's gradient on the operand's own mesh. Returns this rank's local tensor and the layout.
 
         name: of the op. local, layout, shape: of the gradient.
-        An axis of the operand's mesh may be split into several axes of the gradient's mesh, of which some have
-        Partial(sum) and others are replicated. The gradient is then Partial(sum) over the operand's axis, and only the
-        ranks at coordinate 0 of the replicated axes contribute; all others contribute zeros.
+        An axis of the operand's mesh may be split into several axes of the gradient's mesh, some with Partial(sum) and
+        some replicated. The gradient is then Partial(sum) over the operand's axis: ranks at coordinate 0 of the
+        replicated axes contribute the gradient, and all further ranks zeros.
         Raises LayoutError if the operand's mesh cannot express the layout.
         """
         if layout.mesh == operand_layout.mesh:
@@ -303,15 +309,15 @@ class Meshes(NamedTuple):
         coarse = coarsened(partial, operand_layout.mesh, shape)
         if coarse is None:
             raise LayoutError(
-                f"{name}: the gradient of an operand on {operand_layout.mesh} has layout ({layout}), which that mesh "
-                f"cannot express; reshard the operand to {self.fine} first"
+                f"{name}: the gradient of an operand on {operand_layout.mesh} has layout ({layout}), which the "
+                f"operand's mesh cannot express; reshard the operand to {self.fine} first"
             )
         coordinate = layout.mesh.coordinate(this_rank()) or {}
         return (torch.zeros_like(local) if any(coordinate.get(axis, 0) for axis in were_replicated) else local), coarse
 
 
 def _replicated_to_partial(layout: Layout, coarse: ProcessMesh) -> tuple[Layout, list[str]]:
-    """Replace Replicate() by Partial(sum) on axes that split an axis of `coarse` together with a Partial(sum) axis.
+    """Replace Replicate() by Partial(sum) on axes which split an axis of `coarse` together with a Partial(sum) axis.
 
     Returns the layout and the axes changed.
     """

@@ -39,7 +39,7 @@ class TracedOperands:
     def unwrap(cls, op: Op, tensors: Sequence[Tensor | None], **options: Any) -> TracedOperands:
         """Unwrap the operands of `op`. options: of the call.
 
-        Raises LayoutError if the op's rule cannot take their layouts or this rank is outside the mesh.
+        Raises LayoutError if the op's rule cannot take the layouts, or if this rank is outside the mesh.
         """
         guard_shapes()
         mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
@@ -75,10 +75,10 @@ class TracedOperands:
 def groups_of(*tensors: Tensor | None) -> list[str] | None:
     """Strings that identify this rank's traced graph: the names of the DTensors' process groups, the rank, the version.
 
-    None without a DTensor. A custom op gets the strings as an argument and does not read them. They keep apart the
-    graphs that the compiler caches on disk: all that the compiler knows of a DTensor is the same on every rank, but a
-    graph contains one rank's part and groups. Without the strings a cached graph could be run on another rank or by
-    another program.
+    None without a DTensor. A custom op gets the strings as an argument and does not read them. The strings keep apart
+    the graphs which the compiler caches on disk: the compiler knows the same of a DTensor on every rank, but a graph
+    has a single rank's part and groups. Without the strings a cached graph could run on another rank or in another
+    program.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor):
@@ -88,6 +88,7 @@ def groups_of(*tensors: Tensor | None) -> list[str] | None:
 
 
 def to_local(tensor: Tensor | None) -> Tensor | None:
+    """The local tensor of a DTensor; a plain tensor or None itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -104,7 +105,7 @@ def _(part: Tensor, group: str) -> Tensor:
 
 
 def sum_over(part: Tensor, names: Sequence[str]) -> Tensor:
-    """Sum all ranks' parts over each of the named groups in turn."""
+    """Sum all ranks' parts over each of the named groups in turn. Communication: an all-reduce for each group."""
     for name in names:
         part = _sum_over(part, name)
     return part

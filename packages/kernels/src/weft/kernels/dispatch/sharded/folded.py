@@ -1,7 +1,8 @@
-"""An op inside `exact_sums`, on a rank with several coordinates of the named mesh.
+"""An op inside `exact_sums`, on a rank which stands for several coordinates of the named mesh.
 
-The op runs once for each coordinate, on the coordinate's parts of the operands, with the shapes, options and groups of
-a rank of the named mesh. The numbers are therefore the named mesh's own.
+The named mesh has the sizes which `exact_sums` names; `Fold` tells the coordinates of a rank, each by an `Index`. The
+op runs for each coordinate on the coordinate's parts of the operands, with the shapes, options and groups of a rank of
+the named mesh. Numbers are therefore the same as on the named mesh.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from ..fresh_memory import fresh_memory
 from ..op import Op, Tensors
 from .rules import Sharding
 
-Needed = Sequence[bool]
+Needed = Sequence[bool]  # for each operand, whether its gradient is required
 _PARTS = "_weft_parts"  # attribute of a joined local tensor: the `Cut`, the tensor's version, and the joined parts
-_MOST_COPIED_TWICE = 1 << 18  # bytes of a part: up to here a call takes longer than a copy
+# Bytes of a part up to which `Cut._join_by_axis` is used: few calls matter more than copying elements several times.
+_MOST_JOINED_BY_AXIS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a rank's local tensor holds the local tensors of the named mesh's coordinates.
+    """How a rank's local tensor holds the parts of the rank's coordinates on the named mesh.
 
-    Shards follow each other, a replica is held once, and addends of a Partial value are stacked in leading dims.
+    Shards lie side by side, a replica is held once, and addends of a Partial value are stacked in leading dims.
     """
 
     shape: tuple[int, ...]  # of the rank's local tensor, with the leading dims
-    # By index: the first index whose coordinate has the same part.
+    # By index: the first index whose coordinate has the same part. The indices differ where a replica is held once.
     first: Mapping[Index, Index]
-    # For each folded axis that cuts or stacks: the dim cut by the axis, or None for a stack; and the fold. The field is
-    # None where two axes cut a dim against the mesh's order.
-    dims: tuple[tuple[int | None, int], ...] | None
-    stacked: tuple[int, ...]  # for each leading dim, the axis's position in an `Index`
-    # By index: (dim, start, length) of the coordinate's shard in the local tensor, for each cut dim.
+    # How `_join_by_axis` joins. For each folded axis which is not replicated: (the dim to concatenate along, or None to
+    # stack; the number of parts). None for the whole field if two axes shard a dim against the mesh's order.
+    joins: tuple[tuple[int | None, int], ...] | None
+    stacked: tuple[int, ...]  # for each leading dim, the position in an `Index` of the axis with Partial
+    # By index: where the coordinate's shard is in the local tensor, as (dim, start, length) for each sharded dim.
     boxes: Mapping[Index, tuple[tuple[int, int, int], ...]]
 
     @classmethod
     def of(cls, fold: Fold, layout: Layout, shape: tuple[int, ...], rank: int) -> Cut:
-        """The cut of a rank's part of a tensor of global `shape`. layout: on the named mesh.
+        """The cut of rank `rank`'s local tensor of a tensor of global `shape`. layout: on the named mesh.
 
-        Raises LayoutError where the coordinates' parts do not add up to the rank's part.
+        Raises LayoutError if the coordinates' shards are not exactly the rank's shard.
         """
         layout = layout.resolved(shape)
         own = fold.from_named(layout).local_slices(shape, rank)
@@ -69,8 +71,9 @@ class Cut:
         local = tuple(part.stop - part.start for part in own)
         if volume != math.prod(local):
             raise LayoutError(
-                f"a tensor of shape {tuple(shape)} is laid out ({layout}), and the parts of {fold.named} are no "
-                f"parts of those of {fold.mesh}; choose sizes that both meshes divide, or name the mesh itself in exact"
+                f"a tensor of shape {tuple(shape)} is laid out ({layout}), and a shard on {fold.mesh} is not a whole "
+                f"number of shards on {fold.named}; choose sizes that both meshes divide, or name the mesh itself in "
+                f"exact"
             )
         stacked = tuple(i for i, axis in enumerate(fold.axes) if isinstance(layout[axis], Partial))
         positions = [fold.axes.index(axis) for axis in sharded]
@@ -78,27 +81,30 @@ class Cut:
         by_index = {index: boxes[tuple(at if i in positions else 0 for i, at in enumerate(index))] for index in indices}
         own_positions = {*positions, *stacked}
         first = {index: tuple(at if i in own_positions else 0 for i, at in enumerate(index)) for index in indices}
-        dims: list[tuple[int | None, int]] = []
+        joins: list[tuple[int | None, int]] = []
         for axis, size in zip(fold.axes, fold.sizes, strict=True):
             placement = layout[axis]
             if not isinstance(placement, Replicate):
-                dims.append((placement.dim if isinstance(placement, Shard) else None, size))
+                joins.append((placement.dim if isinstance(placement, Shard) else None, size))
         orders = [[axis for axis in axes if axis in fold.axes] for axes in layout.shard_order.values()]
         in_order = all(axes == sorted(axes, key=fold.axes.index) for axes in orders)
         sizes = *(fold.sizes[i] for i in stacked), *local
-        return cls(sizes, first, tuple(dims) if in_order else None, stacked, by_index)
+        return cls(sizes, first, tuple(joins) if in_order else None, stacked, by_index)
 
     def part(self, local: Tensor, index: Index) -> Tensor:
-        """The local tensor of the coordinate at `index`, in memory as on a rank of the named mesh."""
+        """The part of the coordinate at `index`, in memory as on a rank of the named mesh: see `fresh_memory`."""
         return fresh_memory(self._view(local, index))
 
     def join(self, parts: Mapping[Index, Tensor]) -> Tensor:
-        """The rank's local tensor, of the parts by index. `_parts_of` finds the parts of an unchanged tensor again."""
+        """Join all coordinates' parts to the rank's local tensor.
+
+        The parts are kept with the local tensor: `_parts_of` returns these, unless the tensor was written in place.
+        """
         distinct = {index: part for index, part in parts.items() if self.first[index] == index}
         first = next(iter(distinct.values()))
         if len(distinct) == 1 and first.shape == self.shape:
             return first
-        local = self._joined(distinct) if first.nbytes <= _MOST_COPIED_TWICE else None
+        local = self._join_by_axis(distinct) if first.nbytes <= _MOST_JOINED_BY_AXIS else None
         if local is None:
             local = first.new_empty(self.shape)
             for index, part in distinct.items():
@@ -107,21 +113,22 @@ class Cut:
             vars(local)[_PARTS] = self, local._version, distinct
         return local
 
-    def _joined(self, parts: Mapping[Index, Tensor]) -> Tensor | None:
-        """`join` by few calls, axis by axis, the minor axis first; None where the order of the parts forbids this.
+    def _join_by_axis(self, parts: Mapping[Index, Tensor]) -> Tensor | None:
+        """Join distinct parts with few calls, axis by axis, the last axis first. None if `joins` is None.
 
-        Copies an element once for each axis that cuts or stacks.
+        Copies an element once for each axis in `joins`.
         """
-        if self.dims is None:
+        if self.joins is None:
             return None
         values, leading = list(parts.values()), 0
-        for dim, count in reversed(self.dims):  # the last axis's index counts fastest: neighbours differ there
+        for dim, count in reversed(self.joins):  # neighbouring parts differ in the index of the last axis
             groups = [values[i : i + count] for i in range(0, len(values), count)]
             values = [torch.stack(each) if dim is None else torch.cat(each, leading + dim) for each in groups]
             leading += dim is None
         return values[0]
 
     def _view(self, local: Tensor, index: Index) -> Tensor:
+        """The part of the coordinate at `index`, as a view of the rank's local tensor."""
         for position in self.stacked:
             local = local[index[position]]
         for dim, start, length in self.boxes[index]:
@@ -129,17 +136,17 @@ class Cut:
         return local
 
 
-_cut = lru_cache(maxsize=65536)(Cut.of)
+_cached_cut = lru_cache(maxsize=65536)(Cut.of)
 
 
 def _parts_of(cut: Cut | None, local: Tensor | None) -> Callable[[Index], Tensor] | None:
-    """The parts of a local tensor by index, each made once; None for an operand left out."""
+    """A function from an index to the part of a local tensor. Makes each part once. None for an operand left out."""
     if cut is None or local is None:
         return None
     by_index: dict[Index, Tensor] = {}
     joined = vars(local).get(_PARTS)
     if joined is not None and joined[0] is cut and joined[1] == local._version:
-        by_index = joined[2]  # an earlier op's outputs
+        by_index = joined[2]  # the local tensor is an earlier op's output
 
     def part(index: Index) -> Tensor:
         first = cut.first[index]
@@ -151,23 +158,28 @@ def _parts_of(cut: Cut | None, local: Tensor | None) -> Callable[[Index], Tensor
     return part
 
 
-def _as_fresh(local: Tensor | None) -> Tensor | None:
-    """The part of the only coordinate, which is the whole local tensor; None for an operand left out."""
+def _only_part(local: Tensor | None) -> Tensor | None:
+    """The part of a rank's only coordinate: the local tensor, in fresh memory. None for an operand left out."""
     return None if local is None else fresh_memory(local)
 
 
 class Saved(NamedTuple):
-    """Values kept by forward for backward, beside the tensors."""
+    """Values which `FoldedCall.forward` keeps for backward, beside the saved tensors."""
 
-    options: dict[Index, dict[str, Any]]  # of each call of the op
-    counts: tuple[int, ...]  # of saved tensors, for each call
+    options: dict[Index, dict[str, Any]]  # the options of each coordinate's call of the op, in the order of the calls
+    counts: tuple[int, ...]  # the number of tensors which each call saved
 
 
 class FoldedCall:
-    """How an op runs for each of this rank's coordinates on the named mesh. A part of `CallPlan`.
+    """Runs an op for each of this rank's coordinates on the named mesh. A part of `CallPlan`.
 
+    mesh: of the ranks. fold: of this mesh.
     sharding: the answer of the op's rule for the operands' layouts on the named mesh.
-    layouts, shapes: of the operands, on the named mesh; None for an operand left out.
+    layouts, shapes: of the operands: the layouts on the named mesh, and the global shapes; None for an operand left
+        out.
+
+    Only folded axes on which some layout is not replicated need several calls: along the other axes, all coordinates
+    would compute the same.
     """
 
     def __init__(
@@ -184,7 +196,7 @@ class FoldedCall:
         self._operands = [self._cut(layout, shape) for layout, shape in zip(layouts, shapes, strict=True)]
         self._outputs = [self._cut(layout, shape) for layout, shape in sharding.outputs]
         self._options: dict[Index, dict[str, Any]] = {}
-        self._communicates = False  # whether forward does over a folded axis; no backward does
+        self._communicates = False  # whether forward communicates over a folded axis; no op's backward does
         self._cuts_of_backward: dict[Any, tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]] = {}
         for index in fold.indices(self._axes):
             folded_mesh: Any = FoldedMesh(mesh, fold, index)
@@ -194,9 +206,10 @@ class FoldedCall:
     def forward(
         self, operands: Sequence[Tensor | None], options: Mapping[str, Any], *, saves: bool
     ) -> tuple[tuple[Tensor, ...], Tensors, Saved]:
-        """The rank's local outputs, the tensors saved for backward of all calls, and the further values for backward.
+        """Returns the rank's local outputs, the tensors saved by all calls, and further values for `backward`.
 
-        operands: the rank's local tensors. options: of the caller.
+        operands: the rank's local tensors. options: from the caller.
+        saves: whether a backward may follow. If not, no tensors are saved.
         """
         lists = [name for name, value in options.items() if isinstance(value, list)]
         own_options = {
@@ -205,7 +218,7 @@ class FoldedCall:
         }
         if not self._fold.axes:
             ((_, own),) = own_options.items()
-            outputs, saved = self._call_op([_as_fresh(each) for each in operands], own, saves=saves)
+            outputs, saved = self._call_op([_only_part(each) for each in operands], own, saves=saves)
             present = tuple(each for each, cut in zip(outputs, self._outputs, strict=True) if cut is not None)
             return present, saved, Saved(own_options, (len(saved),))
 
@@ -232,7 +245,7 @@ class FoldedCall:
     def _call_op(
         self, parts: Sequence[Tensor | None], options: Mapping[str, Any], *, saves: bool
     ) -> tuple[Sequence[Tensor], Tensors]:
-        """The op's outputs and what it saves for backward. parts: of the operands, for one coordinate."""
+        """The op's outputs and saved tensors for a coordinate. parts, options: of the coordinate."""
         if saves:
             output, saved = self._op.forward(*parts, **options)
         else:
@@ -247,13 +260,14 @@ class FoldedCall:
         grad_layouts: Sequence[Layout | None],
         needed: Needed,
     ) -> list[Tensor | None]:
-        """The rank's local gradients of the operands, None where `needed` is false.
+        """Returns the rank's local gradients of the operands, None where `needed` is false.
 
-        grads, grad_layouts: of the outputs, local, on the named mesh.
+        saved, of_forward: from `forward`.
+        grads: the rank's local gradients of the outputs. grad_layouts: their layouts on the named mesh.
         """
         if not self._fold.axes:
             ((_, own_options),) = of_forward.options.items()
-            return self._call_backward(saved, [_as_fresh(each) for each in grads], needed, own_options)
+            return self._call_backward(saved, [_only_part(each) for each in grads], needed, own_options)
         by_index: dict[Index, Tensors] = {}
         start = 0
         for index, count in zip(of_forward.options, of_forward.counts, strict=True):
@@ -279,7 +293,7 @@ class FoldedCall:
     def _call_backward(
         self, saved: Tensors, grads: Sequence[Tensor | None], needed: Needed, options: Mapping[str, Any]
     ) -> list[Tensor | None]:
-        """The gradients of the operands for one coordinate. saved, options: of the coordinate's forward."""
+        """The gradients of the operands for a coordinate. saved, options: of the coordinate's forward."""
         grad: Any = tuple(grads) if self._sharding.is_tuple else grads[0]
         if self._op.epilogue_backward is not None:
             grad = self._op.epilogue_backward(saved, grad, needed, **options)
@@ -289,7 +303,7 @@ class FoldedCall:
     def _backward_cuts(
         self, grad_layouts: tuple[Layout | None, ...]
     ) -> tuple[list[Cut | None], tuple[str, ...], list[Cut | None]]:
-        """The cuts of the outputs' gradients, the axes along which backward runs, and the cuts of its results."""
+        """The cuts of the outputs' gradients, the folded axes which need several calls, the cuts of the results."""
         found = self._cuts_of_backward.get(grad_layouts)
         if found is None:
             layouts = self._sharding.gradient_layouts(*grad_layouts)
@@ -303,10 +317,11 @@ class FoldedCall:
         return found
 
     def _cut(self, layout: Layout | None, shape: tuple[int, ...] | None) -> Cut | None:
-        return None if layout is None or shape is None else _cut(self._fold, layout, shape, this_rank())
+        """The cut of this rank's local tensor; None for an operand left out. layout: on the named mesh."""
+        return None if layout is None or shape is None else _cached_cut(self._fold, layout, shape, this_rank())
 
     def _folded_axes(self, layouts: Sequence[Layout | None]) -> tuple[str, ...]:
-        """The folded axes on which not all of the layouts are replicated."""
+        """The folded axes on which some layout is not replicated."""
         return tuple(
             axis
             for axis in self._fold.axes

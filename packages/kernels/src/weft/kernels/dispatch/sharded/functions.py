@@ -138,8 +138,10 @@ class ToLocal(torch.autograd.Function):
     def forward(
         ctx: Any, plan: CallPlan, mailbox: list[GradientLayouts], *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """mailbox: an empty list, the same as for `FromLocal`. The backward of `FromLocal` appends the layouts of the
-        operands' gradients; the backward of `ToLocal` runs later and reads them.
+        """Returns the local tensors of the operands.
+
+        mailbox: an empty list, the same as for `FromLocal`. The backward of `FromLocal` appends the layouts of the
+        operands' gradients; the backward of `ToLocal` runs later and reads these.
         """
         ctx.plan, ctx.mailbox = plan, mailbox
         ctx.set_materialize_grads(False)
@@ -161,7 +163,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: CallPlan, mailbox: list[GradientLayouts], *outputs: Tensor) -> tuple[DTensor, ...]:
-        """mailbox: see `ToLocal`."""
+        """Returns the outputs as DTensors. mailbox: see `ToLocal.forward`."""
         ctx.plan, ctx.mailbox = plan, mailbox
         ctx.set_materialize_grads(False)
         wrapped = [plan.wrap_output(i, output.detach()) for i, output in enumerate(outputs)]
@@ -185,10 +187,10 @@ class FromLocal(torch.autograd.Function):
 def compute_on_mesh(
     plan: CallPlan, options: dict[str, Any], tensors: tuple[Tensor | None, ...], *, saves: bool = True
 ) -> tuple[list[DTensor], Tensors, dict[str, Any] | Saved]:
-    """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options of the call.
+    """Compute an op on DTensors. Returns the outputs, the tensors saved for backward, and the options for backward.
 
-    options: as given by the caller. The returned options include this rank's, `CallPlan.local_options`; of a folded
-        call they are those of each coordinate.
+    options: as given by the caller. The returned options include this rank's `CallPlan.local_options`; inside
+        `exact_sums` they are `folded.Saved`, with the options of each coordinate.
     saves: whether a backward may follow. If not, no tensors are saved.
     """
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
@@ -212,10 +214,10 @@ def compute_on_mesh(
 
 
 def _as_view(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
-    """A view of the output; the output itself if it is an operand.
+    """A view of the output; the output itself if an operand is the output.
 
-    Used under torch.compile. A kernel writes its output in place. If an autograd function returns this tensor itself,
-    Dynamo of torch 2.11 gives the operands zero gradients; if it returns a view, the gradients are right.
+    Used under torch.compile. A kernel writes into the output in place. If an autograd function returns this tensor
+    itself, Dynamo of torch 2.11 gives the operands zero gradients; with a view, the gradients are right.
     """
     for operand in operands:
         if operand is output:
@@ -224,7 +226,7 @@ def _as_view(output: Tensor, operands: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def _saves_operands(saved: Tensors, tensors: tuple[Tensor | None, ...], needed: Sequence[bool]) -> bool:
-    """Whether each operand that needs a gradient is one of the saved tensors (the same object)."""
+    """Whether each operand whose gradient is needed is among the saved tensors, as the same object."""
     for tensor, need in zip(tensors, needed, strict=True):
         if need:
             for each in saved:  # loops cost the host less than generators, and `in` would compare the tensors' values
@@ -239,8 +241,8 @@ def _save(ctx: Any, op: Op, saved: Tensors, options: dict[str, Any], output: Ten
     """Save `saved` for backward, with recomputable tensors replaced. Returns the link of `make_node_link`, or None.
 
     output: this rank's local tensor of the last output.
-    needs_link: whether an operand that needs a gradient is not saved. The link is also needed if a saved tensor is
-        replaced.
+    needs_link: whether `saved` lacks an operand whose gradient is needed. The link is also made if a saved tensor is
+        replaced. See `first_order`.
     """
     if not saved or is_compiling():
         ctx.recipes = None
@@ -297,7 +299,7 @@ def apply_many(op: Op, *tensors: Tensor | None, **options: Any) -> tuple[Tensor,
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether no operand is a DTensor.
 
-    Without gradients, an op on plain tensors is `Op.compute_outputs` alone: an autograd function would cost the host
+    With grad mode off, an op on plain tensors is `Op.compute_outputs` alone: an autograd function would cost the host
     more time than many an op takes.
     """
     for tensor in tensors:  # noqa: SIM110  a generator costs the host more
@@ -320,7 +322,7 @@ def _run(op: Op, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) ->
 
 
 def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    """`_run` for operands of which at least one is a DTensor. mesh: of any DTensor among them."""
+    """`_run` for operands with a DTensor among them. mesh: of any of the DTensors."""
     plan = CallPlan.find(op, tensors, mesh, options)
     if not torch.is_grad_enabled():
         return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
@@ -330,8 +332,8 @@ def _run_on_mesh(op: Op, mesh: DeviceMesh, tensors: tuple[Tensor | None, ...], o
         if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
             return *compute_on_mesh(plan, options, tensors, saves=False)[0], None
         raise LayoutError(
-            f"{op.name} is differentiated by torch, which takes the sums of a rank's coordinates at once; leave out "
-            f"exact"
+            f"{op.name} is differentiated by torch, which cannot run backward for each coordinate of the mesh named in "
+            f"exact; leave out exact"
         )
     mailbox: list[GradientLayouts] = []
     locals_ = ToLocal.apply(plan, mailbox, *tensors)  # type: ignore[no-untyped-call]

@@ -21,15 +21,16 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A layout rule's answer for given operands: layouts of outputs and gradients, and options that differ by rank."""
+    """A layout rule's answer for given operands: layouts of outputs and gradients, and options which differ by rank."""
 
     # Layout and global shape of the output; of the first output if the op returns a tuple.
     output: Layout
     shape: tuple[int, ...]
     # (layout of each output's gradient) -> layout of each operand's gradient
     gradient_layouts: Callable[..., tuple[Layout | None, ...]]
-    # (rank, mesh) -> options of forward and backward that depend on the rank, for example the first class of the
-    # vocabulary in the rank's shard of the logits. Called once: `CallPlan` keeps the result.
+    # (rank, mesh) -> options of forward and backward which depend on the rank, for example the first class of the
+    # vocabulary in the rank's shard of the logits. `CallPlan` keeps the result. Inside `exact_sums`, called for each of
+    # this rank's coordinates: rank is then the named mesh's, and mesh a `FoldedMesh`.
     local_options: Callable[[int, DeviceMesh], dict[str, Any]] = lambda rank, mesh: {}
     # Layout and global shape of each output after the first. None if the op returns a tensor instead of a tuple; ()
     # for a tuple of one tensor.

@@ -14,10 +14,10 @@ from ..op import Tensors
 
 
 def make_node_link() -> Tensor:
-    """Make an empty tensor for an autograd function to return as the last output, and to save.
+    """Make the link: an empty tensor which an autograd function returns as the last output, and saves for backward.
 
-    In backward, this saved tensor's `grad_fn` is the node of the function itself, from which autograd reaches all
-    operands. `first_order` needs the link where an operand is not saved.
+    In backward, the `grad_fn` of the saved link is the node of the function itself, from which autograd reaches all
+    operands. `first_order` needs the link if an operand is not saved.
     """
     return torch.empty(0)
 
@@ -26,12 +26,12 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """Decorator for the backward of an autograd function whose last output is the link of `make_node_link`, or None.
 
     Differentiating the gradients by any tensor t then raises RuntimeError. Autograd runs only the nodes between the
-    gradients and t, and one of these nodes must raise. Therefore `refuse_second_derivative` puts a raising
-    node between the gradients and all tensors from which they were computed: the upstream gradients and the operands.
-    An operand is reached through the saved tensors: either the operand is saved, or the link leads to the function's
-    node and on to the operand. The gradients of a function that saves nothing do not depend on the operands.
+    gradients and t, so a node on each path must raise. `refuse_second_derivative` puts this node between the gradients
+    and all tensors from which the gradients were computed: the upstream gradients and the operands. The path to an
+    operand leads through a saved tensor, either the operand itself or the link. A function which saves nothing has
+    gradients which do not depend on operands.
 
-    torch's `once_differentiable` may treat the gradients as constants instead of raising.
+    torch's `once_differentiable` does not serve: a gradient may then count as a constant, without an error.
     """
 
     def run_backward(ctx: Any, *grads: Tensor | None) -> Tensors:
@@ -58,7 +58,7 @@ def first_order(backward: Callable[..., Tensors]) -> Callable[..., Tensors]:
 def refuse_second_derivative(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> Tensors:
     """Return the gradients, linked to `sources`: differentiating a gradient by a source raises RuntimeError.
 
-    For a backward run with grad mode on (`create_graph=True`), which has computed the gradients without a graph.
+    For a backward which is run with grad mode on (`create_graph=True`), and computed the gradients with grad mode off.
     """
     return tuple(
         _NoSecondDerivative.apply(each, *sources) if isinstance(each, Tensor) else each  # type: ignore[no-untyped-call]
@@ -67,6 +67,8 @@ def refuse_second_derivative(gradients: Sequence[Tensor | None], *sources: Tenso
 
 
 class _NoSecondDerivative(torch.autograd.Function):
+    """Returns a view of the gradient. Backward raises RuntimeError."""
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *sources: Tensor | None) -> Tensor:
         return grad.view_as(grad)

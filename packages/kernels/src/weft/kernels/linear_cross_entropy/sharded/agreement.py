@@ -1,7 +1,7 @@
-"""The checks that `vocab_parallel_linear_cross_entropy` makes before the ranks gather the tokens' statistics.
+"""The checks of `vocab_parallel_linear_cross_entropy` before the ranks gather the tokens' statistics.
 
-Each rank checks its own operands. Then an all-gather compares the ranks' sizes and tells all ranks of a failure.
-Otherwise, after a failure of one rank, the remaining ranks would wait forever in the gathers of the statistics.
+Each rank checks the local operands. Then an all-gather compares the ranks' sizes and tells all ranks of a failure.
+Otherwise, after a failure of a single rank, the remaining ranks would wait forever in the gathers of the statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Sizes(NamedTuple):
-    """The numbers behind how many bytes of statistics the ranks gather, and how often. Required equal on all ranks."""
+    """The numbers which decide how often the ranks gather, and how many bytes. Must be equal on all ranks."""
 
     tokens: int = 0
     chunk: int = 0  # tokens of a chunk
@@ -74,13 +74,13 @@ def check_sizes(ranks: Sequence[int], sizes: list[list[float]]) -> None:
 
 
 def list_values(ranks: Sequence[int], values: Iterable[float]) -> list[str]:
-    """Each distinct value with a rank that has it, as "4 on rank 0". A single entry if all ranks agree."""
+    """Each distinct value with a rank which has the value, as "4 on rank 0". A single entry if all ranks agree."""
     rank_of = {int(value): rank for rank, value in zip(ranks, values, strict=True)}
     return [f"{value} on rank {rank}" for value, rank in rank_of.items()]
 
 
 def check_part(input: Tensor, target: Tensor, rank: int, ranks: int, sequence_parallel: bool) -> None:
-    """Raise ValueError unless the input has the target's tokens, or with sequence_parallel this rank's part of them."""
+    """Raise ValueError unless the input has the target's tokens; with sequence_parallel, this rank's part of these."""
     shape = list(target.shape)
     if sequence_parallel:
         if target.ndim == 0:
@@ -114,7 +114,7 @@ def check_and_size(
 ) -> Sizes:
     """Check this rank's arguments, and return its sizes; called in `attempt` of `compare_sizes`.
 
-    Raises ValueError for arguments that do not fit together.
+    Raises ValueError for arguments which do not fit together.
     """
     check_part(input, target, rank, ranks, sequence_parallel)
     form = replace(cast_form(input, compute_dtype), shape=(*target.shape, *input.shape[-1:]))

@@ -199,6 +199,7 @@ def _factors(saved: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    """Save for `_gradients`: the 4 or 7 tensors which `backward` takes, and the arguments of `forward`."""
     *tensors, _, flags, ctx.chunk_tokens, ctx.compute_dtype = inputs[:10]
     ctx.flat = inputs[10:]
     _, options = parse_shard_and_options(ctx.flat)
@@ -215,6 +216,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The autograd formula of `forward`: the gradients of all arguments, by `backward`."""
     output_grads = grads[: ctx.num_outputs]
     if all(grad is None for grad in output_grads):  # all upstream gradients are zero
         return (None,) * (10 + len(ctx.flat))
@@ -230,6 +232,7 @@ forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _options_of(shard: VocabShard) -> dict[str, Any]:
+    """The options of `function.forward` and `function.backward` for this rank's shard of the vocabulary."""
     gather = VocabGather.from_names(shard.groups)
     return {
         "vocab_start": shard.vocab_start,

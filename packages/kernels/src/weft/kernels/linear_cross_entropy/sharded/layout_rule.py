@@ -22,6 +22,10 @@ from ..gradients import is_last_use
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, arguments: dict[str, Any]) -> Sharding:
+    """The layout rule of `LINEAR_CROSS_ENTROPY`.
+
+    layouts, shapes: of input, linear_weight, target, linear_bias, weight and denominator.
+    """
     input, linear_weight, target, linear_bias, weight, _ = layouts
     input_shape, weight_shape, target_shape, bias_shape, _, denominator = shapes
     assert input is not None and linear_weight is not None and input_shape and weight_shape, "both are given"
@@ -60,6 +64,7 @@ def _backward(
     options: Options,
     **arguments: Any,
 ) -> Tensors:
+    """`function.backward`, which returns the saved gradients themselves if no second backward can follow."""
     assert saved[0] is not None, "forward saves the input, or an empty tensor on its device"
     reuse = options.inplace_backward or is_last_use(saved[0])
     return function.backward(saved, grads, needed, options=options, reuse=reuse, **arguments)

@@ -274,7 +274,7 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _whole(input: Tensor, target: Tensor, group: str, sequence_parallel: bool, disagreement: Tensor) -> Tensor:
-    """The input of all tokens. Its gradient arrives Partial(sum) over the group, and is summed in backward.
+    """The input of all tokens. The input's gradient arrives Partial(sum) over the group, and is summed in backward.
 
     disagreement: the scalar from `compare_sizes`; a compiled graph must compute this scalar before the all-gather.
     """
@@ -294,6 +294,7 @@ def _wanted(*tensors: Tensor | None) -> Wanted:
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype which autograd wants for the gradient of a tensor."""
     if is_compiling() or not tensor.is_leaf:  # only leaves have a grad_dtype
         return tensor.dtype
     return tensor.grad_dtype or tensor.dtype  # grad_dtype None allows any dtype
@@ -341,10 +342,12 @@ class GatheredInput(torch.autograd.Function):
 
 
 def _all_reduce(whole: Tensor, group: str) -> None:
+    """Sum a tensor over the group, in place."""
     wait_for(dist.all_reduce(whole, group=group_named(group), async_op=True))
 
 
 def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
+    """All ranks' parts of dim 0, of `tokens` in all. after: not read, see `GatheredInput`."""
     ranks = group_named(group)
     share = largest_part(tokens, ranks.size())
     whole = part.new_empty(share * ranks.size(), *part.shape[1:])
@@ -353,6 +356,7 @@ def _all_gather(part: Tensor, tokens: int, group: str, after: Tensor) -> Tensor:
 
 
 def _reduce_scatter(whole: Tensor, rows: int, group: str) -> Tensor:
+    """This rank's part of dim 0, of `rows` rows, of the sum over the group."""
     ranks = group_named(group)
     share = largest_part(whole.shape[0], ranks.size())
     stacked = _pad(whole, share * ranks.size())
@@ -361,6 +365,7 @@ def _reduce_scatter(whole: Tensor, rows: int, group: str) -> Tensor:
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
+    """x contiguous, with zeros appended along dim 0 up to `rows`."""
     return torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:]))) if len(x) < rows else x.contiguous()
 
 

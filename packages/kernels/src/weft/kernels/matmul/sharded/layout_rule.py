@@ -1,4 +1,4 @@
-"""Layout rules shared by products: of the product, its bias and residual, and its activation."""
+"""Layout rules shared by products: of the product, of bias and residual, and of the activation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linear_gradients(
 
 
 def summed_axes(layout: Layout) -> dict[str, str]:
-    """{axis: "R"} for each axis with a Partial placement: the changes that make the layout complete."""
+    """{axis: "R"} for each axis with a Partial placement: `Layout.replace` with these makes the layout complete."""
     return {
         axis: "R"
         for axis, placement in zip(layout.mesh.axis_names, layout.placements, strict=True)
@@ -41,15 +41,18 @@ def without_partial(layout: Layout) -> Layout:
 
 
 def layout_of_dims(layout: Layout, dims: str, of: str) -> Layout:
-    """The layout of an operand with dims `of`, a part of the letters `dims` of a tensor with this layout.
+    """The layout of an operand with a part of a tensor's dims: sharded as the tensor on these dims, else replicated.
 
-    It is sharded where the tensor is sharded on these dims, and replicated elsewhere.
+    layout: of the tensor. dims: a letter for each dim of the tensor. of: the letters of the operand's dims.
     """
     return without_partial(infer.einsum(f"{dims}->{of}", without_partial(layout)))
 
 
 def check_operand(op: str, name: str, layout: Layout | None, wanted: Layout, output: Layout) -> None:
-    """Raises LayoutError unless the layout of an operand, such as the bias, is `wanted`. None: there is no operand."""
+    """Raises LayoutError unless the layout of an operand (name, as "bias") is `wanted`, or None for no operand.
+
+    output: the output's layout, for the message.
+    """
     if layout is not None and layout != wanted:
         raise LayoutError(
             f"{op} gives its output as ({output}) and has a {name} ({layout}); reshard the {name} to ({wanted})",
@@ -62,7 +65,7 @@ def check_residual_layout(
 ) -> None:
     """Raises LayoutError unless the residual has the layout `complete`: the output's, with Replicate for Partial.
 
-    A residual of a smaller shape, which broadcasts to shape output_shape, is sharded alike on its own dims.
+    A residual of a smaller shape, which broadcasts to shape output_shape, is sharded alike on the dims which it has.
     """
     if shape == output_shape:
         check_operand(op, "residual", residual, complete, output)
@@ -81,7 +84,7 @@ def check_activation(op: str, activation: str | None, output: Layout) -> None:
 
 
 def adds_bias(output: Layout, rank: int) -> bool:
-    """Whether this rank adds bias and residual to its local output. The complete output must have both once.
+    """Whether this rank adds bias and residual to the local output. The complete output must have both once.
 
     On Partial(sum) axes only coordinate 0 adds both; on Partial(avg) axes every rank does.
     """

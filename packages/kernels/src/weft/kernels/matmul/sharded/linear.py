@@ -1,4 +1,4 @@
-"""linear on plain tensors and DTensors."""
+"""`linear` on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def linear(
 ) -> Tensor:
     """`act(input_act(input) @ weight.T + bias)`, where both activations are optional.
 
-    input: [..., K]. Any strides; the input is copied only where no view [N, K] of it exists.
+    input: [..., K]. Any strides; the input is copied only where no view [N, K] exists.
     weight: [M, K].
     bias: [M] in the dtype of input and weight, or None.
     Returns [..., M].
     activation: "gelu", "gelu_tanh" (the form GPT-2 was trained with), "silu", "relu" or "relu2" (relu squared; So et
-    al. 2021). On a GPU it is computed before the product is stored.
-    input_activation: one of the same, applied to the input, as in the second layer of an MLP. Backward recomputes its
-    output, and on a GPU multiplies the input's gradient by its derivative before storing it: no extra tensor is saved,
-    and no extra pass is made.
+    al. 2021). On a GPU the activation is computed before the product is stored.
+    input_activation: an activation of the input, as in the second layer of an MLP. Backward recomputes the activation,
+    and on a GPU multiplies the input's gradient by the derivative before storing: no extra tensor is saved, and no
+    extra pass is made.
 
     Saved for backward: input, weight and, with an activation, the pre-activation; for relu the output instead.
 
-    Layouts: those of the einsum "...k,mk->...m". A weight sharded on M shards the output (column parallel). An input
-    and a weight sharded on K give a Partial(sum) output (row parallel): one coordinate of the axis adds the bias, and
+    Layouts: as in the einsum "...k,mk->...m". A weight sharded on M shards the output (column parallel). An input
+    and a weight sharded on K give a Partial(sum) output (row parallel): coordinate 0 of the axis adds the bias, and
     an activation is refused.
     Communication: none.
-    Raises LayoutError for any other layouts; ValueError for mismatched shapes, dtypes or devices, for
+    Raises LayoutError for further layouts; ValueError for mismatched shapes, dtypes or devices, for
     another activation, and for factors of 8 bits, which need `matmul` with scales.
     """
     has_activation = activation is not None or input_activation is not None
@@ -88,6 +88,7 @@ def check_sizes(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `LINEAR`. layouts, shapes: of input, weight and bias."""
     input, weight, bias = layouts
     input_shape, weight_shape, _ = shapes
     assert input is not None and weight is not None and input_shape and weight_shape, "both are given"

@@ -1,8 +1,8 @@
-"""all_gather_matmul and matmul_reduce_scatter: products which overlap their collective, one rank's part at a time.
+"""`all_gather_matmul` and `matmul_reduce_scatter`: products in steps, which overlap communication.
 
-The all-gather or reduce-scatter runs in steps, and each step moves the part of one rank of the group (a member). Every
-rank sends its parts directly to each other rank: the same bytes as in a collective, without waiting for a ring. All
-transfers run while the rank multiplies its own part.
+Each step of the all-gather or reduce-scatter moves the part of a rank of the group (a member). Every member sends
+parts directly to all further members: the same bytes as in a collective, without waiting for a ring. All transfers run
+while the member multiplies its own part.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .product import ProductTerms, matmul
 
 @autocasts("all_gather_matmul")
 def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`matmul` of a and b, where a is all-gathered over one axis: rows arrive while earlier rows are multiplied.
+    """`matmul` of a and b, where a is all-gathered over an axis: rows arrive while earlier rows are multiplied.
 
     a: [..., K].
     b: [K, N].
-    Saved for backward: the rank's own rows of a, which backward gathers again while it computes b's gradient.
+    Saved for backward: the rank's own rows of a, which backward gathers again while computing b's gradient.
 
-    Layouts: on one axis, a is sharded on a dim of its rows, such as the sequence, and b on N; the output is sharded
-    on N. On all other axes as in `matmul`. For plain tensors, and DTensors without such an axis, this is `matmul`.
+    Layouts: on a single axis, the gathered axis, a is sharded on a dim of the rows, for example the sequence, and b on
+    N; the output is sharded on N. On all further axes as in `matmul`. For plain tensors, and DTensors without a
+    gathered axis, this is `matmul`.
     Communication: forward, the bytes of an all-gather of a over the axis. Backward, the bytes of an all-gather of a
-    and of a reduce-scatter of a's gradient, which has a's layout. Every rank sends its parts directly to each other
-    rank.
-    Raises LayoutError for several such axes, and for an axis which is not the innermost of its dim; ValueError as
-    `matmul`, and for factors of 8 bits, which need `matmul` with scales.
+    and of a reduce-scatter of a's gradient, which has a's layout. Ranks send parts directly to each other.
+    Raises LayoutError for several gathered axes, and for a gathered axis which is not the innermost of the sharded
+    dim; ValueError as `matmul`, and for factors of 8 bits, which need `matmul` with scales.
     """
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("all_gather_matmul", a, b)
@@ -51,18 +51,19 @@ def all_gather_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @autocasts("matmul_reduce_scatter")
 def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
-    """`matmul` of a and b, with the output reduce-scattered over one axis: rows leave while later rows are multiplied.
+    """`matmul` of a and b, with the output reduce-scattered over an axis: rows leave while later rows are multiplied.
 
     a: [..., K].
     b: [K, N].
     dim: the dim of the output's rows to scatter; -2 is the sequence.
     Sums over the ranks are computed in float32, in the order of the ranks, and rounded once.
 
-    Layouts: on one axis, a and b are sharded on K; the output is sharded on `dim`, inside the shards of other axes.
-    On all other axes as in `matmul`. For plain tensors, and DTensors without such an axis, this is `matmul`.
+    Layouts: on a single axis, the scattered axis, a and b are sharded on K; the output is sharded on `dim` by this
+    axis, as the innermost. On all further axes as in `matmul`. For plain tensors, and DTensors without a scattered
+    axis, this is `matmul`.
     Communication: forward, the bytes of a reduce-scatter of the output over the axis. Backward, the bytes of an
-    all-gather of the output's gradient. Every rank sends its parts directly to each other rank.
-    Raises LayoutError for several such axes; ValueError as `all_gather_matmul`, and for a dim outside the rows.
+    all-gather of the output's gradient. Ranks send parts directly to each other.
+    Raises LayoutError for several scattered axes; ValueError as `all_gather_matmul`, and for a dim outside the rows.
     """
     check_matmul(a, b, None, None, None, None, None, None)
     check_wide("matmul_reduce_scatter", a, b)
@@ -76,7 +77,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, *, dim: int = -2) -> Tensor:
 
 
 def _axis(op: str, a: Layout, b: Layout, matches: Callable[[Placement, Placement], bool]) -> str | None:
-    """The axis on which `matches(placement of a, placement of b)`, or None. Raises LayoutError for several."""
+    """The axis for which `matches(placement of a, placement of b)` is true, or None. Raises LayoutError for several."""
     axes = [axis for axis in a.mesh.axis_names if matches(a[axis], b[axis])]
     if len(axes) > 1:
         raise LayoutError(
@@ -95,14 +96,14 @@ class ScatteredLayout(NamedTuple):
 
     @classmethod
     def from_whole(cls, whole: Layout, axis: str, dim: int) -> ScatteredLayout:
-        """The layout after the scatter, from the layout `whole` before the scatter, where `axis` is Replicate."""
+        """The layout after scattering `dim` over `axis`. whole: the layout before, with Replicate on `axis`."""
         sharding = whole.shard_order.get(dim, ())
         order = {each: whole[each] for each in (*sharding, *(n for n in whole.mesh.axis_names if n not in sharding))}
         order.pop(axis)
         return cls(Layout.in_order(whole.mesh, order | {axis: Shard(dim)}), axis, dim)
 
     def local_options(self, shape: Sequence[int], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        """Options of a rank's forward: the axis' group, its members' sizes along dim, and this rank's own size."""
+        """A rank's options for forward and backward: the axis' group, and the sizes of its members' parts along dim."""
         layout = self.layout
         at = layout.mesh.coordinate(rank) or {}
         members = [layout.mesh.rank_at(**at | {self.axis: i}) for i in range(layout.mesh.axis_size(self.axis))]
@@ -113,6 +114,7 @@ class ScatteredLayout(NamedTuple):
 
 
 def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `ALL_GATHER_MATMUL`. layouts, shapes: of a and b."""
     a, b = layouts
     a_shape, b_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
@@ -145,6 +147,7 @@ def _rule_of_gather(layouts: tuple[Layout | None, ...], shapes: Shapes, options:
 
 
 def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `MATMUL_REDUCE_SCATTER`. layouts, shapes: of a and b."""
     a, b = layouts
     a_shape, b_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
@@ -169,7 +172,7 @@ def _rule_of_scatter(layouts: tuple[Layout | None, ...], shapes: Shapes, options
 
 
 def _rule_without_steps(op: str, a: Layout, b: Layout, terms: ProductTerms) -> Sharding:
-    """The rule for layouts without an axis to communicate over: that of `matmul`."""
+    """The rule for layouts without an axis to communicate over, the same as of `matmul`."""
     output = terms.output_layout(op, a, b)
     return Sharding(output, terms.shape, lambda grad: terms.gradient_layouts(op, grad, a, b))
 
@@ -228,7 +231,7 @@ def scatter_backward(
     own_size: int = 0,
     dim: int = 0,
 ) -> Tensors:
-    """da and db, from the output's gradient of all members; each member's part is used when it arrives."""
+    """da and db, from the output's gradient of all members, part by part as the members' parts arrive."""
     if group is None:
         return matmul_backward((*saved, None, None), grad, (*needed, False, False))[:2]
     da, db = _empty_gradients(saved, needed)
@@ -237,7 +240,7 @@ def scatter_backward(
 
 
 def _empty_gradients(saved: Tensors, needed: Sequence[bool]) -> Tensors:
-    """Uninitialized tensors for the gradients that are needed, None for the rest."""
+    """Uninitialized tensors for the needed gradients, None for the rest."""
     pairs = zip(saved, needed, strict=True)
     return tuple(
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and need else None for x, need in pairs
@@ -252,6 +255,7 @@ def _empty_with_size(x: Tensor, dim: int, size: int, last: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., K] @ b [K, N]."""
     return restore_leading_dims(multiply(flatten_to_rows(a), b), a)
 
 

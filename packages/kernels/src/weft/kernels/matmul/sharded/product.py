@@ -1,4 +1,4 @@
-"""matmul on plain tensors and DTensors."""
+"""`matmul` on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ def matmul(
     rounded once.
     bias: [N], in the dtype of the factors or of the output.
     activation: as in `linear`.
-    residual: any shape that broadcasts to the output. If it broadcasts along some of the dims flattened below, but not
-    along all of them, the residual is first copied to full size.
+    residual: any shape that broadcasts to the output. A residual which broadcasts along some of the dims flattened
+    below, but not along all, is first copied to full size.
     accumulate_into: a tensor of the output's shape, float32 for 16-bit factors. Adds a @ b to this tensor in place and
-    returns it, for a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
-    a_scale, b_scale: float32 factors of 8-bit a and b: one number, or one for each row of a and each column of b. 8-bit
-    factors have no gradient.
+    returns this tensor, for a weight's gradient over microbatches. No epilogue is allowed, and no gradient is recorded.
+    a_scale, b_scale: float32 factors of 8-bit a and b: a number, or a number for each row of a and each column of b.
+    8-bit factors have no gradient.
 
     Any strides. Leading dims are flattened: if b has two dims, a becomes [rows, K]; otherwise both factors get a single
-    batch dim. A factor is copied where no view has that shape, as a transposed a of three dims with a b of two,
+    batch dim. A factor is copied where no view has this shape, as a transposed a of three dims with a b of two,
     or heads [B, T, h, D].transpose(1, 2). A factor of two dims is never copied.
     float32 is multiplied in tf32 only where `torch.set_float32_matmul_precision` says so.
     Saved for backward: a, b and, with an activation, the pre-activation; for relu without a residual the output
     instead.
 
-    Layouts: those of the einsum "...mk,kn->...mn" or "...mk,...kn->...mn". The bias is sharded as the output's last
-    dim, the residual as the output. Where the output is Partial(sum), both are replicated, one coordinate of the axis
-    adds them, and an activation is refused. accumulate_into has the output's layout.
+    Layouts: as in the einsum "...mk,kn->...mn" or "...mk,...kn->...mn". The bias is sharded as the output's last dim,
+    the residual as the output. Where the output is Partial(sum), bias and residual are replicated, coordinate 0 of the
+    axis adds both, and an activation is refused. accumulate_into has the output's layout.
     Communication: none.
-    Raises LayoutError for any other layouts, ValueError for mismatched shapes, dtypes, devices or options.
+    Raises LayoutError for further layouts, ValueError for mismatched shapes, dtypes, devices or options.
     """
     if activation is None and out_dtype is None and alpha == 1:
         native = function.native_matmul(a, b, bias, residual, a_scale, b_scale, accumulate_into)
@@ -130,6 +130,7 @@ class ProductTerms:
 
 
 def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `MATMUL`. layouts, shapes: of a, b, bias, residual, a_scale and b_scale."""
     a, b, bias, residual, a_scale, b_scale = layouts
     a_shape, b_shape, _, residual_shape, a_scale_shape, b_scale_shape = shapes
     assert a is not None and b is not None and a_shape and b_shape, "both are given"
@@ -163,6 +164,7 @@ def _rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str,
 
 
 def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `ACCUMULATE`. layouts, shapes: of a, b and accumulate_into."""
     a, b, total_layout = layouts
     a_shape, b_shape, _ = shapes
     assert a is not None and b is not None and total_layout is not None and a_shape and b_shape, "all are given"
@@ -173,11 +175,13 @@ def _rule_of_accumulation(layouts: tuple[Layout | None, ...], shapes: Shapes, op
 
 
 def _dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
+    """The output's dtype, for `Op.dtype`. dtype: of a."""
     wanted: torch.dtype | None = options["out_dtype"]
     return wanted or dtype
 
 
 def _inference(*tensors: Tensor | None, **options: Any) -> Tensor:
+    """The output alone, for `Op.inference`: nothing is saved for backward."""
     return function.matmul(*tensors, keep=False, **options)[0]  # type: ignore[arg-type]  # the factors are given
 
 

@@ -1,4 +1,4 @@
-"""route and router_statistics on plain tensors and DTensors."""
+"""`route` and `router_statistics` on plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import function
 from ..reference import wide_dtype
 from .tokens import check_experts
 
-SCORES = ("softmax", "sigmoid")
+SCORE_FUNCTIONS = ("softmax", "sigmoid")  # values of `route`'s option `score`
 
 
 @autocasts("route")
@@ -36,19 +36,19 @@ def route(
     scores: the router's logits, [..., E], in bfloat16, float16, float32 or float64.
     Returns the experts, int32 [..., k], in descending order of score, and their weights [..., k], in float32; in
     float64 for float64 scores. The lower of two experts with equal scores comes first, on every device.
-    score: the function of the logits that gives the weights: "softmax" over all experts, or "sigmoid" of each logit.
+    score: the function from logits to weights: "softmax" over all experts, or "sigmoid" of each logit.
     softmax_after: the softmax is over the chosen logits alone. The weights then sum to 1, whatever `normalize` is.
-    normalize: divide the chosen weights by their sum (Mixtral; Qwen3-MoE's norm_topk_prob).
+    normalize: divide a token's weights by their sum (Mixtral; Qwen3-MoE's norm_topk_prob).
     bias: [E], added to the softmax or sigmoid for the choice alone, not in the weights; with softmax_after added to
-    the logits. It has no gradient: a training loop corrects it (DeepSeek-V3, arXiv:2412.19437).
+    the logits. The bias has no gradient: a training loop corrects the bias (DeepSeek-V3, arXiv:2412.19437).
     scale: a factor of the weights (DeepSeek-V3's routed_scaling_factor).
-    groups: (n, m): the experts are n equal groups, and a token chooses from the m groups with the highest sum of their
-    two highest scores, bias included (DeepSeek-V3's n_group and topk_group).
+    groups: (n, m): the experts are n equal groups, and a token chooses from the m best groups. A group is judged by the
+    sum of the group's two highest scores, bias included (DeepSeek-V3's n_group and topk_group).
 
-    All is computed in float32 at least. Without bias and groups the logits themselves decide the choice. A NaN counts
-    as the highest score, as in torch.topk: its expert is chosen, and the token's weights are NaN, except those of
-    other experts under "sigmoid" without normalize.
-    Gradient: the scores', through the weights alone. Saved for backward: the scores and the experts.
+    All arithmetic is in float32 at least. Without bias and groups the logits themselves decide the choice. A NaN counts
+    as the highest score, as in torch.topk: the NaN's expert is chosen, and all weights of the token are NaN; under
+    "sigmoid" without normalize, only the weight of this expert.
+    Gradient: of the scores, through the weights alone. Saved for backward: the scores and the experts.
 
     Layouts: the scores are sharded on any dims of tokens; experts and weights are sharded alike. The bias is
     replicated.
@@ -79,8 +79,8 @@ def _check_router(E: int, k: int, score: str, softmax_after: bool, groups: Seque
     """Raise ValueError for options of `route` that do not fit E experts."""
     if not 1 <= k <= E:
         raise ValueError(f"route: k is {k}, but there are {E} experts; give 1 to {E}")
-    if score not in SCORES:
-        raise ValueError(f"route: score is {score!r}; give one of {', '.join(map(repr, SCORES))}")
+    if score not in SCORE_FUNCTIONS:
+        raise ValueError(f"route: score is {score!r}; give one of {', '.join(map(repr, SCORE_FUNCTIONS))}")
     if softmax_after and score != "softmax":
         raise ValueError(f"route: softmax_after goes with score='softmax', got {score!r}; leave one of both out")
     if groups is None:
@@ -109,15 +109,16 @@ def router_statistics(
     """Sums over tokens for a router's balance loss and z-loss, added to row `layer` of `statistics`.
 
     logits: [..., E], the scores given to `route`. experts: [..., k] of int32 or int64, from `route`.
-    statistics: the result for the layers before, [layers, 2 * E + 1]; None means zeros. It is not written.
-    Returns [layers, 2 * E + 1] in float32; in float64 for float64 logits. The row gets
+    statistics: the result for the layers before, [layers, 2 * E + 1]; None means zeros. The tensor is not written.
+    layer, layers: the number of this layer, from 0, and the number of layers.
+    Returns [layers, 2 * E + 1] in float32; in float64 for float64 logits. The row has
     [0 : E], how often each expert was chosen, exact below 2**24 times;
     [E : 2 * E], the sum over tokens of softmax(logits) (Fedus et al. 2021);
     [2 * E], the sum over tokens of logsumexp(logits)**2 (z-loss, Zoph et al. 2022).
-    Gradients: the logits', through the second and the third; the statistics'. Saved for backward: the logits.
+    Gradients: of the logits, through the second and third sums; of `statistics`. Saved for backward: the logits.
 
-    Layouts: logits and experts are sharded on the same dims of tokens. The output is Partial(sum) over the axes that
-    shard tokens and replicated over the remaining axes, and so is `statistics`.
+    Layouts: logits and experts are sharded on the same dims of tokens. The output and `statistics` are Partial(sum)
+    over the axes which shard tokens, and replicated over the remaining axes.
     Communication: none.
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes, a layer outside 0 to
     layers - 1, and tensors on two devices.
@@ -143,6 +144,7 @@ def router_statistics(
 
 
 def _route_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `ROUTE`. layouts, shapes: of scores and bias."""
     scores, bias = layouts
     shape = shapes[0]
     assert scores is not None and shape is not None, "the scores are given"
@@ -159,6 +161,7 @@ def _route_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dic
 
 
 def _statistics_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `STATISTICS`. layouts, shapes: of logits, experts and the statistics of the layers before."""
     logits, experts, statistics = layouts
     shape = shapes[0]
     assert logits is not None and experts is not None and shape is not None, "logits and experts are given"

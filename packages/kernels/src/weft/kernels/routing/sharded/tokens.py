@@ -1,4 +1,4 @@
-"""dispatch, combine and sort_by_expert on plain tensors and DTensors."""
+"""`dispatch` and `combine` on plain tensors and DTensors, and `sort_by_expert` on plain tensors."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[Tensor, T
     x: [..., H]. experts: [..., k] of int32 or int64, from `route`; N is the number of tokens.
     Returns the rows [N * k, H], in the order of the tokens within an expert, and the end of each expert's rows, int32
     [num_experts].
-    Gradient: x's, the sum of its rows' gradients in float32, in the order of the token's choices. Saved for backward:
-    the row of each choice, 4 bytes, and the experts.
+    Gradient: of x, for each token the sum of the rows' gradients, in float32, in the order of the token's choices.
+    Saved for backward: the row number of each choice, 4 bytes, and the experts.
 
-    Layouts: x and the experts are sharded on the same dims of tokens, evenly; each rank sorts its own tokens. The
-    rows are sharded on dim 0 by the same axes, and the ends too: [shards * num_experts], of each shard's own rows. x
-    may be sharded on H, and Partial(sum): the rows are too.
+    Layouts: x and the experts are sharded on the same dims of tokens, evenly; each rank sorts its own tokens. Rows and
+    ends are sharded on dim 0 by the same axes: the ends are [shards * num_experts], and count the rows of their own
+    shard. Where x is sharded on H or Partial(sum), the rows are too.
     Communication: none.
     Raises LayoutError for any other layouts; ValueError for mismatched shapes, other dtypes, tensors on two devices,
-    and on a CPU for an expert outside 0 to num_experts - 1. On a GPU the rows of such an expert are behind the last
-    expert's.
+    and on a CPU for an expert outside 0 to num_experts - 1, whose rows a GPU puts behind all rows.
     """
     check_floats("dispatch", ("x",), x)
     check_experts("dispatch", experts)
@@ -54,14 +53,14 @@ def dispatch(x: Tensor, experts: Tensor, *, num_experts: int) -> tuple[Tensor, T
 
 @autocasts("combine")
 def combine(y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Each token's sum of its experts' rows times their weights: the inverse way of `dispatch`.
+    """Each token's sum of the rows of the token's experts, times their weights: tokens' rows back from `dispatch`.
 
     y: [N * k, H], rows in the order of `dispatch` for the same experts.
     experts: [..., k] of int32 or int64. weights: [..., k], floating.
-    Returns [..., H] in the dtype of y. A token's rows are added in the order of its choices, in float32 at least,
-    without atomics: every run gives the same bits.
-    Gradients: y's, the output's gradient times the weight; the weights', dot products of rows. Saved for backward: y,
-    the weights, and the row of each choice, 4 bytes.
+    Returns [..., H] in the dtype of y. A token's rows are added in the order of the token's choices, in float32 at
+    least, without atomics: every run gives the same bits.
+    Gradients: of y, the output's gradient times the weight; of the weights, dot products of rows. Saved for backward:
+    y, the weights, and the row number of each choice, 4 bytes.
 
     Layouts: experts and weights are sharded on the same dims of tokens, evenly; y is sharded on dim 0 by the same
     axes, as the rows of `dispatch`, and may be sharded on H or Partial(sum). The output is sharded as the tokens.
@@ -87,7 +86,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, first: int = 0) -> tuple[T
     Returns source, int32 [N * k], token * k + choice of each sorted row; and offsets, int32 [num_experts], the end of
     the rows of each expert of first to first + num_experts - 1. Choices of other experts are the last rows, in the
     order of the tokens.
-    Communication: none. Raises ValueError for a DTensor, as its shards would have to be sorted together, and for other
+    Communication: none. Raises ValueError for a DTensor, whose shards would have to be sorted together, and for further
     dtypes.
     """
     check_experts("sort_by_expert", experts)
@@ -111,6 +110,7 @@ def check_experts(name: str, experts: Tensor) -> None:
 
 
 def _dispatch_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `DISPATCH`. layouts, shapes: of x and the experts."""
     x, experts = layouts
     x_shape, shape = shapes
     assert x is not None and experts is not None and x_shape and shape, "both are given"
@@ -139,6 +139,7 @@ def _dispatch_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: 
 
 
 def _combine_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: dict[str, Any]) -> Sharding:
+    """The layout rule of `COMBINE`. layouts, shapes: of y, the experts and the weights."""
     y, experts, weights = layouts
     y_shape, shape, _ = shapes
     assert y is not None and experts is not None and weights is not None and y_shape and shape, "all are given"
@@ -162,10 +163,10 @@ def _combine_rule(layouts: tuple[Layout | None, ...], shapes: Shapes, options: d
 
 
 def _rows_layout(name: str, by_choice: Layout, tokens: Sequence[int]) -> Layout:
-    """The layout of rows [N * k, H], sorted by expert within each shard of tokens.
+    """The layout of rows [N * k, H] which each rank sorts within the rank's shard of tokens.
 
-    by_choice: the layout of the rows as [..., k, H], whose leading dims, of sizes `tokens`, may be sharded.
-    Raises LayoutError for an uneven shard: the rows of uneven shards are not the shards of dim 0.
+    by_choice: the layout of the unsorted rows [..., k, H]. tokens: the sizes of the leading dims.
+    Raises LayoutError for an uneven shard of a leading dim, because dim 0 would be sharded differently.
     """
     placements: dict[str, Placement] = {}
     for dim, axes in sorted(by_choice.shard_order.items()):
@@ -182,10 +183,10 @@ def _rows_layout(name: str, by_choice: Layout, tokens: Sequence[int]) -> Layout:
 
 
 def _layout_by_choice(name: str, what: str, rows: Layout, experts: Layout, tokens: int) -> Layout:
-    """The layout [..., k, H] of rows [N * k, H] in the layout `rows`: the inverse of `_rows_layout`.
+    """The layout of unsorted rows [..., k, H], from the layout `rows` of sorted rows: the inverse of `_rows_layout`.
 
-    what: the rows' name in messages. experts: [..., k], whose `tokens` leading dims may be sharded.
-    Raises LayoutError for rows that are not sharded on dim 0 by the axes that shard tokens, in this order.
+    name, what: the op's and the rows' names in messages. experts: the layout of [..., k]. tokens: the number of
+    leading dims. Raises LayoutError if dim 0 is not sharded by the axes which shard tokens, in the same order.
     """
     placements: dict[str, Placement] = {}
     for _, axes in sorted(experts.shard_order.items()):
@@ -207,7 +208,7 @@ def _layout_by_choice(name: str, what: str, rows: Layout, experts: Layout, token
 
 
 def _unsharded(layout: Layout, placements: dict[str, Placement]) -> dict[str, Placement]:
-    """The placements of the axes not in `placements`: Partial stays, and a shard is replicated."""
+    """Placements for the axes of `layout` which are not in `placements`: Partial as in `layout`, else Replicate."""
     return {
         axis: placement if isinstance(placement := layout[axis], Partial) else Replicate()
         for axis in layout.mesh.axis_names

@@ -1,8 +1,7 @@
-"""Records of examples as the content of shards: every segment with its tokens of any length and their masks."""
+"""`ExampleRecords`: reads records of examples and makes the entries of token shards, as `Texts` does for documents."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,7 +11,7 @@ from typing import Any
 from ..contents import Entry, Unusable
 from ..inputs import LeftOut, Part, Place
 from ..tokenizer import Tokenizer
-from .encode import Counts, Encoded, encode_examples, join_example
+from .encode import Encoded, encode_examples, join_example
 from .example import Task
 from .forms import BadExample
 from .records import find_record_parts, read_examples
@@ -20,35 +19,34 @@ from .template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
-    """Examples of a task, made of records. A part's examples depend on the part alone.
+class ExampleRecords:
+    """The `Contents` of fine-tuning: records become uncut examples. A part's examples depend on the part alone.
 
-    In kto, the mismatched completion of an example is the completion of the record before in the part; of a part's
-    first record, the completion of the part's last record. An input of more than one part, of 64 MiB each by default,
-    so has a cycle for each part; records read into memory have the same parts and cycles.
+    Made by `weft data prepare --task`, and by `find_examples` for a run that reads records.
+    kto: an example's mismatched completion is the completion of the previous record of the part; the first record of a
+    part takes the completion of the part's last record.
     """
 
     task: Task
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    skip_bad: bool = False
+    skip_bad: bool = False  # leave out records that make no example; without, a bad record is an error
 
     def find_parts(self, inputs: Sequence[Path], part_bytes: int, leave_out: Path | None) -> list[Part]:
         """See `find_record_parts` of records.py."""
         return find_record_parts(inputs, part_bytes, skip_bad=self.skip_bad, leave_out=leave_out)
 
     def request(self) -> dict[str, Any]:
-        """The task, the template, and whether bad records are left out."""
+        """The options that determine the shards' bytes, for the manifest; see `Contents`."""
         template = "" if self.template is None else self.template.sha256
         return {"task": self.task, "template": template, "skip_bad": self.skip_bad}
 
-    def dated(self, time: datetime) -> Records:
-        """These contents, with `time` as the time that templates write into texts."""
+    def dated(self, time: datetime) -> ExampleRecords:
+        """A copy whose chat template writes `time` as the current time."""
         return self if self.template is None else replace(self, template=replace(self.template, now=time))
 
     def entries(self, part: Part, left_out: LeftOut) -> Iterator[Entry]:
         """The examples of a part, uncut; see `Contents`."""
-        counts = Counts()
         records = read_examples(part, left_out, skip_bad=self.skip_bad)
         try:
             examples = encode_examples(
@@ -56,29 +54,28 @@ class Records:
                 task=self.task,
                 tokenizer=self.tokenizer,
                 template=self.template,
-                counts=counts,
+                left_out=left_out,
                 skip_bad=self.skip_bad,
             )
             if self.task == "kto":
                 known = list(examples)
                 for number, (place, encoded) in enumerate(known):
-                    yield from self._entry(place, encoded, known[number - 1][1], counts)
+                    yield from self._entry(place, encoded, known[number - 1][1], left_out)
             else:
                 for place, encoded in examples:
-                    yield from self._entry(place, encoded, None, counts)
+                    yield from self._entry(place, encoded, None, left_out)
         except ValueError as error:
             raise Unusable(str(error)) from None
-        left_out.bad += counts.bad
 
-    def _entry(self, place: Place | str, encoded: Encoded, previous: Encoded | None, counts: Counts) -> Iterator[Entry]:
+    def _entry(
+        self, place: Place | str, encoded: Encoded, previous: Encoded | None, left_out: LeftOut
+    ) -> Iterator[Entry]:
         try:
-            example = join_example(
-                encoded, place, length=sys.maxsize, previous=None if previous is None else previous.completions[0]
-            )
-        except BadExample:  # without a learned token at any length
+            example = join_example(encoded, place, previous=None if previous is None else previous.completions[0])
+        except BadExample:
             if not self.skip_bad:
                 raise
-            counts.bad += 1
+            left_out.bad += 1
             return
         yield Entry(
             tuple(segment.tokens for segment in example.segments),

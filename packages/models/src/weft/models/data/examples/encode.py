@@ -1,4 +1,4 @@
-"""Examples as tokens: the prompt and completions of a record, and the tokens of them that are learned."""
+"""Turns a record into tokens with masks: first prompt and completions apart, then the segments of an example."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..inputs import Place
+from ..inputs import LeftOut, Place
 from ..tokenizer import Tokenizer
 from .example import Example, Segment, Task
 from .forms import ASSISTANT, BadExample, Dialog, read_form
@@ -21,21 +21,11 @@ Tokens = NDArray[np.int64]  # [n]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A record as tokens, not yet cut to a length. Made by `encode_record`; `join_example` makes an Example of it."""
+    """A record as tokens of any length. Made by `encode_record`; `join_example` makes an Example from an Encoded."""
 
-    prompt: Tokens  # before each completion; none of it is learned. Of a conversation empty
-    completions: tuple[Segment, ...]  # dpo: chosen, rejected; else one. Of a conversation all tokens
-    label: bool | None = None  # of kto: whether the completion is desirable
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of examples, which `encode_examples` and `join_example` add to. A caller makes an empty instance."""
-
-    examples: int = 0
-    cut: int = 0  # examples with a segment that was longer than the length
-    bad: int = 0  # records left out under skip_bad
-    first_bad: str = ""  # the error of the first of these
+    prompt: Tokens  # shared by all completions, never learned; empty for sft
+    completions: tuple[Segment, ...]  # sft: the whole text, prompt included; dpo: chosen, rejected; kto: one
+    label: bool | None = None  # kto: whether the completion is desirable
 
 
 def encode_examples(
@@ -44,24 +34,23 @@ def encode_examples(
     task: Task,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    counts: Counts,
+    left_out: LeftOut,
     skip_bad: bool = False,
 ) -> Iterator[tuple[Place | str, Encoded]]:
-    """The examples of records from `read_examples`, each with its place.
+    """Encode the records from `read_examples`; yields each with the record's place.
 
-    skip_bad: leave out records that make no example, and count them. Without, such a record raises BadExample.
+    skip_bad: leave out records without an example, and add their number to `left_out.bad`. Without skip_bad, a bad
+        record raises BadExample.
     Raises ValueError where messages need a chat template and there is none, even under skip_bad.
     """
     for place, record in records:
         try:
             encoded = encode_record(record, place, task=task, tokenizer=tokenizer, template=template)
-        except BadExample as error:
+        except BadExample:
             if not skip_bad:
                 raise
-            counts.bad += 1
-            counts.first_bad = counts.first_bad or str(error)
+            left_out.bad += 1
             continue
-        counts.examples += 1
         yield place, encoded
 
 
@@ -70,7 +59,7 @@ def encode_record(
 ) -> Encoded:
     """A record's prompt and completions as tokens, of any length.
 
-    place: where the record is, for errors. template: from `find_template`; None: all records are text.
+    place: where the record is, for errors. template: from `find_template`; None: only records of text are encoded.
     Raises BadExample, with the place, for a record that makes no example of the task; ValueError for messages without
     a chat template.
     """
@@ -86,47 +75,21 @@ def encode_record(
         raise BadExample(f"{place} {error}; {REMEDY}") from None
 
 
-def join_example(
-    encoded: Encoded, place: Place | str, *, length: int, previous: Segment | None = None, counts: Counts | None = None
-) -> Example:
-    """The segments of an example: its prompt with each completion, cut at the end to `length` tokens.
+def join_example(encoded: Encoded, place: Place | str, *, previous: Segment | None = None) -> Example:
+    """The example of a record, uncut: a segment is the prompt followed by a completion.
 
-    previous: of kto, the completion of the record before, cyclic over the source: `encoded.completions[0]` of that
-        record. The second segment is the prompt of this record with that completion.
-    counts: where given, an example with a cut segment adds 1 to `cut`.
-    Raises BadExample where a cut leaves no learned token in a segment.
+    previous: kto only, `completions[0]` of the previous record: the mismatched completion of the second segment.
+    Raises BadExample, with the place, for a segment without a learned token behind the first token.
     """
     completions = encoded.completions if previous is None else (*encoded.completions, previous)
-    segments, is_cut = [], False
+    segments = []
     for completion in completions:
         tokens = np.concatenate((encoded.prompt, completion.tokens))
         learned = np.concatenate((np.zeros(len(encoded.prompt), dtype=np.bool_), completion.learned))
-        is_cut |= len(tokens) > length
-        if not learned[1:length].any():  # the first token follows nothing, and is no target
-            raise BadExample(
-                f"{place} has no token to learn among the first {length:,} of its {len(tokens):,} tokens; give a "
-                f"longer --data.sequence-length, or leave the record out"
-            )
-        segments.append(Segment(tokens[:length], learned[:length]))
-    if counts is not None:
-        counts.cut += is_cut
+        if not learned[1:].any():  # the first token follows nothing, and is no target
+            raise BadExample(f"{place} has no token to learn behind the first of its {len(tokens):,} tokens; {REMEDY}")
+        segments.append(Segment(tokens, learned))
     return Example(tuple(segments), encoded.label)
-
-
-def encode_example(
-    record: Mapping[str, Any],
-    place: Place | str,
-    *,
-    task: Task,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    length: int,
-    previous: Segment | None = None,
-    counts: Counts | None = None,
-) -> Example:
-    """`encode_record`, then `join_example`. previous: of kto, the completion of the record before."""
-    encoded = encode_record(record, place, task=task, tokenizer=tokenizer, template=template)
-    return join_example(encoded, place, length=length, previous=previous, counts=counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +118,7 @@ class _Encoder:
         return Encoded(_tokens([*begin, *tokens[:start]]), (answer,), label)
 
     def _text(self, dialog: Dialog) -> Segment:
-        """A prompt and a completion of text, as trl encodes them for sft: together, with the end's name behind."""
+        """A prompt and a completion of text, encoded together as in trl's sft, with the end token's text appended."""
         assert isinstance(dialog.prompt, str) and isinstance(dialog.completion, str), "read_form checks this"
         end = self.tokenizer.end_name
         text = dialog.prompt + dialog.completion + ("" if dialog.completion.endswith(end) else end)
@@ -167,7 +130,7 @@ class _Encoder:
         )
 
     def _messages(self, dialog: Dialog) -> Segment:
-        """A conversation, or a prompt and a completion of messages, as trl encodes them for sft."""
+        """A conversation, or a prompt and a completion of messages, encoded as in trl's sft."""
         assert self.template is not None and not isinstance(dialog.completion, str), "encode_record checks this"
         prompt = dialog.prompt
         assert not isinstance(prompt, str), "read_form checks this"
@@ -180,10 +143,10 @@ class _Encoder:
         return self._segment(text, spans)
 
     def _texts(self, dialog: Dialog) -> tuple[str, str, Spans]:
-        """The text of a prompt, of the prompt with its completion, and the spans of the latter that are learned.
+        """(prompt, whole, learned spans of whole), where whole is the text of the prompt with its completion.
 
-        As trl renders them: of messages, the prompt's text is the beginning that the prompt, rendered with
-        add_generation_prompt, and the whole share. Some templates end a prompt with the beginning of a reasoning.
+        As trl renders messages: the prompt alone is rendered with add_generation_prompt, and the prompt's text ends
+        where this rendering and whole first differ. Some templates end a prompt with the opening of a reasoning.
         """
         prompt, completion = dialog.prompt, dialog.completion
         if isinstance(completion, str):
@@ -199,8 +162,8 @@ class _Encoder:
         shared = opened[: _shared(opened, whole)]
         if len(shared) < _shared(opened, self.template.render(prompt, **options)):
             raise BadExample(
-                f"is rendered by {self.template.name} so that the prompt with its completion does not begin as the "
-                f"prompt alone; give another template by --data.template FILE"
+                f"has a prompt that {self.template.name} renders differently with and without the completion; give "
+                f"another template by --data.template FILE"
             )
         if len(completion) == 1:
             return shared, whole, [(len(shared), len(whole))]
@@ -217,7 +180,7 @@ class _Encoder:
         return self._segment(whole[start:], [(0, shifted[0][1]), *shifted[1:]])
 
     def _ended(self, segment: Segment) -> Segment:
-        """A segment with the token that ends a document, which is learned."""
+        """The segment with the tokenizer's end token appended; the end token is learned."""
         return Segment(np.append(segment.tokens, self.tokenizer.end), np.append(segment.learned, True))
 
 
@@ -226,8 +189,9 @@ def _tokens(tokens: Iterable[int]) -> Tokens:
 
 
 def _learned(places: list[tuple[int, int]], spans: Spans) -> NDArray[np.bool_]:
-    """Whether each token has characters within a span. A token of spaces may have an empty place: at the end of the
-    spaces, or at the beginning of the text.
+    """[n] bool: whether a token has characters within a span. places: of each token's characters, (start, stop).
+
+    A token of spaces may have an empty place, at the end of the spaces or at the beginning of the text.
     """
     learned = np.zeros(len(places), dtype=np.bool_)
     if not places:
@@ -239,7 +203,7 @@ def _learned(places: list[tuple[int, int]], spans: Spans) -> NDArray[np.bool_]:
 
 
 def _shared(first: str, second: str) -> int:
-    """The number of characters that two texts begin with alike."""
+    """The number of characters in the longest common prefix."""
     if second.startswith(first):
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Task = Literal["pretrain", "sft", "dpo", "kto"]
-# The segments of an example. dpo: chosen, rejected. kto: the record's own, and its prompt with another completion.
+# Segments of an example. dpo: chosen, rejected. kto: prompt with own completion, prompt with mismatched completion.
 SEGMENTS = {"sft": 1, "dpo": 2, "kto": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One sequence of tokens. Made by `encode_example`."""
+    """A sequence of tokens, with a mask of the tokens to learn."""
 
     tokens: NDArray[np.int64]  # [n]
     learned: NDArray[np.bool_]  # [n]: whether the token is a target of the loss; False for a prompt's tokens
@@ -24,7 +24,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """One record of the data: a conversation (sft), a pair (dpo), or a judged completion (kto)."""
+    """The tokens of a record: a conversation (sft), a pair (dpo), or a judged completion (kto)."""
 
-    segments: tuple[Segment, ...]  # as many as SEGMENTS of the task
-    label: bool | None = None  # of kto: whether the completion is desirable
+    segments: tuple[Segment, ...]  # SEGMENTS[task] of them
+    label: bool | None = None  # kto: whether the completion is desirable

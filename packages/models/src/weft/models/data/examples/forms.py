@@ -1,4 +1,4 @@
-"""The forms of records: conversations, prompts with completions, pairs, judged completions; found by their fields."""
+"""The forms of a record: conversation, prompt with completion, pair, judged completion; recognized by field names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from ..inputs import list_names, type_name
 from .example import Task
 
-Message = Mapping[str, Any]  # role, content, and further fields as the record has them
-Turns = str | Sequence[Message]
+Message = Mapping[str, Any]  # role, content, and the record's further fields
+Turns = str | Sequence[Message]  # a prompt or a completion
 
-# The forms of each task: the fields that a record must have, and a description for errors. The first that fits counts.
+# By task, the accepted forms: (required fields, description for errors). The first fitting form counts.
 FORMS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "sft": (
         (("messages",), "messages"),
@@ -24,45 +24,46 @@ FORMS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "dpo": ((("chosen", "rejected"), "chosen and rejected, with or without prompt"),),
     "kto": ((("prompt", "completion", "label"), "prompt, completion and label"),),
 }
-# The roles of ShareGPT's `from`. Other values are roles as they are.
+# The roles of ShareGPT's `from`; further values are kept.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 ASSISTANT = "assistant"
-# Names that a template gets from Weft, which a record's chat_template_kwargs may not set.
+# Names of variables set by Weft for a template, which a record's chat_template_kwargs may not set.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class BadExample(ValueError):
-    """A bad record, of which no example is made. `weft data prepare --skip-bad` leaves bad records out and counts."""
+    """A bad record: no example can be made. `weft data prepare --skip-bad` leaves bad records out and counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialog:
-    """A prompt with one completion, or a conversation. Made by `read_form`; `encode_record` makes tokens of it."""
+    """A prompt with one completion, or a conversation; not yet tokens. Made by `read_form` for `encode_record`."""
 
-    prompt: Turns | None  # None for a conversation, of which the assistant's turns are learned
-    completion: Turns  # text or messages, as the prompt is; of a conversation all messages
+    prompt: Turns | None  # None for a conversation, where the assistant's turns are learned
+    completion: Turns  # text or messages, like the prompt; for a conversation, all messages
     tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template: chat_template_kwargs
 
     @property
     def is_text(self) -> bool:
-        """Whether prompt and completion are text, for which no chat template is used."""
+        """Whether prompt and completion are text, which needs no chat template."""
         return isinstance(self.completion, str)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The dialogs of a record."""
+    """The contents of a record, found by `read_form`."""
 
-    dialogs: tuple[Dialog, ...]  # dpo: chosen, rejected, with equal prompts; else one
-    label: bool | None = None  # of kto: whether the completion is desirable
+    dialogs: tuple[Dialog, ...]  # dpo: chosen, rejected, with equal prompts; sft and kto: one
+    label: bool | None = None  # kto: whether the completion is desirable
 
 
 def read_form(record: Mapping[str, Any], task: Task, *, has_template: bool) -> Form:
-    """The dialogs of a record, by the fields that the record has.
+    """The dialogs of a record, found by field names.
 
-    has_template: whether there is a chat template. An instruction (Alpaca) is then a message of the user, else text.
-    Raises BadExample, with what is wrong but without the record's place, for a record in no form of the task.
+    has_template: whether there is a chat template. With a template, an instruction (Alpaca) becomes a message of the
+        user; without, text.
+    Raises BadExample for a record in no form of the task. The message names the problem; the caller adds the place.
     """
     record = {name: value for name, value in record.items() if value is not None}  # null is as good as absent
     fields = next((fields for fields, _ in FORMS[task] if all(name in record for name in fields)), None)
@@ -95,7 +96,7 @@ def _no_form(record: Mapping[str, Any], task: Task) -> str:
 
 
 def _pair(record: Mapping[str, Any]) -> tuple[tuple[Turns, Turns], tuple[Turns, Turns]]:
-    """(prompt, chosen) and (prompt, rejected). The prompt is the field, or the beginning that both share."""
+    """(prompt, chosen) and (prompt, rejected). Without a field `prompt`, the prompt is their common beginning."""
     chosen, rejected = _turns(record["chosen"], "chosen"), _turns(record["rejected"], "rejected")
     _check_same_kind(chosen, rejected, "chosen", "rejected")
     if chosen == rejected:
@@ -111,9 +112,9 @@ def _pair(record: Mapping[str, Any]) -> tuple[tuple[Turns, Turns], tuple[Turns, 
 
 
 def _shared_beginning(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
-    """The beginning that chosen and rejected share, and what follows in each. Raises BadExample without a shared one.
+    """(common beginning, rest of chosen, rest of rejected). Raises BadExample without a common beginning.
 
-    Of texts, a space before the first difference belongs to the completions.
+    In texts, a space before the first difference goes to the completions.
     """
     shortest = min(len(chosen), len(rejected))
     number = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
@@ -163,7 +164,7 @@ def _conversation(value: Any, name: str) -> Sequence[Message]:
 
 
 def _turns(value: Any, name: str, *, may_be_empty: bool = False) -> Turns:
-    """A field's text or messages. Raises BadExample for other values, and for values that templates cannot render."""
+    """Check a field of text or messages. Raises BadExample for a value that templates cannot render."""
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise BadExample(f"has an empty {name}")
@@ -180,7 +181,7 @@ def _turns(value: Any, name: str, *, may_be_empty: bool = False) -> Turns:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise BadExample(f"has {_describe(value)} as {where}; a message is an object with role and content")
-    # A field of null is as good as absent: many templates would write it as "None".
+    # A field of null is as good as absent: many templates would write "None".
     message: dict[str, Any] = {name: each for name, each in value.items() if each is not None}
     if "from" in message and "value" in message and "role" not in message:
         further = {name: each for name, each in message.items() if name not in ("from", "value")}
@@ -250,7 +251,7 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def _check_values(value: Any, name: str) -> None:
-    """Raises BadExample for values without a text in JSON or UTF-8: NaN, half a surrogate pair, dates of Parquet."""
+    """Raises BadExample for values unknown to JSON or UTF-8: NaN, half a surrogate pair, dates of Parquet."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # JSON may escape half of a surrogate pair, which is no character
@@ -262,7 +263,7 @@ def _check_values(value: Any, name: str) -> None:
 
 
 def _describe(value: Any) -> str:
-    """A value for an error: short numbers and texts as they are, else the type."""
+    """A value for an error message: the type, and the first 60 characters of a text or number."""
     if value is None or isinstance(value, dict | list):
         return type_name(value)
     return f"{type_name(value)} {value!r:.60}"

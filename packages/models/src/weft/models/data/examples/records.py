@@ -1,4 +1,4 @@
-"""Records of examples: whole objects of JSON lines, lists of JSON, CSV and Parquet, each with its place for errors."""
+"""Finds and reads records of examples in files of JSON lines, JSON, CSV and Parquet, with their places for errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..inputs import (
 from ..kinds import Kind, kind_of
 from ..parquet import column_names, group_sizes, read_rows
 
-# The fields that the forms of `forms.py` are made of. Other columns of a Parquet file are not read.
+# All fields that `forms.py` reads. Further columns of a Parquet file are not read.
 FIELDS = (
     "messages",
     "conversations",
@@ -38,21 +38,19 @@ FIELDS = (
     "tools",
     "chat_template_kwargs",
 )
-REMEDY = "mend the record, or skip bad records with weft data prepare --skip-bad"
-
-
+REMEDY = "mend the record, or skip bad records with weft data prepare --skip-bad"  # the end of errors about a record
 _LABELS = {"true": True, "1": True, "false": False, "0": False}  # in CSV
 
 
 def find_record_parts(
     inputs: Sequence[Path], part_bytes: int, *, skip_bad: bool = False, leave_out: Path | None = None
 ) -> list[Part]:
-    """The records under `inputs`, in order, in parts of about `part_bytes` each; the cuts depend on the files alone.
+    """Find the records under `inputs`, in order, in parts of about `part_bytes` each. No record is read yet.
 
-    Called before `read_examples` reads a part: `weft data prepare --task` makes a shard of each part. JSON
-    lines are cut between lines, Parquet between row groups, other files nowhere.
-    skip_bad: leave out damaged files where the caller named only their folder.
-    leave_out: a folder within an input that is not read.
+    `read_examples` reads a part; `weft data prepare --task` makes a shard of each. JSON lines are cut between lines,
+    Parquet between row groups, CSV and JSON nowhere. The cuts depend on the files alone.
+    skip_bad: leave out damaged files, unless `inputs` names the file itself.
+    leave_out: a folder within an input to pass over, as the output.
     Raises ValueError for a missing path, for inputs without any record, for a named file without records, and for a
     damaged file.
     """
@@ -78,7 +76,7 @@ def _pieces(file: Path, is_named: bool, part_bytes: int, skip_bad: bool) -> Iter
             check_pyarrow(file)
             _check_columns(file)
             groups = group_sizes(file)
-    except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not skip it
+    except ModuleNotFoundError as error:  # the file may be sound: skip_bad does not apply
         raise ValueError(str(error)) from None
     except ValueError:
         if is_named or not skip_bad:
@@ -99,11 +97,11 @@ def _check_columns(file: Path) -> None:
 
 
 def read_examples(part: Part, left_out: LeftOut, *, skip_bad: bool = False) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The records of a part from `find_record_parts`, in order, each with its place.
+    """The records of a part from `find_record_parts`, in order, each with the record's place.
 
-    left_out: an instance of the caller, which counts blank lines (`empty`), bad records (`bad`), files without records
-        (`skipped`) and entries that are no files (`passed`).
-    skip_bad: leave out bad records: lines other than JSON, and JSON other than objects.
+    left_out: filled here: the number of blank lines (`empty`) and of bad records (`bad`), the files without records
+        (`skipped`) and the entries of folders besides files (`passed`).
+    skip_bad: leave out bad records: lines without JSON, and JSON without an object.
     Raises ValueError for a damaged file and, unless skip_bad, for a bad record, with file and line.
     """
     for piece in part:
@@ -132,6 +130,6 @@ def _objects(piece: Piece, left_out: LeftOut, skip_bad: bool) -> Iterator[tuple[
 
 
 def _with_label(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of CSV, where all values are text, with a label such as "true" or "0" as a bool."""
+    """The record of a CSV file, where all values are text, with the label, as "true" or "0", turned into a bool."""
     label = _LABELS.get(str(record.get("label")).lower())
     return record if label is None else record | {"label": label}

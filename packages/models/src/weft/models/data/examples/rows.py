@@ -22,11 +22,11 @@ from ..split import HELD_OUT_MOST, HELD_OUT_PART, even_middles
 from ..tokenizer import Tokenizer
 from .example import Example, Segment, Task
 
-NOT_LEARNED = -100  # the target of a place without one
+NOT_LEARNED = -100  # the target of a place where nothing is learned; the losses ignore it
 
 
 class ExampleSource(Protocol):
-    """The examples of one file or folder."""
+    """The examples of a file or folder, cut to the sequence length; in a run, `Examples` of source.py."""
 
     @property
     def task(self) -> Task: ...
@@ -35,7 +35,9 @@ class ExampleSource(Protocol):
     @property
     def lengths(self) -> NDArray[np.int64]: ...  # [n, segments]: the tokens of each segment
     @property
-    def learned(self) -> NDArray[np.int64]: ...  # [n, segments]: the targets of each segment; its first token is none
+    def learned(
+        self,
+    ) -> NDArray[np.int64]: ...  # [n, segments]: the targets of each segment, without the first token
     @property
     def labels(self) -> NDArray[np.bool_]: ...  # [n]: of kto, whether a completion is desirable; else False
     def read(self, number: int) -> Example:
@@ -44,10 +46,10 @@ class ExampleSource(Protocol):
 
 
 class Packing:
-    """Rows of whole examples. Made by `pack`."""
+    """Which examples each row holds. `ExampleBatches` makes a Packing from the result of `pack`."""
 
     def __init__(self, row_of: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """row_of: the row of each example, 0 to the number of rows - 1. numbers: the numbers that name the examples."""
+        """row_of, numbers: [n] each. Example `numbers[i]` is in row `row_of[i]`; rows count from 0 without gaps."""
         self._numbers = numbers[np.argsort(row_of, kind="stable")]
         self._starts = np.concatenate(([0], np.cumsum(np.bincount(row_of)))).astype(np.int64)
 
@@ -65,13 +67,13 @@ class Packing:
 
 
 def pack(lengths: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """The row of each example, 0 to the number of rows - 1; the examples of a row have at most `width` places.
+    """Assign each example to a row: [n], 0 to the number of rows - 1. A row has `width` places.
 
-    Best-fit decreasing (Johnson 1973): from the longest example to the shortest, each goes into the row whose free
-    places it fills best, or into a new row; ties by number. Rows are kept by their free places, and all examples of a
-    length are placed together: n examples take O(n log n), apart from the search for a row, which scans width / 64
-    machine words.
-    lengths: the places of each example.
+    Best-fit decreasing (Johnson 1973): from the longest example to the shortest, each goes into the row with the
+    fewest free places where the example fits, or into a new row; ties by number. All examples of a length are placed
+    together, into rows listed by free places: n examples take O(n log n) time, and each search for a row scans
+    width / 64 machine words.
+    lengths: [n], the places that each example takes.
     Raises ValueError for a length below 1 or above `width`.
     """
     if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= width:
@@ -86,7 +88,7 @@ def pack(lengths: NDArray[np.int64], width: int) -> NDArray[np.int64]:
         while count:
             fitting = frees >> size
             free = size + (fitting & -fitting).bit_length() - 1 if fitting else width
-            each = free // size  # examples of this size that a row with so many free places takes one after another
+            each = free // size  # how many examples of this size fit into a row with `free` places
             needed = -(-count // each)
             if fitting:
                 bucket = rows_by_free[free]
@@ -124,26 +126,24 @@ class TaskRows(Rows):
     labels: Tensor  # [rows, examples_per_row] bool; of kto: whether the example is desirable
 
     def select(self, rows: slice) -> TaskRows:
-        """These rows."""
+        """The rows of the slice."""
         return TaskRows(**{name: getattr(self, name)[rows] for name in TaskRows.__dataclass_fields__})
 
 
 class Counts(NamedTuple):
-    """Counts of some rows, over which losses are averaged."""
+    """The counts of some rows, by which losses are averaged."""
 
     examples: int
-    learned: int  # targets; of kto: of the records' own completions
-    desirable: int  # examples of kto with a desirable completion
+    learned: int  # targets; for kto, of the records' own completions only
+    desirable: int  # kto: examples with a desirable completion
 
 
 class ExampleBatches:
-    """The rows of a run's examples: training rows, in an order that depends on (data, seed, step) alone, and held-out
-    rows.
+    """The rows of a run's examples: training rows, whose order depends on (data, seed, step) alone, and held-out rows.
 
-    Held out is one example in 20 of each source, at most 128, whatever the seed; none of fewer than 20 examples.
-    Examples are packed once, whatever the seed: those of training and those held out into rows of their own, and each
-    source of a mixture into rows of its own. The training rows are in the `Order` of the seed, where `Turns` of a
-    mixture count rows.
+    Of each source, one example in 20 is held out, at most 128; of fewer than 20 examples none. The seed changes neither
+    this choice nor the packing. A row holds either training or held-out examples, of one source. The seed orders the
+    training rows, see `Order`; the weights of a mixture count rows.
     data: a source, or a mixture of them.
     sequence_length: the longest segment. A row of dpo is twice as wide, for a pair lies in one row.
     packed: whether examples share rows; if not, a row has one example.
@@ -174,7 +174,7 @@ class ExampleBatches:
         self._labels = np.concatenate([source.labels for source in self._sources])
         self._trained: list[Packing] = []
         self._held_out: list[NDArray[np.int64]] = []  # the examples of each held-out row
-        self._places = 0  # of the training rows, those with a token of an example
+        self._places = 0  # places of the training rows that hold a token, not padding
         for source, first in zip(self._sources, self._firsts[:-1].tolist(), strict=True):
             lengths = source.lengths
             if len(lengths) and (longest := int(lengths.max())) > sequence_length:
@@ -192,7 +192,7 @@ class ExampleBatches:
                     self._trained.append(packing)
                     self._places += int(places[numbers].sum())
         self._order = Order(weights, [len(packing) for packing in self._trained], seed)
-        # The most examples in a row of the run.
+        # The most examples in any row, held-out rows included.
         self.examples_per_row = max(packing.most for packing in self._trained)
         self.examples_per_row = max(self.examples_per_row, *map(len, self._held_out), 1)
 
@@ -203,7 +203,7 @@ class ExampleBatches:
 
     @property
     def num_samples(self) -> int:
-        """The number of training rows, in an epoch of each source."""
+        """The number of training rows: an epoch of each source."""
         return sum(map(len, self._trained))
 
     @property
@@ -213,7 +213,7 @@ class ExampleBatches:
 
     @property
     def fill(self) -> float:
-        """The share of the training rows' places that have a token of an example."""
+        """The share of the training rows' places that hold a token, not padding."""
         return self._places / (self.num_samples * self.row_width)
 
     def describe(self) -> str:
@@ -230,7 +230,7 @@ class ExampleBatches:
     def batch(self, step: int, rows: slice, which: int = 0) -> TaskRows:
         """These rows of the global batch of `step`; only these rows are read.
 
-        which: 1 for the same rows of kto with the mismatched completions.
+        which: 0; for kto also 1, the same rows with the mismatched completions.
         """
         return self._read(self._locate(step, rows), which)
 
@@ -248,27 +248,30 @@ class ExampleBatches:
 
     @property
     def num_every(self) -> int:
-        """The number of all rows, those of training and those held out."""
+        """The number of all rows, training and held out."""
         return self.num_samples + self.num_held_out
 
     def every(self, rows: slice, which: int = 0) -> TaskRows:
-        """These rows of all rows, each once: those of training, source by source, then those held out."""
+        """These rows of a list of all rows: the training rows, source by source, then the held-out rows.
+
+        For a pass over all data, as for a reference model's log-probabilities. which: as in `batch`.
+        """
         return self._read(self._every(rows), which)
 
     def examples(self, step: int, rows: slice) -> Tensor:
-        """The numbers of the examples in these rows of the global batch, as `TaskRows.examples`; no token is read."""
+        """`TaskRows.examples` of these rows of the global batch of `step`; no token is read."""
         return self._numbers(self._locate(step, rows))
 
     def held_out_examples(self, rows: slice) -> Tensor:
-        """As `examples`, of these rows of all held-out rows."""
+        """`TaskRows.examples` of these rows of all held-out rows; no token is read."""
         return self._numbers(self._held_out[rows])
 
     def examples_of_every(self, rows: slice) -> Tensor:
-        """As `examples`, of these rows of `every`."""
+        """`TaskRows.examples` of these rows of `every`; no token is read."""
         return self._numbers(self._every(rows))
 
     def _every(self, rows: slice) -> list[NDArray[np.int64]]:
-        """The global numbers of the examples in each of these rows of all rows."""
+        """The global numbers of the examples in each of these rows of `every`."""
         starts = np.cumsum([0, *map(len, self._trained)])  # the number of each source's first row
         found = []
         for row in range(*rows.indices(self.num_every)):
@@ -286,7 +289,7 @@ class ExampleBatches:
         return torch.from_numpy(numbers)
 
     def _locate(self, step: int, rows: slice) -> list[NDArray[np.int64]]:
-        """The global numbers of the examples in each of these rows."""
+        """The global numbers of the examples in each of these rows of the global batch of `step`."""
         first, found = step * self._batch_size, []
         for row in range(*rows.indices(self._batch_size)):
             source, number = self._order(first + row)
@@ -327,7 +330,7 @@ class ExampleBatches:
         )
 
     def _segments(self, number: int, which: int) -> tuple[Segment, ...]:
-        """The segments of an example in a row. number: the global number. which: as in `batch`."""
+        """The segments of an example that a row holds. number: the global number. which: as in `batch`."""
         source = int(np.searchsorted(self._firsts, number, side="right")) - 1
         segments = self._sources[source].read(number - int(self._firsts[source])).segments
         return segments if self._task == "dpo" else (segments[which],)

@@ -18,12 +18,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # Bounds of one rendering. Templates in use take a few steps for each message; 200,000 steps take about a second.
 MOST_STEPS = 200_000  # of loops and calls of macros
 MOST_CHARACTERS = 1 << 26  # written, or made by an operator
-LARGEST_ARGUMENT = 1_000_000  # of calls: such as the width that a text is padded to
+LARGEST_ARGUMENT = 1_000_000  # in a call, as the width of a padded text
 MOST_BITS = 4096  # of a product or power of integers
 
 
 class Generation(Extension):
-    """The tag `{% generation %}...{% endgeneration %}`, which marks the words to learn; and the count of steps."""
+    """Jinja extension: the tag `{% generation %}...{% endgeneration %}` around words to learn, and bounds on work.
+
+    `Compiled` puts calls of `step` and `concatenate` into a template's loops, macros and operators `~`.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
@@ -39,12 +42,12 @@ class Generation(Extension):
         return f"{begin}{caller()}{end}"
 
     def step(self) -> bool:
-        """Called in each pass of a loop, and each call of a macro. True, for use in the condition of a loop."""
+        """Count a step: called by each pass of a loop and each call of a macro. True, for use in a loop's test."""
         self.environment.spend(1)  # type: ignore[attr-defined]
         return True
 
     def concatenate(self, *values: object) -> str:
-        """The operator `~`."""
+        """The operator `~`. Raises TemplateError for a result of more than MOST_CHARACTERS."""
         texts = list(map(str, values))
         check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -69,7 +72,7 @@ class Environment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def begin(self) -> None:
-        """Called before a rendering: all bounds are unspent."""
+        """Reset the counts of steps and characters; called before each rendering."""
         self._steps = self._characters = 0
 
     def spend(self, steps: int) -> None:
@@ -95,7 +98,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Called by Jinja for calls, such as of a text's methods. Raises TemplateError for large numbers as sizes."""
+        """Called by Jinja for a call in a template, as of `text.center(9)`. Raises TemplateError for large numbers."""
         if any(isinstance(each, int) and abs(each) > LARGEST_ARGUMENT for each in (*args, *kwargs.values())):
             raise TemplateError(
                 f"it calls {getattr(function, '__name__', 'a function')} with a number above {LARGEST_ARGUMENT:,}"
@@ -108,14 +111,14 @@ class Environment(ImmutableSandboxedEnvironment):
         return found
 
     def _write(self, value: Any) -> Any:
-        """Called by Jinja for each value written."""
+        """Count the characters of a value; called by Jinja for each value written into the text."""
         self._characters += len(value) if isinstance(value, str) else 0
         check_size(self._characters)
         return value
 
 
 class Compiled:
-    """A compiled template. Renders one text at a time."""
+    """A compiled chat template in a sandbox. Renders a text at a time. marks: whether there are `generation` tags."""
 
     security_error = SecurityError
 
@@ -134,7 +137,7 @@ class Compiled:
         self._template = self._environment.from_string(tree)
 
     def _count_steps(self, tree: nodes.Template) -> None:
-        """Put the count of steps into all loops and macros, and bounds into the operator `~`."""
+        """Make all loops and macros of the tree call `step`, and the operators `~` call `concatenate`."""
         for loop in list(tree.find_all(nodes.For)):
             step = self._extension.call_method("step", lineno=loop.lineno)
             if loop.test is None:
@@ -158,7 +161,7 @@ class Compiled:
         return self._extension.call_method("concatenate", node.nodes, lineno=node.lineno)
 
     def render(self, context: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the spans of characters inside the tags `generation`."""
+        """The text, and the spans of characters inside `generation` tags. context: the template's variables."""
         self._environment.begin()
         pieces, size = [], 0
         for piece in self._template.generate(**context):
@@ -190,7 +193,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` of chat templates: plain JSON, where Jinja's own escapes characters of HTML."""
+    """The filter `tojson` of chat templates: plain JSON. Jinja's own filter escapes characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The examples of a run: records read into memory, or a folder of `weft data prepare --task`."""
+"""The examples of a run, from records read into memory or from a folder of `weft data prepare --task`."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from ..inputs import LeftOut, newest_time
 from ..manifest import MANIFEST, Manifest, Shard
 from ..sources import Mixture, find_prepared, parse_mixture
 from ..tokenizer import Tokenizer, have_same_tokens
-from .contents import Records
+from .contents import ExampleRecords
 from .example import SEGMENTS, Example, Segment, Task
 from .forms import BadExample
 from .stored import Arrays, PartInMemory, PartOnDisk, StoredPart
 from .template import ChatTemplate
 
-MOST_BYTES = 256 << 20  # of records; each process holds their tokens in memory
-PART_BYTES = 64 << 20  # as of `weft data prepare`, for records to have the same mismatched completions of kto
+MOST_BYTES = 256 << 20  # of records in a run without `weft data prepare`: each process holds their tokens in memory
+PART_BYTES = 64 << 20  # the default of `weft data prepare`: equal parts give kto equal mismatched completions
 NOUNS = {"sft": "conversation", "dpo": "pair", "kto": "judged completion"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Examples:
-    """The examples of one file or folder, each segment cut to the run's sequence length. Made by `find_examples`."""
+    """The examples of a file or folder, each segment cut to the run's sequence length. Made by `find_examples`."""
 
     task: Task
     tokenizer: Tokenizer
     length: int  # the most tokens of a segment
-    parts: tuple[StoredPart, ...]  # the examples, uncut
-    numbers: NDArray[np.int64]  # [n]: the place of each example among those of the parts; some may be left out
-    lengths: NDArray[np.int64]  # [n, segments]: the tokens of each segment
-    learned: NDArray[np.int64]  # [n, segments]: the learned tokens of each segment, without its first token
-    labels: NDArray[np.bool_]  # [n]: of kto, whether the completion is desirable; else False
-    num_cut: int  # examples with a segment that was longer
-    num_bad: int  # records left out under skip_bad
+    parts: tuple[StoredPart, ...]  # the uncut examples, also the ones left out
+    numbers: NDArray[np.int64]  # [n]: for each kept example, the number among the examples of all parts
+    lengths: NDArray[np.int64]  # [n, segments]: the tokens of each segment after the cut
+    learned: NDArray[np.int64]  # [n, segments]: the learned tokens of each segment, without the first token
+    labels: NDArray[np.bool_]  # [n]: for kto, whether the completion is desirable; else False
+    num_cut: int  # examples with a segment longer than `length`
+    num_bad: int  # under skip_bad: bad records left out, and examples with nothing to learn after the cut
     sha256: str  # of the uncut examples
-    folder: Path  # or the file
+    folder: Path  # the folder or file of the data
     manifest: Manifest | None = None  # of a prepared folder
     skipped: tuple[Path, ...] = ()  # files without records
     passed: tuple[str, ...] = ()  # descriptions of folder entries passed over because they are no files
@@ -68,8 +68,8 @@ class Examples:
             tokens = arrays.tokens[start:stop].astype(np.int64)
             if (highest := int(tokens.max())) >= self.tokenizer.vocab_size:
                 raise ValueError(
-                    f"{self.name} is not what was prepared: it has the token {highest}, and there are "
-                    f"{self.tokenizer.vocab_size}; weft data verify names the file"
+                    f"{self.name} is not what was prepared: it has the token {highest} in a vocabulary "
+                    f"of {self.tokenizer.vocab_size}; weft data verify names the file"
                 )
             found.append(Segment(tokens, arrays.masks[start:stop].astype(np.bool_)))
         return Example(tuple(found), bool(self.labels[number]) if self.task == "kto" else None)
@@ -86,33 +86,33 @@ class Examples:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens. Mismatched completions of kto do not count."""
+        """The number of tokens. Mismatched segments of kto do not count."""
         return int(self._own(self.lengths).sum())
 
     @property
     def num_learned(self) -> int:
-        """The number of learned tokens among them."""
+        """The number of learned tokens. Mismatched segments of kto do not count."""
         return int(self._own(self.learned).sum())
 
     @cached_property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """The tokens of the first example before its first learned token, such as a conversation's first question."""
+        """The tokens of the first example before the first learned token, as a conversation's first question."""
         segment = self.read(0).segments[0]
         return tuple(segment.tokens[: int(np.argmax(segment.learned))].tolist())
 
     @property
     def prompt(self) -> str:
-        """The text of `prompt_tokens`, special tokens included."""
+        """The text of `prompt_tokens`, special tokens included; a sample of the trained model continues this text."""
         return self.tokenizer.decode(self.prompt_tokens)
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """Empty: the prompt has its own beginning."""
+        """No tokens: `prompt_tokens` includes the tokenizer's beginning already. For texts, see `Source`."""
         return ()
 
     @property
     def shards(self) -> Sequence[tuple[Path, Shard, Manifest]]:
-        """The shards of a prepared folder, each with the folder and its manifest; none of records."""
+        """The shards of a prepared folder, each with the folder and the manifest; empty for records."""
         return [(self.folder, shard, self.manifest) for shard in self.manifest.shards] if self.manifest else []
 
     def describe(self) -> str:
@@ -124,15 +124,16 @@ class Examples:
         return f"{len(self):,} {NOUNS[self.task]}{plural}, {self.num_tokens:,} tokens ({share}% learned){cut}{bad}"
 
     def open(self) -> Any:
-        """Raises TypeError: examples are read one by one, not as a run of tokens."""
+        """Raises TypeError: examples have no stream of tokens, which `Source.open` gives for texts; call `read`."""
         raise TypeError("examples are read one by one: call read")
 
     def _own(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """counts [n, segments] without the column of mismatched segments (kto)."""
         return counts[:, :1] if self.task == "kto" else counts
 
     @cached_property
     def _firsts(self) -> NDArray[np.int64]:
-        """The number of each part's first example, uncut and none left out; and the number of all."""
+        """The number of each part's first example among the examples of all parts; last, the number of all."""
         counts = [len(part.arrays.ends) // SEGMENTS[self.task] for part in self.parts]
         return np.cumsum([0, *counts])
 
@@ -142,18 +143,18 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class ExampleMixture(Mixture):
-    """Several sources of examples, of one task and with one tokenizer, of which rows are taken by weight."""
+    """Several sources of examples, with equal task and tokenizer; rows are taken by weight."""
 
     parts: tuple[tuple[Examples, Fraction], ...]
 
     @property
     def task(self) -> Task:
-        """The common task."""
+        """The task, common to all sources."""
         return self.parts[0][0].task
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """Those of the first source."""
+        """`Examples.prompt_tokens` of the first source."""
         return self.parts[0][0].prompt_tokens
 
     def describe(self) -> str:
@@ -171,11 +172,11 @@ def find_examples(
     length: int,
     skip_bad: bool = False,
 ) -> Examples | ExampleMixture:
-    """The examples of a run: of the records or the prepared folder at `path`; or of a mixture, "chats=0.7".
+    """Open the examples of a run: the records or the prepared folder at `path`, or a mixture such as ["chats=0.7"].
 
-    tokenizer, template: of records. A prepared folder must have the tokenizer's tokens.
-    length: the most tokens of a segment; a longer one is cut at its end.
-    skip_bad: leave out records that make no example, and examples in which a cut leaves nothing to learn.
+    tokenizer, template: encode records. A prepared folder must have been made with this tokenizer.
+    length: the most tokens of a segment; a longer segment is cut at the end.
+    skip_bad: leave out records without an example, and examples in which a cut leaves nothing to learn.
     Raises ValueError for data that cannot be read, for more than 256 MiB of records, for a folder prepared for another
     task or with another tokenizer, and, unless skip_bad, for a bad record, by file and line.
     """
@@ -183,7 +184,7 @@ def find_examples(
     def find(each: Path) -> Examples:
         if lexists(each / MANIFEST) or any(each.glob("tokens-*.bin")):
             return open_prepared(each, task, tokenizer=tokenizer, length=length, skip_bad=skip_bad)
-        return _read_records(each, Records(task, tokenizer, template, skip_bad), length)
+        return _read_records(each, ExampleRecords(task, tokenizer, template, skip_bad), length)
 
     if not mixture:
         if path is None:
@@ -192,7 +193,7 @@ def find_examples(
     return ExampleMixture(tuple((find(name), weight) for name, weight in parse_mixture(path, mixture)))
 
 
-def _read_records(path: Path, records: Records, length: int) -> Examples:
+def _read_records(path: Path, records: ExampleRecords, length: int) -> Examples:
     inputs = records.find_parts([path], PART_BYTES, None)
     records = records.dated(newest_time(inputs))
     nbytes = sum(piece.nbytes for part in inputs for piece in part)
@@ -234,8 +235,9 @@ def open_prepared(
     length: int = sys.maxsize,
     skip_bad: bool = False,
 ) -> Examples:
-    """The examples of a prepared folder. tokenizer: of the model, if any. length, skip_bad: as of `find_examples`.
+    """The examples of a prepared folder.
 
+    tokenizer: the model's, which must be the folder's; None: not checked. length, skip_bad: as for `find_examples`.
     Raises ValueError as `find_examples` does.
     """
     found = find_prepared(folder)
@@ -277,7 +279,10 @@ def _cut(
     num_bad: int,
     **fields: Any,
 ) -> Examples:
-    """The examples of parts, cut to `length`. places: where each record is, for errors; None for a prepared folder."""
+    """Cut the examples of the parts to `length`; an example with nothing to learn after the cut is left out or refused.
+
+    places: where each record is, for errors; None for a prepared folder. fields: further fields of `Examples`.
+    """
     shape = (-1, SEGMENTS[task])
     if not any(len(part.arrays.ends) for part in parts):
         raise ValueError(f"{folder} holds no example of {task}; give records of examples")
@@ -323,7 +328,7 @@ def _cut(
 
 
 def _find_equal(parts: Sequence[StoredPart], lengths: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
-    """The pairs whose segments are equal once cut to `length`, [n]. lengths: of the uncut segments, [n, 2]."""
+    """[n] bool: the pairs (dpo) whose two segments are equal after the cut. lengths: [n, 2], of the uncut segments."""
     equal = np.zeros(len(lengths), dtype=np.bool_)
     cut = np.minimum(lengths, length)
     candidates = np.flatnonzero((lengths > length).any(1) & (cut[:, 0] == cut[:, 1]))

@@ -1,4 +1,4 @@
-"""The examples of a part as arrays: in memory, or memory-mapped from the files of a shard."""
+"""The uncut examples of a part as arrays, in memory or memory-mapped from the files of a shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..manifest import ANEW, Shard
 from ..streams import ShardStream
 from .example import SEGMENTS, Task
 
-TOKENS_AT_ONCE = 1 << 24  # whose masks are summed together
+TOKENS_AT_ONCE = 1 << 24  # in a pass over masks, to bound memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,11 +26,11 @@ class Arrays:
     tokens: NDArray[np.unsignedinteger[Any]]  # [tokens]
     masks: NDArray[np.uint8]  # [tokens]: 1 where a token is learned
     ends: NDArray[np.integer[Any]]  # [segments]: the place after each segment's last token
-    labels: NDArray[np.uint8]  # [examples] of kto: 1 where the completion is desirable; else empty
+    labels: NDArray[np.uint8]  # [examples], 1 where the completion is desirable; empty unless kto
 
     @classmethod
     def of(cls, entries: Sequence[Entry], dtype: str) -> Arrays:
-        """The arrays of entries in memory. dtype: of tokens."""
+        """Concatenate entries. dtype: of the tokens."""
         documents = [document for entry in entries for document in entry.documents]
         masks = [mask for entry in entries for mask in entry.masks]
         return cls(
@@ -46,8 +46,8 @@ class Arrays:
         return ends - np.concatenate(([0], ends[:-1]))
 
     def count_learned(self, length: int) -> NDArray[np.int64]:
-        """The learned tokens of each segment within its first `length` tokens, [segments]. The first token follows
-        nothing, and does not count.
+        """The learned tokens among the first `length` of each segment, [segments]. A segment's first token is no
+        target, and does not count.
         """
         ends = self.ends.astype(np.int64)
         lengths = self.find_lengths()
@@ -65,7 +65,7 @@ class Arrays:
 
 
 class StoredPart(Protocol):
-    """The arrays of a part, in a form that is pickled."""
+    """The uncut examples of a part, in a form that can be pickled."""
 
     @property
     def arrays(self) -> Arrays: ...

@@ -1,4 +1,4 @@
-"""Chat templates: messages to text, by Jinja in a sandbox, as transformers renders them."""
+"""Chat templates: messages to text, rendered by Jinja in a sandbox, as in transformers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ Spans = list[tuple[int, int]]  # of characters: (start, stop)
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, held as text. Only the fields are pickled; Jinja compiles the text at the first use.
-
-    Made by `find_template`.
+    """A chat template, held as text. Made by `find_template`. Jinja compiles the text at the first use; a pickle has
+    the text alone.
     """
 
     name: str  # for errors: the file
     source: str
     special: tuple[tuple[str, str | tuple[str, ...]], ...]  # the tokenizer's special tokens, as bos_token and "<s>"
-    tool_source: str | None = None  # the template for records with tools, where the tokenizer has one by that name
-    # The time of `strftime_now`: one for all records of a run, since templates write the date into the text.
+    tool_source: str | None = None  # the tokenizer's "tool_use", for records with tools; None: `source`
+    # The time of the template function `strftime_now`; equal for all records of a run.
     now: datetime = datetime(1970, 1, 1)
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the templates and the special tokens: equal sums render equal texts, apart from dates."""
+        """SHA-256 of the templates and special tokens. Templates of equal sums render equal texts, apart from dates."""
         return hashlib.sha256(repr((self.source, self.special, self.tool_source)).encode()).hexdigest()
 
     @property
@@ -56,7 +55,7 @@ class ChatTemplate:
 
         add_generation_prompt: end with the beginning of the assistant's next message.
         variables: further variables of the template.
-        Raises BadExample for messages that the template refuses, and ValueError for a template that cannot be used.
+        Raises BadExample for messages refused by the template, and ValueError for an unusable template.
         """
         return self._render(messages, add_generation_prompt, tools, variables)[0]
 
@@ -70,13 +69,12 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         """The text of messages, and the spans of characters to learn: the assistant's turns.
 
-        Where the template marks the assistant's words with the tag `generation`, the spans are the marked ones.
-        Elsewhere a turn is what follows the messages before the turn, rendered with add_generation_prompt: this text
-        has to be a prefix of the messages with the turn, and these a prefix of the whole. A turn then includes the
-        token that ends it.
-        prompt: the number of messages of a prompt, of which nothing is learned. The completion's turns are then found
-            by prefix under any template, and include all that follows the prompt.
-        Raises BadExample where the prefixes differ, as under templates that leave out earlier reasoning.
+        A template may mark the assistant's words with the tag `generation`: the spans are then the marked words.
+        Without marks, turns are found by prefix: a turn begins where the rendering of the earlier messages, with
+        add_generation_prompt, ends; the turn ends where the rendering through the turn ends, end token included.
+        prompt: the number of messages at the beginning in which nothing is learned; turns are then found by prefix
+            under any template.
+        Raises BadExample where a rendering is no prefix of the text: some templates leave out earlier reasoning.
         """
         if prompt is None and self._compiled(tools).marks:
             text, spans = self._render(messages, False, tools, variables)
@@ -93,9 +91,9 @@ class ChatTemplate:
             through = text if is_last else self.render(messages[: i + 1], tools=tools, variables=variables)
             if not (through.startswith(before) and text.startswith(through)):
                 raise BadExample(
-                    f"is rendered by {self.name} so that the assistant's message {i + 1} does not follow the messages "
-                    f"before as they are rendered alone; give a template that marks the assistant's words with "
-                    f"{{% generation %}} by --data.template FILE"
+                    f"is rendered by {self.name} so that the text of the first {i} or {i + 1} messages is no beginning "
+                    f"of the whole text; give a template that marks the assistant's words with {{% generation %}} by "
+                    f"--data.template FILE"
                 )
             spans.append((len(before), len(through)))
         return text, spans
@@ -107,7 +105,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
     ) -> tuple[str, Spans]:
-        """The text, and the spans inside the template's tags `generation`."""
+        """The text, and the non-empty spans inside `generation` tags."""
         special = {name: list(value) if isinstance(value, tuple) else value for name, value in self.special}
         context = {
             "messages": [dict(each) for each in messages],
@@ -151,9 +149,9 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate | None:
-    """The chat template in a Jinja file, or else the tokenizer's own; None for a tokenizer without one.
+    """The chat template in a Jinja file; without a file, the tokenizer's own; None where the tokenizer has none.
 
-    Of a tokenizer's templates with names, "default" is used, and "tool_use" for records with tools.
+    Of several named templates, "default" is used, and "tool_use" for records with tools.
     Raises ValueError for a file that cannot be read, for errors of syntax, and where jinja2 is not installed.
     """
     special = tuple(
@@ -183,7 +181,7 @@ def find_template(tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplat
 
 
 def _today() -> datetime:
-    """The beginning of this day, so that all processes of a run render the same texts."""
+    """Midnight of today, for equal texts in all processes of a run."""
     return datetime.combine(datetime.now().date(), time.min)
 
 

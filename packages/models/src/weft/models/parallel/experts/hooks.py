@@ -1,4 +1,4 @@
-"""Makes a laid-out model's modules of experts compute with the experts of their rank, on tokens of all ranks."""
+"""Replaces the forward of a model's modules of experts: each rank computes its own experts, on tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from weft.kernels.extension import apply_function, cast_for
 from weft.mesh import Layout, LayoutError, Partial, ProcessMesh, Replicate, Shard
 from weft.reshard import layout_of, reshard
-from weft.reshard.extension import group_for, is_compiling, memory_of, shape_of, this_rank
+from weft.reshard.extension import group_for, memory_of, shape_of, this_rank
 
 from ..plan import ExpertPlan, TokenTransport
 from ..resolve import ModulePlan
@@ -27,44 +28,56 @@ from .transport import Exchanging, Gathering, Members, Way
 
 
 def hook_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> None:
-    """Replace the forward of each module of experts that is sharded over "ep".
+    """Replace the forward of each module of experts that is sharded over "ep". Called by `parallelize`.
 
-    mesh: of the model, or of a stage. A module's forward takes tokens [..., H], their experts [..., k] and the experts'
-    weights [..., k]. It is called twice for each call: with local tensors, local parameters, and experts numbered from
-    the rank's first expert; choices of other ranks' experts have a number outside.
-    Communication: none here, apart from making the group along "ep"; in a call as `Passage`, and reshards where tokens
-    are replicated over axes that "ep" divides.
+    mesh: of the model, or of a pipeline stage. The module's own forward takes tokens [n, H], chosen experts [n, k] and
+    weights [n, k]. The new forward takes DTensors, and calls the own forward twice: for this rank's tokens and for
+    received tokens. The own forward then gets local tensors, finds local parameters in the module, and numbers experts
+    from the rank's first; choices of remote experts are `NO_EXPERT`.
+    A compiled block runs the module between two graphs, so `block.compile(fullgraph=True)` raises torch's Unsupported.
+    Communication: making the group along "ep". In a call, as `Passage`, and reshards of tokens that are replicated over
+    any of `folded_axes`.
     """
     for name, plan in find_expert_plans(module_plans).items():
         module = model.get_submodule(name)
         calls = ExpertCalls(mesh, plan, "rows" in inspect.signature(module.forward).parameters)
         if this_rank() in mesh:
             calls.group()
-        module.forward = partial(_forward, calls, module, module.forward)
+        module.forward = partial(_between_graphs(_forward), calls, module, module.forward)
         if hasattr(module, "choose"):
-            module.choose = partial(_choose, calls, module)  # type: ignore[assignment]
+            module.choose = partial(_between_graphs(_choose), calls, module)  # type: ignore[assignment]
+
+
+@cache
+def _between_graphs(function: Callable[..., Any]) -> Any:
+    """The function, called by a compiled block between two graphs.
+
+    Copies of a module copy a partial of the function. The first call imports torch's compiler.
+    """
+    reason = "tokens move between the ranks of 'ep', by counts read on the host; compile the block without fullgraph"
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
 class ExpertCalls:
-    """What the calls of a module of experts have in common."""
+    """The state of a hooked module of experts, kept from call to call."""
 
-    mesh: ProcessMesh  # of the model, or of a stage
+    mesh: ProcessMesh  # of the model, or of a pipeline stage
     plan: ExpertPlan
-    takes_rows: bool  # whether the module's forward takes `rows`, the number of choices of its experts
-    early_exchange: Exchanging | None = field(default=None, init=False)  # the exchange of the coming call, by `_choose`
+    takes_rows: bool  # whether the own forward takes `rows`, the number of choices of local experts
+    early_exchange: Exchanging | None = field(default=None, init=False)  # started by `_choose` for the next `_forward`
 
     def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-        """The group along "ep", and the group's ranks by position. Communication: the first call makes the group.
+        """The process group along "ep", and the ranks in their order on the axis. The first call makes the group.
 
-        A group of its own: tokens do not wait for gradients that are summed over the same ranks.
+        The group is used for tokens only: a group shared with gradient sums would make tokens wait.
         """
         own = experts_mesh(self.mesh, self.plan).submesh(this_rank(), EXPERT_AXIS)
         assert own is not None, "a rank outside the mesh moves no tokens"
         return group_for("tokens of experts", tuple(sorted(own)), (EXPERT_AXIS,)), own.ranks
 
     def members(self, layout: Layout, shape: tuple[int, ...], experts: int) -> Members:
-        """The ranks along "ep". layout, shape: of the tokens [..., H]. experts: in all."""
+        """The ranks along "ep" for a call. layout, shape: of the tokens [..., H]. experts: the number on all ranks."""
         group, ranks = self.group()
         return Members(
             group=group,
@@ -76,10 +89,11 @@ class ExpertCalls:
         )
 
     def choose(self, members: Members, x: DTensor, experts_per_token: int) -> TokenTransport:
-        """The way that the tokens take. x: [..., H]."""
+        """Whether tokens are exchanged or gathered: the plan's choice, or the cheaper. x: tokens [..., H]."""
         return self.plan.tokens or self.price(members, x, experts_per_token).cheaper
 
     def price(self, members: Members, x: DTensor, experts_per_token: int) -> Price:
+        """The price of both transports for tokens x [..., H]."""
         return price_of(
             size=members.size,
             tokens=max(members.tokens),
@@ -92,12 +106,12 @@ class ExpertCalls:
 
 
 def _choose(calls: ExpertCalls, module: nn.Module, x: Any, experts: Any) -> None:
-    """`Experts.choose` of sharded experts: starts to exchange counts, if tokens are to be exchanged.
+    """`Experts.choose` of sharded experts, called by the router: starts to exchange counts ahead of `_forward`.
 
-    Only where the choices are laid out as the experts take them: not where they are gathered over "tp" before.
+    Only for tokens that are exchanged, and only where `_forward` needs no reshard of tokens first.
     """
     calls.early_exchange = None
-    if not isinstance(x, DTensor) or is_compiling() or this_rank() not in layout_of(x).mesh:
+    if not isinstance(x, DTensor) or this_rank() not in layout_of(x).mesh:
         return
     layout = layout_of(x)
     splits = TENSOR_AXIS in experts_mesh(calls.mesh, calls.plan).axis_names
@@ -115,11 +129,6 @@ def _forward(
         raise LayoutError(
             f"experts sharded over {EXPERT_AXIS!r} were called with plain tokens {tuple(x.shape)}; call the model with "
             f"tokens laid out by lay_out_batch or distribute, or give the module DTensors"
-        )
-    if is_compiling():
-        raise ValueError(
-            f"experts sharded over {EXPERT_AXIS!r} cannot be compiled: their tokens move between the ops of a block; "
-            f"leave the block uncompiled, or give the plan no experts"
         )
     original = layout_of(x)
     if this_rank() not in original.mesh:
@@ -160,7 +169,7 @@ def _begin(calls: ExpertCalls, members: Members, x: DTensor, experts: Tensor) ->
 
 @lru_cache(maxsize=1024)
 def _positions(ranks: tuple[int, ...]) -> Sequence[int]:
-    """The position of each of a group's ranks, which are in ascending order; a range where positions are, too."""
+    """By rank of the group, in ascending order, the position in `ranks`. A range where positions ascend, too."""
     positions = [ranks.index(rank) for rank in sorted(ranks)]
     return range(len(ranks)) if positions == [*range(len(ranks))] else positions
 
@@ -172,10 +181,10 @@ def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
 
 @lru_cache(maxsize=1024)  # few layouts, looked up in every call
 def _token_layouts(original: Layout, plan: ExpertPlan) -> TokenLayouts:
-    """The layouts of a call whose tokens [B, T, H] came as `original`.
+    """The layouts of a call. original: of the tokens [B, T, H] given by the caller.
 
-    Each axis that "ep" divides shards the tokens: an axis of data the rows, where it did not shard before, any other
-    axis the tokens of a row. Raises LayoutError where such an axis shards features, or tokens are partial sums.
+    Each of `folded_axes` must shard the tokens. A replicated data axis is made to shard rows; "cp" or "tp" is
+    made to shard the tokens of a row. Raises LayoutError where an axis shards features, or tokens are partial sums.
     """
     mesh, sharded = original.mesh, {}
     for axis in folded_axes(mesh, plan):

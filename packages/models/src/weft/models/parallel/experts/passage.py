@@ -1,4 +1,4 @@
-"""A call of experts that are sharded over "ep": autograd functions between a layer's tokens and its local experts."""
+"""`Passage`: a call of experts sharded over "ep", as autograd functions that move tokens out and sums back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from weft.reshard.extension import Pending, cotangent, memory_of, run_or_replay,
 from ..styles import EXPERT_AXIS
 from .transport import NO_EXPERT, Members, Way, pack_choices, unpack_choices
 
-# (tokens [n, H], experts [n, k] numbered from this rank's first, weights [n, k], number of choices or None) -> [n, H]
+# The module's own forward on local tensors. (tokens [n, H], experts [n, k] numbered from this rank's first, weights
+# [n, k], number of choices of local experts or None) -> sums [n, H]
 Compute = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
 
@@ -28,19 +29,19 @@ Compute = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 class TokenLayouts:
     """The layouts of a call's tensors on the model's mesh."""
 
-    tokens: Layout  # of tokens and choices: each token on one rank along the axes that "ep" divides
+    tokens: Layout  # of tokens, choices and weights: no token is on two ranks along any of `folded_axes`
     output: Layout  # of the experts' output: Partial over "tp" where "tp" splits each expert
-    gradient: Layout  # of the tokens' gradient, Partial over the same axes
+    gradient: Layout  # of the gradients of tokens and weights: Partial like `output`
 
 
 class Passage:
-    """One call of a layer's experts: its tokens on their way, and their gradients.
+    """The state of a call of a layer's experts: collectives under way, shared by the call's autograd functions.
 
-    In forward the tokens start outward, this rank's own tokens are computed meanwhile, then the received ones, whose
-    sums go homeward. Backward runs the same in the opposite order: gradients of outputs outward, gradients of received
-    tokens homeward while this rank's own tokens are computed.
-    Communication in forward: choices and tokens outward, sums homeward. In backward: the output's gradient outward, the
-    gradients of tokens and weights homeward, where they are needed.
+    Forward: tokens start outward; this rank's own tokens are computed meanwhile, then the received tokens; the sums of
+    received tokens go homeward. Backward is the reverse: gradients of outputs go outward; gradients of received tokens
+    go homeward while this rank's own tokens are computed. outward, homeward: see transport.py.
+    Communication: in forward, choices and tokens outward, sums homeward. In backward, the output's gradient outward,
+    the needed gradients of tokens and weights homeward.
     """
 
     def __init__(self, way: Way, members: Members, layouts: TokenLayouts, shape: Sequence[int]) -> None:
@@ -54,7 +55,10 @@ class Passage:
         self._weights_dtype = torch.float32
 
     def run(self, x: DTensor, experts: Tensor, weights: DTensor, compute: Compute) -> DTensor:
-        """x [..., H], weights [..., k] -> [..., H] in `TokenLayouts.output`. experts: [n, k], this rank's choices."""
+        """Compute the experts: x [..., H], weights [..., k] -> [..., H] in `TokenLayouts.output`.
+
+        experts: [n, k], the choices of this rank's n tokens. compute: see `Compute`; called twice.
+        """
         own_x, own_weights, departed = apply_function(_Depart, self, experts, x, weights)
         way = self._way
         own = compute(own_x, _from_first(experts, self._members), own_weights, way.own_choices)
@@ -65,6 +69,7 @@ class Passage:
         return output
 
     def depart(self, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+        """Start this rank's tokens and choices outward."""
         self._weights_dtype = weights.dtype
         packed = pack_choices(experts, weights)
         self._choices = run_or_replay(self._way.outward, packed)
@@ -72,7 +77,7 @@ class Passage:
         self._experts_dtype = experts.dtype
 
     def arrive(self) -> tuple[Tensor, Tensor]:
-        """The received tokens and weights; their experts are then in `_received_experts`."""
+        """Wait for the received tokens and weights. Sets `_received_experts`."""
         assert self._choices is not None and self._tokens is not None, "they departed"
         choices, tokens = self._choices.wait(), self._tokens.wait()
         self._choices = self._tokens = None
@@ -81,16 +86,18 @@ class Passage:
         return tokens, weights
 
     def leave(self, received: Tensor) -> None:
+        """Start the sums of received tokens homeward."""
         self._sums = run_or_replay(self._way.homeward, received)
 
     def come_home(self, own: Tensor) -> DTensor:
+        """Wait for the sums of this rank's tokens from all ranks, and add `own`. Returns the output."""
         assert self._sums is not None, "the sums left"
         total = own + self._sums.wait()
         self._sums = None
         return self._wrap(total, self._layouts.output, total.shape[-1])
 
     def leave_gradients(self, gradient: DTensor) -> Tensor:
-        """Starts the output's gradient outward, and returns this rank's part [n, H]."""
+        """Start the output's gradient outward, and return the gradient of this rank's tokens [n, H]."""
         layout, expected = layout_of(gradient), cotangent(self._layouts.output)
         sliced = slice_gradient(gradient, find_slice_layout(layout, expected, tuple(gradient.shape), gradient.dtype))
         if layout_of(sliced) != expected:
@@ -103,20 +110,20 @@ class Passage:
         return local
 
     def take_gradients(self) -> Tensor:
-        """The gradient of the output of received tokens."""
+        """Wait for the output's gradient of received tokens."""
         pending, self._gradients = self._gradients, None
         assert pending is not None, "the output's gradient left"
         return pending.wait()
 
     def return_gradients(self, gradients: Sequence[Tensor | None], forms: Sequence[Tensor]) -> None:
-        """Starts the gradients of received tokens and weights homeward. forms: tensors of their shapes."""
+        """Start the gradients of received tokens and weights homeward. forms: the received tokens and weights."""
         for i, (gradient, form) in enumerate(zip(gradients, forms, strict=True)):
             if self._needed[i]:
                 rows = torch.zeros_like(form) if gradient is None else gradient
                 self._returning[i] = Pending(self._way.homeward(rows))
 
     def finish_gradients(self, own: Sequence[Tensor | None]) -> list[DTensor | None]:
-        """The gradients of tokens and weights, given those of this rank's own tokens."""
+        """Wait for the returned gradients, and add `own`, from this rank's own computation. For tokens and weights."""
         found: list[DTensor | None] = [None, None]
         for i, pending in enumerate(self._returning):
             if pending is not None:
@@ -127,6 +134,7 @@ class Passage:
         return found
 
     def need_gradients(self, tokens: bool, weights: bool) -> None:
+        """Record in forward whether tokens and weights need gradients."""
         self._needed = tokens, weights
 
     def _wrap(self, rows: Tensor, layout: Layout, width: int) -> DTensor:
@@ -147,7 +155,7 @@ def _from_first(experts: Tensor, members: Members) -> Tensor:
 
 
 class _Depart(torch.autograd.Function):
-    """This rank's tokens and weights as local rows; all of them start outward. The dual adds the returned gradients.
+    """Start this rank's tokens outward; returns tokens and weights as local rows. The dual adds returned gradients.
 
     The last output is empty: through it backward comes here only once `_Arrive` has started the gradients homeward.
     """
@@ -173,7 +181,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Waits for the received tokens and weights. The dual starts their gradients homeward."""
+    """Wait for the received tokens and weights. The dual starts the gradients of both homeward."""
 
     @staticmethod
     def forward(ctx: Any, passage: Passage, departed: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +199,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Starts the sums of received tokens homeward. The dual waits for the gradient of their output."""
+    """Start the sums of received tokens homeward. The dual waits for the gradients of these sums."""
 
     @staticmethod
     def forward(ctx: Any, passage: Passage, received: Tensor) -> Tensor:
@@ -206,7 +214,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _ComeHome(torch.autograd.Function):
-    """The output: this rank's own sums and those that come home. The dual starts the output's gradient outward."""
+    """Add this rank's own sums and the returned sums into the output. The dual starts the output's gradient outward."""
 
     @staticmethod
     def forward(ctx: Any, passage: Passage, own: Tensor, left: Tensor) -> DTensor:
@@ -220,9 +228,9 @@ class _ComeHome(torch.autograd.Function):
 
 
 class LocalParameters(torch.autograd.Function):
-    """Parameters as local tensors. The dual wraps their gradients, Partial over ranks with the same experts.
+    """Parameters as local tensors. The dual makes DTensors of gradients, Partial over ranks with the same experts.
 
-    The gradient of a parameter that is replicated over "tp", as A of an adapter beside `gate_proj`, is Partial there,
+    A parameter replicated over "tp", as A of an adapter beside `gate_proj`, has a gradient that is Partial over "tp",
     too: each rank computes a part of each expert's features.
     """
 
@@ -244,6 +252,6 @@ class LocalParameters(torch.autograd.Function):
 
 @lru_cache(maxsize=1024)
 def _gradient_layout(parameter: Layout) -> Layout:
-    """The layout of a parameter's gradient. parameter: the layout in which the experts compute."""
+    """The layout of a parameter's gradient. parameter: the parameter's layout while the experts compute."""
     shared = [axis for axis in parameter.mesh.axis_names if axis != EXPERT_AXIS and parameter[axis] == Replicate()]
     return parameter.replace(**dict.fromkeys(shared, Partial()))

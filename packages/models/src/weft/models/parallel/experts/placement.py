@@ -16,17 +16,18 @@ from ..styles import DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, ExpertP
 
 
 def folded_axes(mesh: ProcessMesh, plan: ExpertPlan) -> tuple[str, ...]:
-    """The axes of a model's mesh which "ep" divides: the data axes and "cp", and with `over_tp` also "tp"."""
+    """The axes of a model's mesh that together become "dp" x "ep": the data axes and "cp"; with `over_tp` also "tp"."""
     excluded = (PIPELINE_AXIS,) if plan.over_tp else (PIPELINE_AXIS, TENSOR_AXIS)
     return tuple(axis for axis in mesh.axis_names if axis not in excluded)
 
 
 @lru_cache(maxsize=1024)
 def experts_mesh(mesh: ProcessMesh, plan: ExpertPlan) -> ProcessMesh:
-    """The mesh of the experts over the ranks of `mesh`: axes "dp", "ep", then the axes which "ep" does not divide.
+    """The mesh of the experts over the ranks of `mesh`: axes "dp", "ep", then the axes not in `folded_axes`.
 
-    The ranks along "dp" hold the same experts. The ranks along "ep" are neighbours in `mesh`.
-    mesh: of a stage, without "pp". Raises ValueError where "ep" does not divide the axes; see `check_experts`.
+    The ranks along "dp" hold the same experts. The ranks along "ep" are neighbors in `mesh`.
+    mesh: of a pipeline stage, without "pp".
+    Raises ValueError where the size of "ep" does not divide the number of ranks over `folded_axes`.
     """
     folded = folded_axes(mesh, plan)
     ranks = math.prod(map(mesh.axis_size, folded))
@@ -43,10 +44,10 @@ def experts_mesh(mesh: ProcessMesh, plan: ExpertPlan) -> ProcessMesh:
 
 
 def find_expert_plans(module_plans: Sequence[ModulePlan]) -> dict[str, ExpertPlan]:
-    """The plan of each module of experts that is sharded over "ep", by the module's name.
+    """{module name: plan} of the modules of experts to shard over "ep".
 
-    These are the modules with the style `ExpertParallel` in a plan with `experts` of size 2 or more.
-    Raises ValueError for such a plan without a module of experts.
+    A module counts if its style is `ExpertParallel`, in a plan whose `experts` has size 2 or more.
+    Raises ValueError for a plan with `experts` of size 2 or more and no module of this style.
     """
     found: dict[str, ExpertPlan] = {}
     for module_plan in module_plans:
@@ -64,9 +65,9 @@ def find_expert_plans(module_plans: Sequence[ModulePlan]) -> dict[str, ExpertPla
 
 
 def check_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> None:
-    """Raises ValueError where "ep" does not divide the mesh's data axes, or the experts of a module.
+    """Raises ValueError where the size of "ep" does not divide the ranks of the mesh, or the experts of a module.
 
-    mesh: the model's whole mesh. Called by `parallelize` before the model is changed or a process group is used.
+    Called by `parallelize` before the model is changed or a process group is used. mesh: the model's, with "pp".
     """
     if PIPELINE_AXIS in mesh.axis_names:
         mesh = mesh.select(**{PIPELINE_AXIS: 0}) if mesh.ndim > 1 else ProcessMesh([mesh.ranks[0]], [DATA_AXIS])
@@ -81,17 +82,14 @@ def check_experts(model: nn.Module, mesh: ProcessMesh, module_plans: Sequence[Mo
 
 
 def expert_meshes(mesh: ProcessMesh, module_plans: Sequence[ModulePlan]) -> dict[str, ProcessMesh]:
-    """The experts' mesh of each module of experts that is sharded over "ep", by the module's name.
-
-    mesh: of a stage.
-    """
+    """{module name: the experts' mesh} of the modules of experts to shard over "ep". mesh: of a pipeline stage."""
     return {name: experts_mesh(mesh, plan) for name, plan in find_expert_plans(module_plans).items()}
 
 
 def expert_layout(mesh: ProcessMesh, in_expert: Mapping[str, Placement]) -> Layout:
-    """The layout of a parameter [E, ...] of experts: E over "ep", and inside an expert as the style says.
+    """The layout of a parameter [E, ...] of experts: dim 0 sharded over "ep", the further dims as `in_expert` says.
 
-    mesh: the experts'. in_expert: the style's placement on "tp".
+    mesh: the experts'. in_expert: {axis: placement} from the parameter's style; axes outside the mesh are left out.
     """
     placements = {axis: placement for axis, placement in in_expert.items() if axis in mesh.axis_names}
     return Layout(mesh, {EXPERT_AXIS: Shard(0), **placements})

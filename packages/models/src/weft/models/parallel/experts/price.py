@@ -1,4 +1,4 @@
-"""Which way tokens take to their experts: the price of an exchange beside that of gathering, from sizes alone."""
+"""Prices the two transports of tokens to experts, exchange and gather, from sizes alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.reshard import Link
 from ..plan import ExpertPlan, TokenTransport
 from ..styles import CONTEXT_AXIS, TENSOR_AXIS, is_data_axis
 
-# Sizes and numbers that moving/collectives.py gives its sources for: a network of 1 Gbit/s between CPUs, whose
-# collectives start in 0.1 ms, and 400 Gbit/s between GPUs, started in 10 to 20 us.
+# Sources are in moving/collectives.py: between CPUs 1 Gbit/s and 0.1 ms to start a collective, between GPUs
+# 400 Gbit/s and 10 to 20 us.
 LINKS = {"cpu": Link(latency=1e-4, bandwidth=1e9 / 8), "cuda": Link(latency=15e-6, bandwidth=400e9 / 8)}
 COPIES = 4  # moves of whole rows in a step: tokens and their gradients, experts' outputs and their gradients
 COLLECTIVES = 6  # in a step: the copies, the choices, and the gradients of weights
@@ -20,11 +20,11 @@ COLLECTIVES = 6  # in a step: the copies, the choices, and the gradients of weig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The price of one layer's tokens in a step, forward and backward, by both ways. Printed by `weft train`."""
+    """The price of both transports for a layer's tokens, forward and backward. Printed by `weft train`."""
 
     size: int  # of "ep"
-    tokens: int  # on a rank
-    share: float  # expected share of a rank's tokens that another rank's experts need
+    tokens: int  # on the rank with the most
+    share: float  # expected share of a rank's tokens with an expert on a given rank
     exchange: float  # seconds
     gather: float  # seconds
     bandwidth: float  # bytes a second that a rank receives, which both prices assume
@@ -42,9 +42,9 @@ class Price:
 
 
 def expected_share(num_experts: int, experts_per_token: int, size: int) -> float:
-    """The share of tokens with an expert on a given rank, for a router that chooses any k experts alike.
+    """The share of tokens with an expert on a given rank, if every set of k experts is equally likely.
 
-    1 - C(E - E / ep, k) / C(E, k): the complement of all k experts being among those of the other ranks.
+    1 - C(E - E / ep, k) / C(E, k): the complement of all k experts being on other ranks. size: of "ep".
     """
     elsewhere = num_experts - num_experts // size
     return 1 - math.comb(elsewhere, experts_per_token) / math.comb(num_experts, experts_per_token)
@@ -53,11 +53,11 @@ def expected_share(num_experts: int, experts_per_token: int, size: int) -> float
 def price_of(
     *, size: int, tokens: int, hidden_size: int, num_experts: int, experts_per_token: int, itemsize: int, link: Link
 ) -> Price:
-    """The price of both ways.
+    """The price of both transports.
 
-    size: of "ep". tokens: on the rank with the most. itemsize: bytes of an element of a token.
-    The exchange sends a row to the ranks with the token's experts (`expected_share`), the gather to all ranks. Every
-    collective sends a message to each other rank. The exchange has one more collective, of the counts. The host waits
+    size: of "ep". tokens: on the rank with the most. itemsize: bytes of a token's element.
+    The exchange sends a row to the ranks with the token's experts (`expected_share`), the gather to all ranks. A
+    collective costs a message to each other rank. The exchange has a further collective, of counts, and the host waits
     for the counts: two latencies, until the counts arrive and until the device has new work.
     """
     share = expected_share(num_experts, experts_per_token, size)
@@ -75,9 +75,9 @@ def price_of(
 
 
 def tokens_on_rank(mesh: ProcessMesh, plan: ExpertPlan, rows: int, tokens: int) -> int:
-    """The most tokens of a rank, of `rows` sequences of `tokens` each, as they come to the experts.
+    """The number of tokens on the rank with the most, as given to the experts.
 
-    mesh: of the model, with or without "pp".
+    mesh: of the model, with or without "pp". rows, tokens: of the global batch, `tokens` in each row.
     """
     ways = dict.fromkeys(("rows", CONTEXT_AXIS, TENSOR_AXIS), 1)
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):

@@ -1,9 +1,9 @@
-"""Rows of tokens moved to the ranks that hold their experts, and sums of rows moved back.
+"""Moves rows of tokens to the ranks of their experts, and moves sums of rows back.
 
-Two ways, `Gathering` and `Exchanging`. Each has two linear maps of rows, and each map is the other's transpose:
-`outward` copies the rows of this rank's tokens to other ranks; `homeward` returns rows and adds them up, by token. So
-forward sends tokens outward and experts' outputs homeward; backward sends gradients of outputs outward and gradients
-of tokens homeward. All tensors here are local: one row for each token.
+Two transports (`Way`): `Gathering` and `Exchanging`. A Way has two linear maps of rows, which are transposes.
+`outward` copies the rows of this rank's tokens to remote ranks; `homeward` returns rows and sums the rows of a token.
+Forward sends tokens outward and experts' outputs homeward; backward sends gradients of outputs outward and
+gradients of tokens homeward. All tensors here are local, with a row for each token.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from weft.reshard.extension import LazyText, Running, all_gather, announce, coun
 
 from ..styles import EXPERT_AXIS
 
-NO_EXPERT = -1  # in place of an expert's number: the choice is of no expert of this rank
+NO_EXPERT = -1  # in place of an expert's number: no expert of this rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """The ranks along "ep" among which a layer's tokens move, and the number of tokens on each."""
+    """The ranks along "ep" in a call of experts. A position is a rank's coordinate on "ep"."""
 
     group: dist.ProcessGroup
-    positions: Sequence[int]  # of the group's i-th rank along "ep"
-    ranks: tuple[int, ...]  # by position
-    position: int  # this rank's
-    tokens: tuple[int, ...]  # by position: known on every rank, as they follow from the tokens' layout
+    positions: Sequence[int]  # positions[i] is the position of the group's rank i
+    ranks: tuple[int, ...]  # by position, the global rank
+    position: int  # of this rank
+    tokens: tuple[int, ...]  # by position, the number of tokens; known on every rank from the tokens' layout
     experts: int  # on each rank
 
     @property
@@ -46,29 +46,29 @@ class Members:
 
 
 class Way(Protocol):
-    """One way of one layer's tokens. Made for each call of the layer; both directions may run several times."""
+    """A transport of tokens. Made for each call of a layer's experts; both directions may run several times."""
 
-    # How many choices of this rank's own tokens, and of the received tokens, are of its experts; None: not known.
+    # The number of choices of this rank's experts, among own tokens and among received tokens; None: not known.
     own_choices: int | None
     received_choices: int | None
 
     def outward(self, rows: Tensor) -> Running:
-        """rows [n, W] of this rank's tokens -> [M, W], the rows of other ranks' tokens."""
+        """rows [n, W] of this rank's tokens -> received rows [M, W], of remote tokens."""
 
     def homeward(self, rows: Tensor) -> Running:
-        """rows [M, W] of other ranks' tokens -> [n, W], for each of this rank's tokens the sum of its returned rows."""
+        """rows [M, W] of received tokens -> [n, W], by token of this rank the sum of the returned rows."""
 
     def without_own(self, experts: Tensor) -> Tensor:
-        """The received choices [M, k]: `NO_EXPERT` where a row is of no other rank's token."""
+        """Received choices [M, k], with `NO_EXPERT` in rows without a remote token: own tokens and padding."""
 
 
 def pack_choices(experts: Tensor, weights: Tensor) -> Tensor:
-    """A token's choices and their weights, [n, k] each, as bytes [n, ...]: they move in one collective."""
+    """Chosen experts and weights, [n, k] each, as bytes [n, ...], to be moved by a single collective."""
     return torch.cat([each.contiguous().view(torch.uint8) for each in (experts, weights)], -1)
 
 
 def unpack_choices(packed: Tensor, experts: torch.dtype, weights: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`pack_choices` undone. experts, weights: their dtypes."""
+    """(experts, weights) from the bytes of `pack_choices`. experts, weights: the dtypes."""
     k = packed.shape[-1] // (experts.itemsize + weights.itemsize)
     parts = torch.split(packed, [k * experts.itemsize, k * weights.itemsize], -1)
     first, second = (part.contiguous().view(dtype) for part, dtype in zip(parts, (experts, weights), strict=True))
@@ -76,10 +76,10 @@ def unpack_choices(packed: Tensor, experts: torch.dtype, weights: torch.dtype) -
 
 
 class Gathering:
-    """All ranks' tokens come to every rank: all-gathers outward, reduce-scatters homeward.
+    """A `Way` by which every token goes to every rank: all-gathers outward, reduce-scatters homeward.
 
-    Nothing waits for the host: sizes follow from the layouts. A rank receives (ep - 1) times the rows of the rank with
-    the most tokens, in each collective. Rows of fewer tokens are padded.
+    Sizes follow from the layouts; the host never waits. In each collective, a rank receives (ep - 1) * m rows, where
+    m is the most tokens on a rank; ranks with fewer tokens are padded.
     """
 
     def __init__(self, members: Members) -> None:
@@ -110,19 +110,19 @@ class Gathering:
 
 
 class Exchanging:
-    """Sends a token once to each rank with at least one of the token's experts: all-to-alls of uneven parts.
+    """A `Way` by which a token goes once to each rank with any of the token's experts: uneven all-to-alls.
 
     The router decides how many tokens go between two ranks. The ranks exchange these counts, and the host reads the
-    counts from the device, once a call (`read`). A rank receives the rows of the tokens which need the rank's experts
-    and lie on other ranks; no further rows. Returned rows are added rank after rank, so a sum has one order.
+    counts from the device, once a call (`read`). A rank receives only rows of remote tokens in need of the rank's
+    experts. Returned rows are added rank after rank, in a fixed order.
     """
 
     def __init__(self, members: Members, experts: Tensor) -> None:
-        """Starts to exchange the counts. experts: [n, k], the choices of this rank's tokens."""
+        """Start to exchange the counts. experts: [n, k], the choices of this rank's tokens, all experts numbered."""
         self._members, self._choices_of_token = members, experts.shape[-1]
         tokens, size = len(experts), members.size
         owners = torch.div(experts, members.experts, rounding_mode="floor").long()  # positions
-        if not isinstance(members.positions, range):  # from here on in the order of the group's ranks
+        if not isinstance(members.positions, range):  # below, owners are ranks of the group
             owners = owners.new_tensor(_inverse(members.positions))[owners]
         self._own = list(members.positions).index(members.position)
         needs = torch.zeros(tokens, size, dtype=torch.bool, device=experts.device).scatter_(1, owners, True)
@@ -134,22 +134,23 @@ class Exchanging:
         places = torch.where(flat, places - 1, flat.numel())
         order = places.new_empty(flat.numel() + 1)
         order.scatter_(0, places, torch.arange(flat.numel(), device=flat.device))
-        self._order = order[:-1] % max(tokens, 1)  # this rank's tokens to send, receiver after receiver; then anything
+        # The tokens to send, receiver after receiver; `read` cuts the unused end.
+        self._order = order[:-1] % max(tokens, 1)
         self._sent_counts = torch.stack((needs.sum(0), choices), 1)  # [size, 2]: tokens and choices, by receiver
         self._counts = run_or_replay(lambda _: self._exchange_counts(), self._sent_counts)
         self._is_read = False
-        self.own_choices: int | None = None  # this and the next from `read` on
+        self.own_choices: int | None = None  # both set by `read`
         self.received_choices: int | None = None
 
     def read(self) -> None:
-        """Reads the counts on the host, which waits for the device and for the other ranks' routers."""
+        """Read the counts on the host; called before `outward`. Waits for the device and for all ranks' routers."""
         if self._is_read:
             return
         self._is_read = True
         received = self._counts.wait()
         del self._counts
         members, own = self._members, self._own
-        if received.is_meta:  # the most tokens: which ones go depends on data
+        if received.is_meta:  # shapes alone: assume that all tokens go, since the choices are data
             tokens = [members.tokens[position] for position in members.positions]
             here = tokens[own]
             self._sent = [0 if i == own else here for i in range(members.size)]
@@ -176,7 +177,7 @@ class Exchanging:
             return total
         ends = [0, *accumulate(self._sent)]
         for start, stop in pairwise(ends):
-            # A rank returns a token once, so no call adds to an element twice.
+            # A rank returns a token once, so `index_add_` adds to an element at most once.
             total.index_add_(0, self._order[start:stop], arrived[start:stop])
         return total
 
@@ -194,7 +195,7 @@ class Exchanging:
     ) -> Running:
         _announce(what, outgoing[:0], self._members)
         arrived = outgoing.new_empty((sum(received), outgoing.shape[1]))
-        # On shapes, the most: a token goes to, and returns from, at most as many ranks as it has choices.
+        # On shapes, an upper bound: a token goes to, and returns from, at most as many ranks as there are choices.
         most = len(arrived) if most_rows is None else min(most_rows, len(arrived))
         row_bytes = arrived.shape[1] * arrived.itemsize
         with count_as("all-to-all", most * row_bytes, at_most=True) if arrived.is_meta else nullcontext():

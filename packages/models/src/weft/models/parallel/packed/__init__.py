@@ -1,1 +1,1 @@
-"""Context parallelism of packed rows: the cut of a row by its documents, and the keys that ranks send one another."""
+"""Context parallelism of packed rows: how documents are cut over the ranks, and which keys the ranks exchange."""

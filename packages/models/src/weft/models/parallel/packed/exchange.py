@@ -1,7 +1,7 @@
-"""The exchange of keys under context parallelism of packed rows: which rank sends which keys to which.
+"""Plans the exchange of keys under context parallelism of packed rows: which rank sends which keys to which rank.
 
-A rank receives exactly the keys which its queries see and which it does not hold, each once. All messages follow from
-the documents' lengths, so every rank computes the same messages without communication.
+A rank receives each key that the rank's queries see and another rank holds, once. The messages follow from the lengths
+of the documents, so every rank computes equal messages without communication.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 from weft.kernels.extension import Places, Runs, VisibleKeys
 from weft.mesh.extension import chunk
 
-# Numbers of the host, which is not to wait for a device: numpy computes with them.
-Ints = NDArray[np.int64]
+Ints = NDArray[np.int64]  # [n]; numpy, since the host plans and must not wait for a device
 
 
 def shards_of(order: Runs, parts: int) -> list[Runs]:
-    """The runs of each shard of a row laid out in `order`, cut as `torch.chunk` cuts."""
+    """By shard, the runs of a row whose tokens are laid out in `order` and cut into `parts` as by `torch.chunk`."""
     tokens, place = sum(stop - start for start, stop in order), 0
     bounds = [chunk(tokens, parts, part) for part in range(parts)]
     shards: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
@@ -39,16 +38,18 @@ def shards_of(order: Runs, parts: int) -> list[Runs]:
 
 
 def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None = None) -> dict[tuple[int, int], Runs]:
-    """By (source, destination): the runs of keys that the destination's queries see and the source holds.
+    """The messages of a row: {(source shard, destination shard): runs of keys to send}.
 
-    Runs are [start, stop) of the row, ascending. order: of the row's tokens, in contiguous shards. lengths: of the
-    documents, in reading order. window: as for attention.
+    The source holds the keys, and queries of the destination see the keys. Runs are [start, stop), ascending.
+    order: the layout of the row's tokens, cut into `parts` shards; see `shards_of`.
+    lengths: of the row's documents, in reading order.
+    window: the attention's.
     """
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for document, pieces in groupby(_pieces(order, lengths, parts), key=lambda piece: piece.document):
         held = list(pieces)
         for rank in {piece.rank for piece in held}:
-            stop = 0  # the keys before are in `found` already
+            stop = 0  # `found` has the earlier keys already
             for query in held:
                 if query.rank != rank:
                     continue
@@ -62,17 +63,17 @@ def messages(order: Runs, lengths: Sequence[int], parts: int, window: int | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """The keys that a rank sends and receives, and those that its queries see. Made by `exchange_of`.
+    """The plan of an exchange for a rank: keys to send and to receive, and keys visible to each query.
 
-    All indices of tokens, queries and received keys are into this rank's rows laid end to end.
+    Made by `exchange_of`. Indices of tokens, queries and received keys count through this rank's rows laid end to end.
     """
 
-    is_needed: bool  # whether any rank needs a key of another
-    sent: Tensor  # int64: the rank's tokens whose keys it sends, receiver after receiver
-    sent_counts: tuple[int, ...]  # by receiver
-    received_counts: tuple[int, ...]  # by sender
-    arrangement: Tensor  # int64: where each received key, in reading order, is among those that arrive
-    places: Places  # of queries and received keys in their rows
+    is_needed: bool  # whether any rank needs a key of another rank; equal on all ranks
+    sent: Tensor  # [sent] int64: this rank's tokens whose keys are sent, receiver after receiver
+    sent_counts: tuple[int, ...]  # keys by receiver
+    received_counts: tuple[int, ...]  # keys by sender
+    arrangement: Tensor  # [received] int64: arrived[arrangement] is in reading order; `arrived` is sender after sender
+    places: Places  # of queries and received keys in the rows
     own: VisibleKeys  # which of the rank's own keys each query sees
     queries: slice  # from the first to the last query that sees a received key
     received: VisibleKeys  # which of the received keys, in reading order, each of these queries sees
@@ -96,10 +97,11 @@ def exchange_of(
     part: int,
     window: int | None = None,
 ) -> Exchange:
-    """The exchange of the rank with shard `part`, for some rows.
+    """Plan the exchange of the rank with shard `part`, for some rows.
 
-    orders, lengths: of each row; see `messages`.
-    members: members[i] is the number of the shard of the group's rank i. Senders and receivers are listed by i.
+    orders, lengths: of each row, as for `messages`.
+    members: members[i] is the shard of the process group's rank i. Senders and receivers are listed by i.
+    window: the attention's.
     """
     parts = len(members)
     sent: list[list[Ints]] = [[] for _ in members]  # places among this rank's tokens, by receiver
@@ -107,7 +109,7 @@ def exchange_of(
     places: list[tuple[Ints, Ints, Ints]] = []
     own: list[Ints] = []
     received: list[Ints] = []
-    tokens = keys = 0  # of this rank's rows before
+    tokens = keys = 0  # tokens, and received keys, of the rows so far
     is_needed = False
     for row, (order, documents) in enumerate(zip(orders, lengths, strict=True)):
         pairs = messages(order, documents, parts, window)
@@ -119,7 +121,7 @@ def exchange_of(
             sent[i].append(tokens + np.searchsorted(held, tokens_of(pairs.get((part, member), ()))))
             arriving[i].append(keys + np.searchsorted(arrived, of_senders[i]))
         begins = np.array([0, *accumulate(documents)])
-        first = begins[np.searchsorted(begins, held, side="right") - 1]  # key that the query sees
+        first = begins[np.searchsorted(begins, held, side="right") - 1]  # the first key that each query sees
         if window is not None:
             first = np.maximum(first, held - window + 1)
         own.append(tokens + _between(held, first, held + 1))
@@ -144,23 +146,23 @@ def exchange_of(
 
 
 def inverse(permutation: Tensor) -> Tensor:
-    """The permutation that undoes this one."""
+    """The inverse permutation: `inverse(p)[p]` is 0, 1, 2, …"""
     result = torch.empty_like(permutation)
     result[permutation] = torch.arange(len(permutation), device=permutation.device)
     return result
 
 
 class _Piece(NamedTuple):
-    """Contiguous tokens of a document on one rank."""
+    """Contiguous tokens of a document on a single rank."""
 
     document: int  # the document's first token
-    start: int
+    start: int  # the piece is [start, stop) of the row
     stop: int
     rank: int
 
 
 def _pieces(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[_Piece]:
-    """The pieces in reading order."""
+    """The pieces of a row's documents, in reading order; each is on a single rank. Arguments as for `messages`."""
     begins = [0, *accumulate(lengths)]
     for start, stop, rank in sorted((*run, rank) for rank, runs in enumerate(shards_of(order, parts)) for run in runs):
         first = bisect_right(begins, start) - 1
@@ -171,7 +173,7 @@ def _pieces(order: Runs, lengths: Sequence[int], parts: int) -> Iterator[_Piece]
 
 
 def _joined(runs: list[tuple[int, int]]) -> Runs:
-    """The runs, ascending, with neighbours joined."""
+    """The runs in ascending order, with adjacent runs joined."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(runs):
         if result and result[-1][1] == start:
@@ -192,10 +194,10 @@ def tokens_of(runs: Runs) -> Ints:
 
 
 def _between(places: Ints, first: Ints, stop: Ints) -> Ints:
-    """[queries, 2]: which of the ascending places are in [first, stop), as first and stop."""
+    """[queries, 2]: for each query, the index range of the ascending `places` that are in [first, stop)."""
     return np.stack([np.searchsorted(places, first), np.searchsorted(places, stop)], 1)
 
 
 def _visible_keys(keys: Ints, count: int) -> VisibleKeys:
-    """keys: [queries, 2]; see `VisibleKeys.of`."""
+    """keys: [queries, 2], the range of keys that each query sees. count: the number of keys; see `VisibleKeys.of`."""
     return VisibleKeys.of(torch.from_numpy(keys.astype(np.int32)), count)

@@ -1,4 +1,4 @@
-"""Hooks of context parallelism by documents: which order a layer's tokens have, and its keys on their way."""
+"""Hooks of context parallelism by documents: find the order of a layer's tokens, and start the exchange of keys."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from .transfer import KeysOnTheirWay
 
 
 class LatestOrder:
-    """The order by documents of the layer that is running; None for another order. Shared by the hooks of a model.
+    """The `RowOrders` of the running layer, or None. Shared by the hooks of a model.
 
-    The hook of `KeysAndValues`, which sees keys and values alone, reads it. Set again by every layer with attention
-    from its own arguments, so it is right for a recomputed layer, too.
+    The hook of `KeysAndValues` reads `order`, since keys and values alone do not tell the order. Each layer with
+    attention sets `order` from the layer's own arguments, also when the layer is recomputed.
     """
 
     def __init__(self) -> None:
         self.order: RowOrders | None = None
 
     def set(self, order: object, *documents: object) -> None:
-        """Called by the model. documents: the model's argument, if the order is one of documents.
+        """Set `order` before a call of the model or of a layer. An `order` that is no `RowOrders` sets None.
 
-        Raises ValueError for an order by documents without documents.
+        documents: the model's argument `documents`, if known.
+        Raises ValueError for a `RowOrders` where documents are None.
         """
         by_row = order if isinstance(order, RowOrders) else None
         if by_row is not None and documents == (None,):
@@ -35,11 +36,11 @@ class LatestOrder:
                 "lay_out_batch cut the rows by their documents, but the model is called without documents; call the "
                 "model with documents=batch.documents, or lay the batch out without documents"
             )
-        if self.order is not by_row:  # torch.compile sees no change of state where there is none
+        if self.order is not by_row:  # a write of an equal value would be a change of state to torch.compile
             self.order = by_row
 
     def watch(self, model: nn.Module) -> None:
-        """Register a pre-hook on each module within the model that contains attention."""
+        """Register a pre-hook that sets `order` on each layer: each module within the model that contains attention."""
         for module in model.modules():
             inner = (each for each in module.modules() if each is not module)
             if module is not model and any(isinstance(each, DotProductAttention) for each in inner):
@@ -53,16 +54,21 @@ class LatestOrder:
 
 
 def start_exchange(key: DTensor, value: DTensor, order: RowOrders, window: int | None) -> Any:
-    """The keys and values on their way, in place of the keys, and None in place of the values. window: of attention."""
+    """Start to exchange a layer's keys and values. Returns `KeysOnTheirWay` in place of the keys, None for the values.
+
+    window: the attention's. A rank outside the mesh gets key and value back. Communication: as `KeysOnTheirWay`.
+    """
     if this_rank() not in layout_of(key).mesh:
         return key, value
     return KeysOnTheirWay(key, value, order, window), None
 
 
 def take_received(arguments: dict[str, Any], window: int | None) -> bool:
-    """Puts the keys on their way into attention's arguments, where its tokens are cut by documents.
+    """Turn attention's argument `key`, a `KeysOnTheirWay`, into `key`, `value` and `received`; in place.
 
-    Returns whether they are. Raises ValueError in a graph of torch.compile, and where order and keys do not match.
+    Called before attention. Where `order` is a `RowOrders` and `key` a plain DTensor, the exchange starts here.
+    Returns whether there is an exchange: False for tokens not cut by documents, and on ranks outside the mesh.
+    Raises ValueError in a graph of torch.compile, and where only one of `order` and `key` is by documents.
     """
     order, key = arguments.get("order"), arguments["key"]
     if not isinstance(order, RowOrders):
@@ -87,6 +93,4 @@ def take_received(arguments: dict[str, Any], window: int | None) -> bool:
         return True
     if isinstance(key, DTensor):
         return False  # this rank is outside the mesh
-    raise ValueError(
-        "attention got documents that its layer did not get; give the layer's forward the argument documents"
-    )
+    raise ValueError("attention got documents, but its layer got none; give the layer's forward the argument documents")

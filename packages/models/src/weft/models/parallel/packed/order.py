@@ -17,20 +17,21 @@ from typing import NamedTuple
 from weft.kernels.extension import Runs
 from weft.mesh.extension import chunk
 
-# By which part of the mean work a rank may miss its share. On mixtures of documents of 16 to 8,192 tokens the busiest
-# of 2 to 32 ranks then has at most 1.03 of the mean, with 4 % fewer received keys than at 0.01. At 0.02 it has 1.04.
+# A rank's work may differ from the mean by this part of the mean. Measured on mixtures of documents of 16 to 8,192
+# tokens, for 2 to 32 ranks: the busiest rank has at most 1.03 of the mean (1.04 with a slack of 0.02), and ranks
+# receive 4 % fewer keys than with a slack of 0.01.
 _SLACK = 0.015
-_SHORTEST = 128  # a rank's tokens over the fewest for which a document is cut, where the choice is free
+_SHORTEST = 128  # a piece has at least 1 / 128 of a rank's tokens, where the choice is free
 
 
-Windows = tuple[int | None, ...]  # of the model's attention layers; None for a layer without a window
+Windows = tuple[int | None, ...]  # by attention layer of the model; None for a layer without a window
 NO_WINDOW: Windows = (None,)
 
 
 def work_before(place: int, layers: Mapping[int | None, int]) -> int:
-    """The keys that the first `place` queries of a document see, in all layers: query i sees min(i + 1, window) keys.
+    """The number of keys seen by the first `place` queries of a document, summed over layers.
 
-    layers: the number of layers with each window.
+    Query i sees min(i + 1, window) keys. layers: {window: number of layers with this window}.
     """
     work = 0
     for window, count in layers.items():
@@ -41,11 +42,10 @@ def work_before(place: int, layers: Mapping[int | None, int]) -> int:
 
 @lru_cache(maxsize=1024)
 def balanced_order(tokens: int, parts: int) -> Runs:
-    """The order of a sequence's tokens in which each of `parts` contiguous shards is equal causal work.
+    """The order of a sequence's tokens in which `parts` contiguous shards have equal causal work.
 
-    A shard, cut as `torch.chunk` cuts, is a run from the head of the sequence and a run from the tail, equally long
-    or shorter by a token: early tokens, which attend to few keys, with late tokens. The order depends on the two
-    numbers alone.
+    Shards are cut as by `torch.chunk`. A shard pairs a run of early tokens, which attend to few keys, with a run of
+    late tokens; the runs differ by at most a token in length. The order depends on the arguments alone.
     """
     runs: list[tuple[int, int]] = []
     head, tail = 0, tokens
@@ -60,11 +60,11 @@ def balanced_order(tokens: int, parts: int) -> Runs:
 
 @lru_cache(maxsize=4096)
 def order_by_documents(lengths: tuple[int, ...], parts: int, windows: Windows = NO_WINDOW) -> Runs:
-    """The order of a row's tokens in which each of `parts` contiguous shards is nearly the same causal work.
+    """The order of a row's tokens in which `parts` contiguous shards have nearly equal causal work.
 
-    lengths: of the documents, in reading order. windows: of the model's attention layers, whose work counts together.
-    Returns runs [start, stop) of the row, shard after shard, ascending within a shard. Shards are cut as `torch.chunk`
-    cuts. The order depends on the arguments alone. A single document without a window gets `balanced_order`.
+    lengths: of the documents, in reading order. windows: of the model's attention layers, whose work is summed.
+    Returns runs [start, stop) of the row, shard after shard, ascending within a shard. Shards are cut as by
+    `torch.chunk`. The order depends on the arguments alone. A single document without a window gets `balanced_order`.
     """
     longest = max(lengths, default=0)
     layers = Counter(None if window is None or window >= longest else window for window in windows)
@@ -74,22 +74,22 @@ def order_by_documents(lengths: tuple[int, ...], parts: int, windows: Windows = 
 
 
 def cut(lengths: Sequence[int], parts: int, layers: Mapping[int | None, int]) -> list[Runs]:
-    """The runs of each shard; see `order_by_documents`. layers: the number of layers with each window.
+    """Deal the documents out to the shards; returns the runs of each shard. layers: {window: number of layers}.
 
-    Longest processing time first (Graham 1969), with tokens as a second resource. Documents are dealt out from the one
-    with the most work a token to the one with the least. A rank's need is its lacking work - its free tokens * the mean
-    work a token of the documents not dealt yet. The neediest rank gets the whole document, if the shortest documents
-    can fill up the rank without passing its share of the work; otherwise a piece of the document, of the most tokens
-    for which they can. A piece is a run from the document's head and a run from its tail, together of the document's
-    mean work a token, so the remainder has this mean, too, and is dealt out next.
+    Longest processing time first (Graham 1969), with tokens as a second resource. Each rank has a target of tokens and
+    of work. Documents are dealt out in the order of work per token, most first. A rank's need is lacking work - lacking
+    tokens * m, where m is the mean work per token of the documents not yet dealt. The neediest rank gets the whole
+    document, if the shortest documents could then fill the rank's tokens without exceeding the rank's work. Otherwise
+    the rank gets a piece: the most tokens for which this holds. A piece is a run from the document's head and a run
+    from the tail, with the document's mean work per token. So the remainder keeps this mean, and is dealt out next.
     """
     return _Cut(lengths, parts, layers).runs()
 
 
 class _Piece(NamedTuple):
-    """Tokens of a document not yet dealt out. Pieces are ordered from the most work a token to the least."""
+    """Tokens of a document not yet dealt out. Pieces sort by work per token, most first."""
 
-    density: float  # the negative mean work of a token
+    density: float  # minus the mean work per token, so that a heap gives the most first
     begin: int  # the document's first token in the row
     start: int  # the piece is [start, stop) of the document
     stop: int
@@ -107,12 +107,12 @@ class _Cut:
         begins = [0, *accumulate(lengths)]
         total, tokens = sum(work_before(length, layers) for length in lengths), begins[-1]
         sizes = [stop - start for start, stop in (chunk(tokens, parts, part) for part in range(parts))]
-        # Of each rank: the tokens and the work which it lacks, and the runs which it has.
+        # By rank: the tokens and the work still lacking, and the runs dealt so far.
         self._free = sizes
         self._lacking = [total * size / max(1, tokens) for size in sizes]
         self._dealt: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
         self._last = -1  # the rank of the latest run
-        # What is not dealt out: a heap, and its tokens and work.
+        # The pieces not yet dealt out, as a heap; the sums of tokens and work.
         self._pool = [self._piece(begin, 0, length) for begin, length in zip(begins, lengths, strict=False) if length]
         heapq.heapify(self._pool)
         self._pool_tokens, self._pool_work = tokens, float(total)
@@ -129,7 +129,7 @@ class _Cut:
         return [_merged(sorted(runs)) for runs in self._dealt]
 
     def _deal(self, piece: _Piece) -> None:
-        """Gives the piece to the neediest rank; or a part of the piece, and puts the remainder back."""
+        """Give the neediest rank the piece, or a part; the remainder goes back into the pool."""
         work = self._work(piece.start, piece.stop)
         remaining = self._pool_tokens - piece.tokens
         mean = (self._pool_work - work) / remaining if remaining else 0.0
@@ -154,16 +154,17 @@ class _Cut:
         self._give(rank, piece, head, count - head)
 
     def _neediest(self, ranks: list[int], needs: list[float]) -> int:
-        """A rank with nearly the largest need: the latest one, so that neighbours stay together, or the one with the
-        most free tokens.
+        """A rank with nearly the largest need: the rank of the latest run, to keep neighbors together, else the rank
+        with the most free tokens.
         """
         least = max(needs[rank] for rank in ranks) - self._slack / 4
         equal = [rank for rank in ranks if needs[rank] >= least]
         return self._last if self._last in equal else max(equal, key=lambda rank: (self._free[rank], -rank))
 
     def _absorbs(self, rank: int, tokens: int, work: float, mean: float) -> bool:
-        """Whether, with so many tokens and so much work more, the shortest documents can fill up this rank, and all
-        ranks which lack less than the mean together.
+        """Whether the shortest documents can still fill all ranks after `rank` gets `tokens` and `work`.
+
+        Checked for this rank and the ranks that lack less than `mean` work per token, without exceeding their work.
         """
         left, lack = self._free[rank] - tokens, self._lacking[rank] - work
         if lack >= mean * left - self._slack:
@@ -178,7 +179,7 @@ class _Cut:
         return all(lack >= self._least_work(free) - self._slack for free, lack in zip(frees, lackings, strict=True))
 
     def _least_work(self, tokens: int) -> float:
-        """The work of so many tokens of the shortest documents."""
+        """The work of the shortest documents that have `tokens` tokens together, the last document in part."""
         count = bisect_right(self._low_tokens, tokens) - 1
         work = float(self._low_work[count])
         if count + 1 < len(self._low_tokens):
@@ -187,9 +188,9 @@ class _Cut:
         return work
 
     def _head(self, piece: _Piece, tokens: int, work: float) -> int:
-        """How many of `tokens` to take from the piece's head, the others from its tail, for together this much work.
+        """The number of tokens to take from the piece's head, the rest of `tokens` from the tail, for `work` in sum.
 
-        None or all of them, where that comes near enough.
+        0 or `tokens` where the work then differs by the slack at most.
         """
 
         def below(head: int) -> float:  # work minus the work with so many first tokens; ascending
@@ -203,7 +204,7 @@ class _Cut:
         return min(tokens, bisect_left(range(tokens), 0.0, key=below))
 
     def _give(self, rank: int, piece: _Piece, head: int, tail: int) -> None:
-        """Gives the rank the first `head` tokens and the last `tail` tokens of the piece."""
+        """Give the rank the first `head` and the last `tail` tokens of the piece; put the rest back into the pool."""
         self._last = rank
         remainder = piece.start + head, piece.stop - tail
         for start, stop in ((piece.start, remainder[0]), (remainder[1], piece.stop)):
@@ -225,7 +226,7 @@ class _Cut:
 
 
 def _merged(runs: list[tuple[int, int]]) -> Runs:
-    """Join adjacent runs, of runs in ascending order."""
+    """Join adjacent runs. runs: in ascending order."""
     starts = [runs[i][0] for i in range(len(runs)) if not i or runs[i - 1][1] != runs[i][0]]
     stops = [runs[i][1] for i in range(len(runs)) if i + 1 == len(runs) or runs[i + 1][0] != runs[i][1]]
     return tuple(zip(starts, stops, strict=True))

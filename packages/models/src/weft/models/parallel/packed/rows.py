@@ -1,4 +1,4 @@
-"""`RowOrders`: how the rows of a packed batch are laid out over the context ranks, each by its own documents."""
+"""`RowOrders`: how each row of a packed batch is laid out over the context ranks, by the documents of the row."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from weft.kernels.extension import Runs
 from .exchange import Exchange, exchange_of, tokens_of
 from .order import NO_WINDOW, Windows, order_by_documents
 
-_LATEST = "_row_orders"  # attribute of documents: parts, windows and the ids as bytes, and the `RowOrders` of these
+_LATEST = "_row_orders"  # attribute of a tensor of documents: the latest ((parts, windows, ids as bytes), `RowOrders`)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowOrders:
-    """The order of the tokens of each row, by the row's documents. Made by `lay_out_batch` on every rank.
+    """For each row, the order of tokens by the row's documents. Made by `lay_out_batch`, equal on every rank.
 
-    Handed to the layers as part of an argument, like the one order of rows without documents.
+    Layers get a RowOrders as the attribute `order` of an argument, as they get the order of rows without documents.
     """
 
-    orders: tuple[Runs, ...]  # of each row: runs [start, stop) of the row, in the order of layout
+    orders: tuple[Runs, ...]  # for each row: runs [start, stop) of the row, in the order of the layout
     lengths: tuple[tuple[int, ...], ...]  # of each row's documents
     parts: int  # context ranks
-    _exchanges: dict[object, Exchange] = field(default_factory=dict, repr=False)
+    _exchanges: dict[object, Exchange] = field(default_factory=dict, repr=False)  # made by `exchange`
 
     @classmethod
     def of(cls, documents: Tensor, parts: int, windows: Windows = NO_WINDOW) -> RowOrders:
-        """The orders of rows with these documents: ids [B, T] on the CPU. Made once for a tensor, parts and windows.
+        """The orders of rows whose documents have the ids `documents` [B, T], on the CPU.
 
+        The tensor keeps the latest result, which is returned again for equal ids, parts and windows.
         windows: of the model's attention layers.
-        Raises ValueError for a document that comes back after it ended.
+        Raises ValueError for a document that comes back after its end.
         """
-        key = parts, windows, documents.numpy().tobytes()  # a loader may fill the tensor's memory anew
+        key = parts, windows, documents.numpy().tobytes()  # bytes, since a loader may refill the tensor
         latest: tuple[tuple[int, Windows, bytes], RowOrders] | None = getattr(documents, _LATEST, None)
         if latest is None or latest[0] != key:
             lengths = tuple([document_lengths(ids, row) for row, ids in enumerate(documents)])
@@ -45,21 +46,21 @@ class RowOrders:
         return latest[1]
 
     def is_same(self, order: object) -> bool:
-        """Whether `order` is an order of rows with these documents."""
+        """Whether `order` is an equal RowOrders: equal layouts and equal documents."""
         return isinstance(order, RowOrders) and (order.orders, order.lengths) == (self.orders, self.lengths)
 
     def rows(self, start: int, stop: int) -> RowOrders:
-        """Those of some rows."""
+        """The orders of rows `start` to `stop` - 1."""
         return RowOrders(self.orders[start:stop], self.lengths[start:stop], self.parts)
 
     def places(self, device: torch.device) -> Tensor:
-        """[B, T] int64: [b, i] is the place, in reading order, of the token laid out at i in row b."""
+        """[B, T] int64: entry (b, i) is the place in row b, in reading order, of the token laid out at i."""
         return torch.from_numpy(np.stack([tokens_of(order) for order in self.orders])).to(device)
 
     def as_read(self, whole: Tensor) -> Tensor:
-        """A plain tensor [B, T, ...] of all tokens as laid out, with the tokens in reading order.
+        """Bring the tokens of a plain tensor [B, T, ...] from the order of the layout into reading order.
 
-        Raises ValueError for another number of rows.
+        Raises ValueError for a wrong number of rows.
         """
         if len(whole) != len(self.orders):
             raise ValueError(
@@ -70,9 +71,9 @@ class RowOrders:
         return whole[torch.arange(len(whole), device=whole.device).unsqueeze(1), back]
 
     def exchange(self, members: Sequence[int], part: int, window: int | None, device: torch.device) -> Exchange:
-        """The exchange of keys of the rank with shard `part`, made once. window: of the attention.
+        """The exchange of keys for the rank with shard `part`; made once, then returned from a cache.
 
-        members: the shard of each rank of the group.
+        members, window: as for `exchange_of`. device: of the exchange's tensors.
         """
         longest = max((max(each, default=0) for each in self.lengths), default=0)
         window = None if window is None or window >= longest else window
@@ -85,9 +86,10 @@ class RowOrders:
 
 
 def document_lengths(ids: Tensor, row: int = 0) -> tuple[int, ...]:
-    """The lengths of a row's documents, which are its stretches of equal ids. ids: [T] on the CPU.
+    """The lengths of a row's documents, the stretches of equal ids. ids: [T] on the CPU.
 
-    Raises ValueError for a document that comes back after it ended. row: for the error.
+    row: the row's number, for the error.
+    Raises ValueError for a document that comes back after its end.
     """
     found, counts = torch.unique_consecutive(ids, return_counts=True)
     if len(found.unique()) < len(found):

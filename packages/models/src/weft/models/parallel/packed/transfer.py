@@ -1,4 +1,4 @@
-"""The exchange of keys and values under way, and of their gradients back, for one attention layer."""
+"""Runs the exchange of keys and values for an attention layer, and the exchange of gradients back."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .rows import RowOrders
 
 
 class KeysOnTheirWay:
-    """Keys and values of the layer on their way to the ranks whose queries see them. A `ReceivedKeys` of weft.kernels.
+    """An exchange of a layer's keys and values under way. A `ReceivedKeys` of weft.kernels.
 
-    Made by a hook of `KeysAndValues`, in place of the keys, and passed on by the layer as attention's argument `key`.
-    There `take_received` (hooks.py) makes it the argument `received`.
-    Communication: one all-to-all, started here and waited for in attention; in backward another one for the gradients,
-    started and waited for in attention's backward. None where no rank along "cp" needs a key of another.
+    A hook of `KeysAndValues` returns a KeysOnTheirWay instead of the keys, and the layer hands it to attention as the
+    argument `key`. There `take_received` (hooks.py) moves it to the argument `received`.
+    Communication: an all-to-all, started when the object is made and waited for in attention. A second all-to-all, of
+    gradients, is started and waited for in attention's backward. None where no rank along "cp" needs a remote key.
     """
 
     def __init__(self, key: DTensor, value: DTensor, order: RowOrders, window: int | None) -> None:
@@ -56,8 +56,8 @@ class KeysOnTheirWay:
     def take(self) -> tuple[DTensor, DTensor]:
         """The rank's own keys and values. Called once, before attention.
 
-        Afterwards this object does not refer to the tensors: autograd's graph keeps the object, and would keep the
-        tensors of a layer that is recomputed.
+        This object then drops the tensors. Autograd's graph keeps this object, and with the tensors would keep the
+        memory of a layer that is recomputed.
         """
         tensors, self._tensors = self._tensors, None
         assert tensors is not None, "attention takes the keys once"
@@ -87,10 +87,10 @@ class KeysOnTheirWay:
         return key, value
 
     def return_gradients(self, dkey: Tensor, dvalue: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Starts to send the gradients of received keys and values [1, R, kv_heads * D] to their ranks.
+        """Start to return the gradients of received keys and values, [1, R, kv_heads * D] each, to the senders.
 
-        Returns a function that adds what arrives in exchange to the gradients of this rank's own keys and values, in
-        the order of the ranks.
+        Returns a function add(dkey, dvalue) for this rank's own keys and values, which waits for the gradients from all
+        ranks and adds in place, in the order of the ranks. dkey, dvalue: [tokens, kv_heads * D].
         """
         exchange = self._exchange
         if not exchange.is_needed:
@@ -105,7 +105,7 @@ class KeysOnTheirWay:
             counts = list(exchange.sent_counts)
             parts = zip(torch.split(exchange.sent, counts), torch.split(arrived, counts), strict=True)
             for tokens, part in parts:
-                # a receiver returns a token once, so each call adds no element twice, and the sum has one order
+                # a receiver returns a token once, so a call adds no element twice, and the order of sums is fixed
                 dkey.index_add_(0, tokens, part[:, :width])
                 dvalue.index_add_(0, tokens, part[:, width:])
 
@@ -122,7 +122,7 @@ class KeysOnTheirWay:
         return (yield from self._exchanged(outgoing, exchange.received_counts, exchange.sent_counts))
 
     def _exchanged(self, outgoing: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Running:
-        """An all-to-all of rows of `outgoing`. sent, received: numbers of rows, by member of the group."""
+        """An all-to-all of the rows of `outgoing`. sent, received: the number of rows for each rank of the group."""
         announce(LazyText(lambda: f"keys by documents over {CONTEXT_AXIS!r}"), ranks=sorted(self._ranks or ()))
         arrived = outgoing.new_empty((sum(received), outgoing.shape[1]))
         work = dist.all_to_all_single(arrived, outgoing, list(received), list(sent), self._group, async_op=True)
@@ -132,7 +132,7 @@ class KeysOnTheirWay:
 
 
 def exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: torch.device) -> Exchange:
-    """This rank's exchange for rows in this order, with its tensors on `device`. window: of the attention."""
+    """This rank's exchange for rows in `order`. mesh: of the keys. window: the attention's. device: of the exchange."""
     at = process_mesh(mesh).coordinate(this_rank())
     assert at is not None, "ranks outside the mesh exchange no keys"
     return order.exchange(group_along(mesh, (CONTEXT_AXIS,))[1], at[CONTEXT_AXIS], window, device)
@@ -141,17 +141,18 @@ def exchange_on(mesh: DeviceMesh, order: RowOrders, window: int | None, device: 
 def prepare_exchanges(
     model: nn.Module, mesh: ProcessMesh, order: RowOrders, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Makes the exchanges of all attention layers, and keeps them in `order`. Called by `prepare_rows`.
+    """Plan the exchanges of all attention layers ahead of a step; `order` caches the plans. Called by `prepare_rows`.
 
     On a CPU also plans the calls of torch's fused attention. dtype: of the queries.
+    Communication: none, apart from making the mesh's process groups.
     """
     attends = [each for each in model.modules() if isinstance(each, DotProductAttention)]
     for window in {each.window for each in attends}:
         exchange = exchange_on(device_mesh(mesh, device.type), order, window, device)
         for visible in (exchange.own, exchange.received) if device.type == "cpu" else ():
-            visible.batch(dtype)
+            visible.fused_calls(dtype)
 
 
 def _selected(rows: Tensor, indices: Tensor) -> Tensor:
-    """The rows with these indices. On the meta device, as many."""
+    """The rows with these indices; on the meta device, a tensor of the result's shape."""
     return rows.new_empty((len(indices), rows.shape[1])) if rows.is_meta else rows.index_select(0, indices)

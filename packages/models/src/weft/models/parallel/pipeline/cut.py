@@ -1,4 +1,4 @@
-"""Where a model is cut: the layers, and the modules and parameters around the layers, that each stage has.
+"""Cuts a model into stages: which layers, and which modules and parameters around the layers, each stage holds.
 
 `cut` makes the stages. `follow` finds which modules and parameters each layer reads, by running the model's own forward
 on shapes and following the autograd graph.
@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...schedules.pipeline_plan import PipelinePlan, Split
 from ...schedules.schedule import Schedule
 
-TOKENS = (2, 2)  # [B, T] of the tokens on whose shape the forward runs
-END = -1  # as a reader: the rest of the model, after the last layer
+TOKENS = (2, 2)  # [B, T] of the tokens with which `follow` runs the forward on shapes
+END = -1  # in place of a layer's number: the rest of the model, after the last layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,31 @@ class Cut:
 
     layers: tuple[str, ...]  # the names of the listed layers, in order
     ranges: tuple[tuple[int, int], ...]  # the layers of each stage, [start, stop)
-    units: dict[str, frozenset[int]]  # modules outside the list, and the stages that use their outputs
-    parameters: dict[str, frozenset[int]]  # parameters by their first names, and the stages that hold them
+    units: dict[str, frozenset[int]]  # {module outside the list of layers: the stages using the output}
+    parameters: dict[str, frozenset[int]]  # {a parameter's first name: the stages with the parameter}
 
     def shared(self, rank_of: Callable[[int], int]) -> dict[str, tuple[int, ...]]:
-        """The parameters that several ranks along "pp" hold, with the ranks' coordinates on "pp", ascending.
+        """{parameter held by several ranks along "pp": the ranks' coordinates on "pp", ascending}.
 
-        rank_of: the coordinate on "pp" that holds a stage.
+        rank_of: maps a stage to the coordinate on "pp" of the rank with the stage.
         """
         ranks = {name: tuple(sorted(set(map(rank_of, stages)))) for name, stages in self.parameters.items()}
         return {name: each for name, each in ranks.items() if len(each) > 1}
+
+    def stages_of(self, module: str) -> frozenset[int]:
+        """The stages that call a module, by its name; all stages for a module outside of layers and units."""
+        layer = next((i for i, each in enumerate(self.layers) if f"{module}.".startswith(f"{each}.")), None)
+        if layer is not None:
+            return frozenset({_stage_of(layer, self.ranges)})
+        units = (stages for unit, stages in self.units.items() if f"{module}.".startswith(f"{unit}."))
+        return next(units, frozenset(range(len(self.ranges))))
 
 
 def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
     """Cut a model as the plan says. The model is not changed, and no data is computed.
 
-    Raises ValueError for a model without a list of layers, for more stages than layers, for layer counts that do
-    not add up, for a split point that is no layer, and as `follow` does.
+    Raises ValueError for a model without a list of layers, for more stages than layers, for layer counts with a
+    wrong sum, for a split point outside the layers, and as `follow` does.
     """
     layers, ranges = ranges_of(model, plan, schedule)
     flow = follow(model, layers)
@@ -58,7 +66,7 @@ def cut(model: nn.Module, plan: PipelinePlan, schedule: Schedule) -> Cut:
         return frozenset(last if reader == END else _stage_of(reader, ranges) for reader in readers)
 
     units = {
-        unit: stages(flow.units[unit]) if unit in flow.units else everywhere for unit in gathering_units(model, layers)
+        unit: stages(flow.units[unit]) if unit in flow.units else everywhere for unit in units_around(model, layers)
     }
     inside = {name: frozenset({_stage_of(i, ranges)}) for i, name in enumerate(layers)} | units
     stages_of: dict[nn.Parameter, frozenset[int]] = {}
@@ -168,15 +176,15 @@ class Flow:
     """The data flow between a model's list of layers and the modules around the list. Made by `follow`."""
 
     layers: tuple[str, ...]  # the names of the listed layers, in the order of their calls
-    # Each unit, a largest module outside the list, and the layers reading the unit's outputs, END included. There is no
-    # entry if autograd follows none of the outputs; integers, for example, cannot be followed.
+    # {unit: the layers reading the unit's outputs}; END may be among the readers. A unit is a largest module outside
+    # the list of layers. A unit whose outputs autograd cannot follow, as integers, has no entry.
     units: dict[str, set[int]] = field(default_factory=dict)
-    # Each parameter of a module around the list, and the layers that read the parameter, END included.
+    # {parameter of a module around the list of layers: the layers reading the parameter}; END may be a reader.
     parameters: dict[str, set[int]] = field(default_factory=dict)
 
 
-def gathering_units(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The names of the largest modules that neither contain nor are contained in a listed layer."""
+def units_around(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """The names of the units: the largest modules that neither contain a listed layer nor lie within a listed layer."""
     around = {name.rpartition(".")[0] for name in layers}
     for name in list(around):
         while name:
@@ -191,11 +199,10 @@ def gathering_units(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
-    """Find what each listed layer reads, by running the model's forward in eval mode on the shapes of a few tokens.
+    """Find the readers of each unit and parameter, by running the model's forward in eval mode on meta tensors.
 
-    Nothing is computed, and the model is unchanged. The model can be cut between layers called once each, in order,
-    each reading the output of the previous layer and of no other layer.
-    Raises ValueError for any other model.
+    The model is unchanged. Raises ValueError for a model that cannot be cut between the listed layers: each layer must
+    be called once, in order, and may read the output of the previous layer only.
     """
     flow = Flow(tuple(layers))
     call_order: list[int] = []
@@ -252,7 +259,7 @@ def follow(model: nn.Module, layers: Sequence[str]) -> Flow:
             modules[name].register_forward_hook(leave(i)),
         )
     ]
-    handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in gathering_units(model, layers)]
+    handles += [model.get_submodule(unit).register_forward_hook(mark(unit)) for unit in units_around(model, layers)]
     try:
         with torch.device("meta"), _in_eval_mode(model), torch.enable_grad():
             state = {name: _meta_like(value) for name, value in _state(model)}
@@ -280,13 +287,13 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _meta_like(value: Tensor) -> Tensor:
-    """A meta tensor like `value`; requires grad if floating-point, for autograd to follow the tensor's uses."""
+    """A meta tensor like `value`; requires grad if floating-point, for autograd to follow the uses."""
     shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return shape.requires_grad_(value.is_floating_point())
 
 
 class _Mark(torch.autograd.Function):
-    """The identity. Its node in the autograd graph has an attribute `unit`: the name of the unit whose output x is."""
+    """The identity. The node in the autograd graph gets an attribute `unit`: the name of the unit with the output x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: str) -> Tensor:
@@ -299,7 +306,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _mark(x: Any, unit: str) -> Any:
-    """x, if autograd follows x, marked as an output of the unit."""
+    """Mark x as an output of the unit, if autograd follows x."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return _Mark.apply(x if x.requires_grad else x.detach().requires_grad_(), unit)  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
 """Messages between pipeline stages.
 
-A message has the tensors of a microbatch, from each rank of a stage to its peer in the next stage. The receiver gets
-the form of a message as JSON: structure, shapes, dtypes and layouts. JSON and not pickle, because forms are published
-in a store to which strangers may be able to write, and a pickle can run any program.
+A message carries the tensors of a microbatch from each rank of a stage to the peer: the rank at the same place in the
+neighboring stage. The receiver gets the message's form as JSON: structure, shapes, dtypes and layouts. JSON and not
+pickle, because forms are published in a store to which strangers may be able to write, and a pickle can run any
+program.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _MAPPINGS: Mapping[str, Callable[[Iterable[Any]], Any]] = {"dict": dict, "Ordere
 
 
 class Channel:
-    """One direction between two neighboring stages, as seen by one of its two ranks.
+    """A direction between two neighboring stages: an end of the channel, on the sending or on the receiving rank.
 
     Each channel has a process group of its own, so channels never wait for each other. Sends return at once. The
-    receiver posts the next receive ahead of time. The form of a message (structure, shapes, dtypes, layouts) is
-    published in the world's store, once for each kind of microbatch, with the first message of the kind. Both ranks
-    have the same coordinates in their stages' meshes, so shards correspond.
+    receiver posts the next receive ahead of time. The form of a message is published in the world's store, once for
+    each kind of microbatch, with the first message of the kind. Both ranks have the same coordinates in the meshes of
+    their stages, so shards correspond.
     mesh: the mesh of the stages of this rank.
     forms: the forms of messages that are known beforehand, by kind.
     """
@@ -74,8 +75,8 @@ class Channel:
         self._ahead: tuple[list[Tensor], list[dist.Work]] | None = None  # the receive posted ahead: buffers and works
 
     def send(self, message: Any, kind: Any) -> None:
-        """Start to send a message, a tree of tensors and small values. kind: equal for microbatches whose messages
-        have one form.
+        """Start to send a message, a tree of tensors and small values. kind: `Microbatch.kind`; messages of a kind must
+        have equal forms.
         """
         leaves, structure = tree_flatten(message)
         leaf_forms = structure, [_leaf_form(leaf) for leaf in leaves]
@@ -90,7 +91,9 @@ class Channel:
                     self._start_send((leaf.to_local() if isinstance(leaf, DTensor) else leaf.detach()).contiguous())
 
     def receive(self, kind: Any, more: bool) -> Any:
-        """The next message. more: whether another message follows; its receive is then posted now."""
+        """Wait for the next message. kind: `Microbatch.kind`. more: whether to post the receive of a further
+        message.
+        """
         if kind not in self._expected:
             if kind not in self._forms:
                 self._forms[kind] = decode_form(world().wait_for_message(f"{self._key}, {kind}"))
@@ -140,7 +143,7 @@ class Channel:
 
 
 class _Expected:
-    """Builds the received messages of one form; what these messages have in common is found once."""
+    """Builds received messages of a given form; caches the structure and the specs of DTensors."""
 
     def __init__(self, form: Any, mesh: ProcessMesh, device: torch.device) -> None:
         self._leaves, self._structure = tree_flatten(form)
@@ -173,7 +176,7 @@ class Handover:
         self._messages: deque[Any] = deque()
 
     def send(self, message: Any, kind: Any) -> None:
-        """Keep the message, with its tensors detached."""
+        """Keep the message, with detached tensors."""
         self._messages.append(
             tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, message)
         )
@@ -187,10 +190,10 @@ class Handover:
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """torch's `get_gradient_edge`, of a DTensor with stacked addends, too.
+    """torch's `get_gradient_edge`, extended to DTensors with stacked addends. Communication: none.
 
-    torch keeps the graph alive by the node of a view of the tensor, and cannot view a stack in the global shape; the
-    node of a view of this rank's memory does as well. Communication: none.
+    torch keeps the graph alive through a view of the tensor, and a stack cannot be viewed in the global shape. A view
+    of this rank's memory keeps the graph alive as well.
     """
     node = tensor.grad_fn
     if node is None or not isinstance(tensor, DTensor) or memory_of(tensor).ndim == tensor.ndim:
@@ -238,9 +241,9 @@ def encode_form(form: Any) -> bytes:
 
 
 def decode_form(encoded: bytes) -> Any:
-    """The form written by `encode_form`. Nothing is called by a name in the text; only dtypes are looked up by name.
+    """The form written by `encode_form`. Safe for text of strangers: names in the text are looked up as dtypes only.
 
-    Raises ValueError for other text.
+    Raises ValueError for text that is no form.
     """
     try:
         return _of_json(json.loads(encoded))

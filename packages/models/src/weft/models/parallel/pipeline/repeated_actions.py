@@ -1,8 +1,8 @@
-"""A pipeline's actions on shapes: few of the microbatches run, and the recorded collectives stand for all microbatches.
+"""Records a pipeline's step on shapes faster: a few microbatches run, and their collectives are copied for the rest.
 
-A module of Weft has the same state for all microbatches of equal shapes: parameters and shapes alone decide its calls.
-So a stage's forward issues the same collectives for each microbatch, and so does a stage's backward. The messages
-between stages are not copied: every microbatch sends and receives, in the schedule's order.
+In modules of Weft, parameters and shapes alone decide which collectives a call issues. A stage's forward therefore
+issues equal collectives for all microbatches of equal shapes, and so does a stage's backward. Messages between stages
+are not copied: every microbatch sends and receives, in the schedule's order.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from weft.reshard.extension import Recorded
 from ...schedules.schedule import Action
 
 FIRST = 0  # the microbatch whose gradients are new; later microbatches add to these
-_OWN = ("weft.", "torch.nn.")  # packages whose modules have the same state for all microbatches
+_OWN = ("weft.", "torch.nn.")  # packages whose modules issue equal collectives for equal shapes
 
 
 class RepeatsDiffer(Exception):
-    """A microbatch's collectives differ from the second microbatch's, or cannot be copied."""
+    """A microbatch's collectives differ from the second microbatch's, or cannot be copied. All microbatches must
+    run.
+    """
 
 
 @dataclass(slots=True)
 class RepeatedActions:
-    """Runs the actions of a step's first, second and last microbatch; copies the second's for all between.
+    """Runs the actions of a step's first, second and last microbatch; copies the second's for the microbatches between.
 
-    recorded: the recording of the actions that run; the copies are added there.
-    The last microbatch's collectives are compared with the second's, as a sample of the microbatches between.
+    Made by `run_on_shapes` for a step, and called by the pipeline.
+    The last microbatch's collectives are compared with the second's, as a check of the copies.
+    recorded: the recording of the step, where the copies are added.
     """
 
     recorded: Recorded
-    _found: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)  # of the second microbatch
-    _copied: set[tuple[int, int]] = field(default_factory=set)  # stages and microbatches whose forward did not run
+    # {(kind of action, stage, kind of microbatch): (collectives, result)} of the second microbatch.
+    _found: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
+    _copied: set[tuple[int, int]] = field(default_factory=set)  # (stage, microbatch) whose forward was copied
 
     def run(self, action: Action, kind: Any, count: int, work: Callable[[], Any]) -> Any:
-        """The result of `work` for this microbatch; for a copied action, the second microbatch's result.
+        """Run or copy an action. Returns the result of `work`; for a copied action, the second microbatch's result.
 
-        work: the action without messages. kind: `Microbatch.kind`. count: the number of microbatches in the step.
+        kind: `Microbatch.kind`. count: the number of microbatches in the step. work: runs the action, without messages.
         Raises RepeatsDiffer where the action's collectives cannot be copied, or differ from the second microbatch's.
         """
         key = action.kind, action.stage, kind
@@ -65,10 +69,9 @@ class RepeatedActions:
 
 
 def can_repeat(model: nn.Module, criterion: Any) -> bool:
-    """Whether microbatches of equal shapes issue the same collectives: model and criterion are Weft's own.
+    """Whether microbatches of equal shapes issue equal collectives: true where model and criterion are Weft's own.
 
-    A hook, or a forward of foreign code, may count calls; such a model runs for every microbatch.
-    model: not laid out yet.
+    A hook, or a forward of foreign code, may behave differently from call to call. model: not laid out yet.
     """
     return _is_own(criterion) and all(_is_own_module(each) for each in model.modules())
 

@@ -46,7 +46,7 @@ _DTYPE_NAME_BYTES = 32  # bytes in which the name of a dtype is broadcast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One microbatch: the arguments of the model, and the targets of the loss."""
+    """A microbatch: the arguments of the model, and the targets of the loss."""
 
     args: tuple[Any, ...]  # of the model
     kwargs: dict[str, Any] = field(default_factory=dict)  # of the model
@@ -62,9 +62,9 @@ LossOf = Callable[[Any, Microbatch], Tensor]  # (the model's output, the microba
 
 
 class Pipeline:
-    """A cut model on this rank: its stages, its schedule, and its channels to neighboring stages.
+    """A cut model on this rank: stages, schedule, and channels to neighboring stages.
 
-    `parallelize` makes one for each cut model; `pipeline_of` finds it.
+    `parallelize` makes a Pipeline for each cut model; `pipeline_of` finds the model's.
     plan, schedule: how the model is cut, and the order of actions.
     mesh: the whole mesh, with the axis "pp".
     parameters: the parameters of all stages by name, as meta tensors.
@@ -91,10 +91,9 @@ class Pipeline:
         self.ran: list[Action] = []  # the actions of the last step, in order
         self.in_flight = 0  # the most microbatches, counted once per stage, held at once in the last step
         self._channels: dict[tuple[str, int], Channel | Handover] = {}  # by "F" or "B", and the stage entered
-        self._earlier_gradients: dict[str, Tensor] = {}  # the gradients that shared parameters had before this step
-        # Forms of messages that are known beforehand: by direction and the stage entered, then by kind.
+        # Forms of messages known beforehand: by direction and the stage entered, then by kind.
         self.forms: Mapping[tuple[str, int], Mapping[Any, Any]] = {}
-        self.repeated: RepeatedActions | None = None  # of the next step, on shapes
+        self.repeated: RepeatedActions | None = None  # set for the next step by a recording on shapes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise TypeError("a model that is cut into stages cannot be copied; parallelize a new model")
@@ -107,7 +106,7 @@ class Pipeline:
     def is_counted_here(self, name: str) -> bool:
         """Whether this rank counts the parameter `name` where each parameter must count once over "pp", as in a norm.
 
-        Of the ranks along "pp" that hold the parameter, the first counts it.
+        The first of the ranks along "pp" with the parameter does.
         """
         return name not in self.shared or self.shared[name][0] == self._coordinate[PIPELINE_AXIS]
 
@@ -132,7 +131,7 @@ class Pipeline:
         schedule = self.schedule
         if len(microbatches) != schedule.microbatches:
             schedule = self.plan.make_schedule(schedule.ranks, len(microbatches))
-        self._save_earlier_gradients(model)
+        self._keep_earlier_gradients_once(model)
         run = _Run(self, model, microbatches, loss_of, call_context)
         run.repeated, self.repeated = self.repeated, None
         with keep_gathered(model), accumulating(), sharing_casts() if self._shares_casts else nullcontext():
@@ -157,11 +156,9 @@ class Pipeline:
         return run.outputs
 
     def add_shared(self, model: nn.Module) -> None:
-        """Sum this step's gradients of parameters that several stages hold; the sum is equal to the bit on all
-        these stages.
+        """Sum the gradients of shared parameters, held by several stages. The sum has equal bits on all stages.
 
-        The sum is added to the parameter's gradient from before the step.
-        Communication: for each shared parameter, an all-reduce among the ranks, one per stage, holding this shard.
+        Communication: for each shared parameter, an all-reduce among the ranks along "pp" with the parameter.
         """
         for name, parameter in self._own_shared_parameters(model):
             coordinates = self.shared[name]
@@ -169,26 +166,22 @@ class Pipeline:
                 parameter.grad = torch.zeros_like(parameter)
             local = _local(parameter.grad)
             wait_for(dist.all_reduce(local, group=self._group("shared parameters", coordinates), async_op=True))
-            earlier_gradient = self._earlier_gradients.pop(name, None)
-            if earlier_gradient is not None:
-                local.add_(_local(earlier_gradient))
 
-    def _save_earlier_gradients(self, model: nn.Module) -> None:
-        """Move the gradients that shared parameters have from earlier steps to `_earlier_gradients`.
+    def _keep_earlier_gradients_once(self, model: nn.Module) -> None:
+        """Drop the gradients that shared parameters have from earlier steps, except on the first of their stages.
 
-        They are sums over the stages already, and must not be summed over the stages again.
+        They are sums over the stages already, and count once in the next sum.
         """
-        self._earlier_gradients.clear()
         for name, parameter in self._own_shared_parameters(model):
             grad = parameter.grad
-            if grad is None or isinstance(grad, GradPlaceholder):
+            if grad is None or isinstance(grad, GradPlaceholder) or self.is_counted_here(name):
                 continue
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 continue  # a partial sum, from a backward pass after which wait() was not called
-            self._earlier_gradients[name], parameter.grad = grad, None
+            parameter.grad = None
 
     def _own_shared_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The trainable parameters of this rank that stages on other ranks hold too, with their names."""
+        """(name, parameter) of this rank's trainable shared parameters."""
         for name, coordinates in self.shared.items():
             if self._coordinate[PIPELINE_AXIS] in coordinates:
                 parameter = model.get_parameter(name)
@@ -199,8 +192,9 @@ class Pipeline:
         """A parameter of any stage in full, on every rank. Every rank calls this, for all parameters in the same
         order.
 
-        read: returns the parameter, or a copy to use instead; called on the ranks of a stage that holds the parameter.
-        Communication: as `read` does; on the ranks of a stage that holds the parameter, the reshard to Replicate;
+        read: returns the parameter, or a copy to use instead; called on the ranks of the first stage with the
+            parameter.
+        Communication: as `read` does; on the ranks of the first stage with the parameter, the reshard to Replicate;
         two broadcasts over "pp", of the dtype's name and of the values.
         """
         first = min(self.schedule.rank_of(stage) for stage in self.stages.cut.parameters[name])
@@ -225,19 +219,19 @@ class Pipeline:
         """The sum of a number over "pp", on every rank, in the dtype of this rank's number. Dtypes may differ
         between ranks.
 
-        Communication: an all-reduce of a float64, since no rank knows the dtype of a loss that another stage computes.
+        Communication: an all-reduce of a float64, since no rank knows the dtype of a loss on a remote stage.
         """
         group, total = self._group("sums", range(self.mesh.axis_size(PIPELINE_AXIS))), number.double()
         wait_for(dist.all_reduce(total, group=group, async_op=True))
         return total.to(number.dtype)
 
     def finish_sends(self) -> None:
-        """Wait until all messages sent to other stages have been received."""
+        """Wait until the peers have received all messages sent."""
         for channel in self._channels.values():
             channel.finish()
 
     def _group(self, purpose: str, coordinates: Iterable[int]) -> dist.ProcessGroup:
-        """The process group of the ranks at these coordinates on "pp", and at this rank's coordinates on all other
+        """The process group of the ranks at these coordinates on "pp", and at this rank's coordinates on further
         axes.
         """
         ranks = [self.mesh.rank_at(**{**self._coordinate, PIPELINE_AXIS: each}) for each in coordinates]
@@ -266,15 +260,15 @@ class Pipeline:
 
 
 class _Held(NamedTuple):
-    """What a stage holds of a microbatch from forward to backward, besides autograd's saved tensors."""
+    """The data of a microbatch kept by a stage from forward to backward, besides autograd's saved tensors."""
 
-    received: list[Tensor]  # the received activations that require grad; backward sends their gradients back
+    received: list[Tensor]  # the received activations requiring grad; backward sends their gradients back
     outputs: list[GradientEdge]  # where the gradients of the stage's outputs enter; the values went to the next stage
-    first_gradients: list[Tensor] | None  # of the loss, on the last stage
+    first_gradients: list[Tensor] | None  # on the last stage, the gradients of the loss: ones; None on earlier stages
 
 
 class _Run:
-    """One step of a pipeline: carries out actions, and holds microbatches between forward and backward."""
+    """A step of a pipeline: carries out actions, and holds microbatches between forward and backward."""
 
     def __init__(
         self,
@@ -358,7 +352,7 @@ class _Run:
             del self._held[key]
 
     def _run(self, action: Action, work: Callable[[], Any]) -> Any:
-        """What the work of an action returns."""
+        """Do the work of an action, or copy a recorded action under `RepeatedActions`; returns the work's result."""
         if self.repeated is None:
             return work()
         return self.repeated.run(action, self._kinds[action.microbatch], len(self._microbatches), work)
@@ -386,8 +380,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def stage_mesh_of(mesh: ProcessMesh, coordinate: int) -> ProcessMesh:
-    """The mesh of the stages at a coordinate on "pp": the mesh without "pp"; one process where "pp" is
-    the only axis.
+    """The mesh of the stages at a coordinate on "pp": the mesh without "pp". A mesh of a single rank where "pp" is the
+    only axis.
     """
     if mesh.ndim == 1:
         return ProcessMesh([mesh.rank_at(**{PIPELINE_AXIS: coordinate})], ["dp"])

@@ -1,4 +1,4 @@
-"""The stages of a cut model on one rank. The model's own forward runs, limited to one stage at a time."""
+"""Runs the model's own forward for a single stage of a cut model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.reshard.extension import tensors_of
 
 from .cut import Cut
 
-KINDS = 64  # kinds of arguments for which a module's output shapes are cached: more than occur in a step
+KINDS = 64  # the most kinds of arguments for which `_Absent` caches outputs: more than occur in a step
 
 
 class _StageEnd(Exception):
@@ -28,11 +28,11 @@ class _StageEnd(Exception):
 
 
 class Stages:
-    """The stages of a cut model that a rank holds, and the stage that runs now. Made by `parallelize`.
+    """The stages of a cut model that a rank holds. Made by `parallelize`. cut: of the model. own: the rank's stages.
 
-    `forward` runs the model's own forward for one stage. A layer before the stage returns the received activations.
-    The forward is left after the stage's last layer, so later layers are never called. A module outside the list of
-    layers, if unused by the stage, computes only the shapes of outputs, without data.
+    `forward` runs the model's own forward for a stage. A layer before the stage returns the received activations. The
+    forward ends after the stage's last layer, so later layers are never called. A module outside the list of layers, if
+    unused by the stage, computes only the shapes of outputs, without data.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, own: Sequence[int]) -> None:
@@ -41,13 +41,13 @@ class Stages:
         self._received: Any = None
         # Parameters of modules around the layers that other stages hold: module, name, and shape as a meta tensor.
         self._foreign_parameters: list[tuple[nn.Module, str, Tensor]] = []
-        self._device: torch.device | None = None  # of the tensors put in their places
+        self._device: torch.device | None = None  # of the tensors that now replace the foreign parameters
         absent = [unit for unit, stages in cut.units.items() if len(stages) < len(cut.ranges)]
         self._absent = {unit: _Absent(model.get_submodule(unit)) for unit in absent}
         self._remove_foreign(model)
 
     def route_calls(self, model: nn.Module) -> None:
-        """Route the calls of layers and units through this object, which acts by the stage that runs.
+        """Route the calls of the listed layers, and of `Cut.units`, through this object: the running stage decides.
 
         Called last, so that hooks, gathers and compiled code registered before run inside of the routed calls.
         """
@@ -65,7 +65,7 @@ class Stages:
     def forward(
         self, model: nn.Module, stage: int, received: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the forward of one stage: returns its last layer's output; for the last stage, the model's output.
+        """Run the forward of a stage. Returns the last layer's output; for the last stage, the model's output.
 
         received: the output of the previous stage's last layer; None for the first stage.
         args, kwargs: the arguments of the whole model.
@@ -86,10 +86,7 @@ class Stages:
         return self._running
 
     def _place_shapes(self, arguments: Any) -> None:
-        """Put tensors without data in the places of other stages' parameters.
-
-        arguments: of the model; the tensors are put on the device of these arguments.
-        """
+        """Replace the parameters of foreign stages by tensors without data, on the device of the model's arguments."""
         if not self._foreign_parameters:
             return
         device = _device_of(arguments)
@@ -148,9 +145,9 @@ class Stages:
 
 
 def _route_calls(module: nn.Module, answer: Any) -> None:
-    """Make `called(run, args, kwargs)` answer the module's calls.
+    """Make each call of the module return `answer(run, args, kwargs)`.
 
-    run: the original call, with the module's hooks and compiled code.
+    run: the module's original call, with hooks and compiled code.
     """
     kind: Any = type(module)
     module.__class__ = _routed_class(kind)
@@ -159,9 +156,9 @@ def _route_calls(module: nn.Module, answer: Any) -> None:
 
 @lru_cache(maxsize=1024)
 def _routed_class(kind: Any) -> Any:
-    """A subclass of `kind`, of the same name, whose instances answer calls by their attribute `_called`.
+    """A subclass of `kind`, of the same name, whose calls go to the instance's attribute `_called`.
 
-    torch's fully_shard swaps classes likewise: the names of modules, and isinstance(), work as before.
+    torch's fully_shard swaps classes in this way, too: names of modules and isinstance() work as before.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,10 +189,9 @@ def _fake(x: Tensor, device: torch.device) -> Tensor:
 
 
 class _Absent:
-    """A module of other stages, called on shapes alone: a copy without data, on the device of the arguments.
+    """Stands for a module that this rank's stage does not use: a copy without data, which computes shapes of outputs.
 
-    Outputs are cached by the shapes of the arguments: on shapes, an op takes the host ten times as long as on small
-    tensors.
+    Outputs are cached by `_kind`, since an op on shapes takes the host ten times as long as on small tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -223,9 +219,9 @@ class _Absent:
 
 
 def _kind(arguments: Any) -> Any:
-    """A key that is equal for arguments (args, kwargs) from which a module makes the same shapes.
+    """A cache key: equal keys of arguments (args, kwargs) give outputs of equal shapes.
 
-    None where the arguments hold anything but tensors and plain values.
+    None, for no caching, where the arguments hold more than tensors and plain values.
     """
     args, kwargs = arguments
     if not kwargs and all(isinstance(x, Tensor) for x in args):

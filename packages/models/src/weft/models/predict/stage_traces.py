@@ -1,0 +1,158 @@
+"""`StageTraces`: traces for any rows and any sizes of "tp" and "cp", from few runs on shapes.
+
+The bytes, operations and sizes of an event are products of dimensions. Rows, 1 / tp and 1 / cp are each a factor of at
+most a single dimension, and the share received by a rank, (tp - 1) / tp, adds a multiple of 1 / tp. Each number is
+therefore linear in the rows, in 1 / tp and in 1 / cp, and two sizes give the numbers of all sizes. With more ranks of
+"tp" than heads of keys, the heads are replicated, and the real numbers are higher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import product
+
+from .bounds import PHASES
+from .events import Compute, Event, Segment, Start, Trace, Wait
+from .plans import Candidate
+from .price import product_bytes
+from .workload import Workload
+
+Weights = tuple[tuple[int, Fraction], ...]  # traced sizes, each with the weight of the trace's numbers
+ROWS = (2, 3)  # traced for all numbers of rows above 1; a single row differs, because some copies are views then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTraces:
+    """The traces of a workload's candidates: few are run, and the rest is computed from the traces run."""
+
+    workload: Workload
+    # The two least sizes above 1 in a search, from which larger sizes follow; () to run each size.
+    tp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = ()
+    num_experts: int = 0  # of a mixture: tokens are divided evenly among them
+    _traces: dict[tuple[Candidate, int], Trace] = field(default_factory=dict)
+
+    def trace(self, candidate: Candidate, rows: int) -> Trace:
+        """The trace of a candidate's step whose microbatches have `rows` rows over all ranks.
+
+        Apart from rounding, each number is at most the number in `Workload.trace`. With dp=1, the trace ends with the
+        backward passes, because later collectives depend on the data axes. Raises ValueError where the model refuses
+        the candidate.
+        """
+        key = candidate, rows
+        if key not in self._traces:
+            found = self._derived(candidate, rows)
+            if found is None:
+                found = self.workload.trace(candidate, rows)
+                found = passes(found) if candidate.dp == 1 else found
+            self._traces[key] = found
+        return self._traces[key]
+
+    def _derived(self, candidate: Candidate, rows: int) -> Trace | None:
+        """The trace computed from traces of the least sizes; None where the candidate has to be run."""
+        of_rows = ((rows, Fraction(1)),) if rows <= max(ROWS) else tuple(zip(ROWS, line(ROWS, rows), strict=True))
+        of_tp, of_cp = self._weights(self.tp, candidate.tp), self._weights(self.cp, candidate.cp)
+        if len(of_rows) == len(of_tp) == len(of_cp) == 1 or not self._is_even(candidate):
+            return None
+        parts = list(product(of_rows, of_tp, of_cp))
+        traces = [self.trace(replace(candidate, tp=tp, cp=cp), count) for (count, _), (tp, _), (cp, _) in parts]
+        weights = [math.prod((weight for _, weight in part), start=Fraction(1)) for part in parts]
+        return combined(traces, weights, {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp})
+
+    def _weights(self, least: Sequence[int], size: int) -> Weights:
+        if len(least) < 2 or size in (1, *least):
+            return ((size, Fraction(1)),)
+        of_inverses = line([Fraction(1, each) for each in least], Fraction(1, size))
+        return tuple(zip(least, of_inverses, strict=True))
+
+    def _is_even(self, candidate: Candidate) -> bool:
+        """Whether "tp" and "cp" cut tokens and parameters evenly, so that all numbers are linear.
+
+        Under ulysses a rank receives (cp - 1) / cp**2 of a tensor, which is not linear in 1 / cp.
+        """
+        tp, cp = candidate.tp, candidate.cp
+        if candidate.context == "ulysses" and cp not in (1, *self.cp):
+            return False
+        sizes = {size for each in self.workload.model.parameters() if each.dim() > 1 for size in each.shape}
+        parts = 2 * cp * tp * max(1, self.num_experts)
+        return self.workload.tokens % parts == 0 and all(size % tp == 0 for size in sizes)
+
+
+def least_two(candidates: Iterable[Candidate]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The two least sizes above 1 of "tp" and of "cp" among the candidates, for `StageTraces`."""
+    sizes = {(candidate.tp, candidate.cp) for candidate in candidates}
+    tp, cp = (tuple(sorted(set(each) - {1})[:2]) for each in zip(*sizes, strict=True))
+    return tp, cp
+
+
+def line(points: Sequence[int | Fraction], at: int | Fraction) -> tuple[Fraction, Fraction]:
+    """The weights by which a line's values at two `points` add up to the line's value `at` a third point."""
+    first, second = points
+    weight = Fraction(at - first) / (second - first)
+    return 1 - weight, weight
+
+
+def passes(trace: Trace) -> Trace:
+    """The trace without the segments after backward, which depend on the data axes."""
+    return replace(trace, segments=tuple(each for each in trace.segments if each.phase in PHASES))
+
+
+def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mapping[str, int]) -> Trace | None:
+    """The trace whose numbers are the weighted sums of the traces' numbers, rounded down.
+
+    None for traces that differ in events, and not in numbers alone.
+
+    sizes: of the mesh's axes, outermost first, for the groups of collectives.
+    """
+    divisor = math.lcm(*(weight.denominator for weight in weights))
+    factors = [int(weight * divisor) for weight in weights]
+
+    rounded = math.ceil(sum(map(abs, weights)))  # bytes: a trace's shares of a tensor are rounded
+
+    def total(numbers: Sequence[int]) -> int:
+        return sum(map(int.__mul__, factors, numbers)) // divisor
+
+    def event(events: Sequence[Event]) -> Event:
+        first = events[0]
+        if isinstance(first, Wait):
+            return first
+        nbytes = total([each.nbytes for each in events])  # type: ignore[union-attr]
+        if isinstance(first, Start):
+            size = math.prod(sizes[axis] for axis in first.axes)
+            axes = list(sizes)
+            inner = axes[1 + max(map(axes.index, first.axes)) :]
+            nbytes = max(0, nbytes - rounded)
+            return replace(first, nbytes=nbytes, size=size, stride=math.prod(sizes[axis] for axis in inner))
+        products = tuple(
+            tuple(map(total, zip(*each, strict=True)))
+            for each in zip(*(each.sizes for each in events), strict=True)  # type: ignore[union-attr]
+        )
+        squares = (len({M, N, K}) < 3 for each in events if first.kind == "product" for _, M, N, K in each.sizes)  # type: ignore[union-attr]
+        if any(squares):  # in a trace with squares, an operand and the transpose count once
+            nbytes = min(nbytes, sum(product_bytes(each, first.dtype) for each in products))
+        flops = total([each.flops for each in events])  # type: ignore[union-attr]
+        return replace(first, nbytes=nbytes, flops=flops, sizes=products)
+
+    if len({tuple(map(_form, trace.segments)) for trace in traces}) > 1:
+        return None
+    segments = tuple(
+        replace(each[0], events=tuple(map(event, zip(*(segment.events for segment in each), strict=True))))
+        for each in zip(*(trace.segments for trace in traces), strict=True)
+    )
+    return replace(traces[0], segments=segments, message_bytes=total([each.message_bytes for each in traces]))
+
+
+def _form(segment: Segment) -> tuple[object, ...]:
+    """A segment without numbers: equal for segments that `combined` can add."""
+    events = tuple(
+        (each.name, each.part, each.kind, each.dtype, each.num_launches, *map(len, each.sizes))
+        if isinstance(each, Compute)
+        else (each.kind, each.axes, each.purpose)
+        if isinstance(each, Start)
+        else ()
+        for each in segment.events
+    )
+    return segment.phase, segment.microbatch, segment.blocks, segment.place, events

@@ -1,0 +1,156 @@
+"""`Use`: a module's use of a parameter that other modules share, with a gradient of its own up to the ranks' sum.
+
+Autograd adds the gradients of all uses of a parameter on each rank, before the ranks' sum. Where the uses are on two
+stages of a pipeline, the ranks of each stage sum the gradient of their use, and these sums are added. With separate
+uses one stage adds in the same order: a stand-in takes the gradient of a use, GradientSync synchronizes the stand-in
+like a parameter, and `GradientSync.wait()` adds the result to the parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from weft.mesh import Layout
+
+from ..moving.dtensor import layout_of, memory_of, wrap
+from ..world.groups import this_rank
+from .full_parameters import FullParameter
+from .pending_gradient import Leaf, as_dtensor, grad_of, sum_of
+
+_USES = "_separate_uses"  # attribute of a module: its separate uses, by the parameter's name
+
+
+class _Enter(torch.autograd.Function):
+    """(parameter, stand-in) -> the parameter's values. The gradient goes to the stand-in."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, stand_in: Tensor) -> Tensor:
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+class Use:
+    """The use of the shared parameter `module.name` in calls of `module`. Made by `separate_use`."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        # The leaf that takes the gradient, and the GradientSync that synchronizes the leaf.
+        self._stand_in: DTensor | None = None
+        self._synchronized_by: weakref.ref[Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Use:
+        """The use in the copied module, which has no GradientSync yet."""
+        return Use(copy.deepcopy(self._module, memo), self._name)
+
+    @property
+    def parameter(self) -> DTensor:
+        """The parameter now in the module: of a sharded one the full copy while the module computes."""
+        parameter = self._module._parameters[self._name]
+        assert isinstance(parameter, DTensor), "a parallel model's parameters are DTensors"
+        return parameter
+
+    def give_stand_in(self, stand_in: DTensor | None, sync: object) -> None:
+        """From now on the gradient goes to `stand_in`, while `sync` is alive; None: to the parameter again."""
+        self._stand_in, self._synchronized_by = stand_in, weakref.ref(sync)
+
+    def enter(self) -> DTensor:
+        """Put the parameter's values, with the stand-in's gradient, into the module; return the parameter."""
+        parameter = self.parameter
+        has_sync = self._synchronized_by is not None and self._synchronized_by() is not None
+        if has_sync and self._stand_in is not None and parameter.requires_grad and torch.is_grad_enabled():
+            self._stand_in.requires_grad_(True)  # the parameter may be unfrozen since the last `wait()`
+            self._module._parameters[self._name] = _Enter.apply(parameter, self._stand_in)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def leave(self, parameter: DTensor) -> None:
+        """Put the parameter back. parameter: the result of `enter`."""
+        self._module._parameters[self._name] = parameter  # type: ignore[assignment]  # a DTensor that is a Parameter
+
+
+class _UseCall:
+    """Mixin put before a module's class: the module computes with its separate uses."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        uses: list[Use] = [*self.__dict__[_USES].values()]
+        entered = [use.enter() for use in uses]
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for use, parameter in zip(uses, entered, strict=True):
+                use.leave(parameter)
+
+
+def separate_use(module: nn.Module, name: str) -> None:
+    """Let the gradient of the shared parameter `module.name` by calls of `module` be synchronized by itself.
+
+    Without a GradientSync, autograd adds the gradients of all uses. Call it before `gather_when_called`.
+    """
+    if _USES not in module.__dict__:
+        kind = type(module)
+        qualified = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__dict__[_USES] = {}
+        module.__class__ = type(kind.__name__, (_UseCall, kind), qualified)
+    module.__dict__[_USES][name] = Use(module, name)
+
+
+class UsesOfStep:
+    """The separate uses in a module, and the states of their gradients. A part of GradientSync.
+
+    full_copies: by sharded parameter. axes: over which gradients are sharded, too. sync: the GradientSync.
+    """
+
+    def __init__(
+        self, module: nn.Module, full_copies: Mapping[DTensor, FullParameter], axes: Sequence[str], sync: object
+    ) -> None:
+        self._by_use: dict[Use, Leaf] = {}
+        for prefix, each in module.named_modules():
+            for name, use in each.__dict__.get(_USES, {}).items():
+                parameter = use.parameter
+                leaf = Leaf.of(f"{prefix}.{name}".lstrip("."), parameter, full_copies.get(parameter), axes)
+                own = _stand_in(parameter, layout_of(parameter))
+                is_full = leaf.accumulator is not parameter
+                leaf.accumulator = _stand_in(parameter, layout_of(leaf.accumulator)) if is_full else own
+                leaf.parameter = own
+                use.give_stand_in(leaf.accumulator, sync)
+                self._by_use[use] = leaf
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The states, in an order that is equal on every rank."""
+        return list(self._by_use.values())
+
+    def update_requires_grad(self) -> None:
+        """Make the stand-ins require a gradient exactly where the parameters do."""
+        for use, leaf in self._by_use.items():
+            for stand_in in (leaf.parameter, leaf.accumulator):
+                stand_in.requires_grad_(use.parameter.requires_grad)
+
+    def add_to_parameters(self) -> None:
+        """Add the synchronized gradients of the stand-ins to the parameters' gradients."""
+        for use, leaf in self._by_use.items():
+            grad = grad_of(leaf.parameter)
+            if grad is not None:
+                use.parameter.grad, leaf.parameter.grad = sum_of(grad_of(use.parameter), grad), None
+
+    def close(self) -> None:
+        """Let autograd add the gradients of all uses again."""
+        for use in self._by_use:
+            use.give_stand_in(None, self)
+        self._by_use.clear()
+
+
+def _stand_in(parameter: DTensor, layout: Layout) -> DTensor:
+    """A leaf with the parameter's shape and dtype in a layout, without memory."""
+    memory = memory_of(parameter)
+    local = torch.empty(layout.local_shape(parameter.shape, this_rank()), dtype=memory.dtype, device=memory.device)
+    local.untyped_storage().resize_(0)
+    return as_dtensor(nn.Parameter(wrap(local, layout, parameter.shape)))

@@ -1,0 +1,86 @@
+"""Traces that few runs on shapes give: in no price above the trace that is run, and near it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from weft.models import Llama, LlamaConfig
+from weft.models.predict.bounds import work_of
+from weft.models.predict.chip import load_chip
+from weft.models.predict.events import Start
+from weft.models.predict.plans import Candidate
+from weft.models.predict.price import seconds_of, transfer
+from weft.models.predict.stage_traces import StageTraces, combined, least_two, line, passes
+from weft.models.predict.workload import Workload
+
+CONFIG = LlamaConfig(
+    vocab_size=4096, hidden_size=1024, intermediate_size=2048, num_layers=4, num_heads=16, num_kv_heads=8,
+    max_seq_len=2048,
+)  # fmt: skip
+STAGE = Candidate(pp=2, schedule="1f1b", microbatches=3)
+
+
+@pytest.fixture(scope="module")
+def traces() -> StageTraces:
+    with torch.device("meta"):
+        workload = Workload(model=Llama(CONFIG), rows=64, tokens=2048, dtype=torch.bfloat16)
+    return StageTraces(workload=workload, tp=(2, 4), cp=(2, 4))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("stage", "rows", "nearest"),
+    [
+        pytest.param(STAGE, 6, 0.98, id="rows"),
+        pytest.param(replace(STAGE, tp=8, sequence=True), 1, 0.98, id="tp"),
+        pytest.param(replace(STAGE, tp=2, cp=16, context="all_gather", recompute="selective"), 1, 0.98, id="cp"),
+        pytest.param(replace(STAGE, tp=8, cp=8, context="all_gather", sequence=True), 5, 0.95, id="all"),
+        pytest.param(replace(STAGE, tp=16, sequence=True), 1, 0.9, id="replicated-heads"),
+    ],
+)
+def test_a_derived_trace_is_priced_as_the_one_that_is_run(
+    traces: StageTraces, stage: Candidate, rows: int, nearest: float
+) -> None:
+    chip = load_chip("h100")
+
+    def price(start: Start) -> float:
+        return transfer(replace(start, number=0, module="", group=""), chip, world=256).seconds
+
+    derived, run = traces.trace(stage, rows), passes(traces.workload.trace(stage, rows))
+    assert derived is not run and (stage, rows) in traces._traces
+    assert derived.message_bytes == run.message_bytes
+    found, expected = (work_of(each, lambda each: seconds_of(each, chip), price) for each in (derived, run))
+    for of_derived, of_run in ((found.first[-1], expected.first[-1]), (found.later[-1], expected.later[-1])):
+        for below, above in zip(of_derived, of_run, strict=True):
+            assert nearest * above * (1 - 1e-6) <= below <= above * (1 + 1e-9)
+
+
+def test_few_runs_give_many_traces(traces: StageTraces) -> None:
+    before = len(traces.workload._traces)
+    for rows in (2, 3, 4, 8, 16, 32):
+        traces.trace(replace(STAGE, recompute="full"), rows)
+    assert len(traces.workload._traces) - before <= 2
+
+
+def test_tokens_that_are_not_divided_evenly_are_run(traces: StageTraces) -> None:
+    odd = StageTraces(workload=replace(traces.workload, tokens=100, _traces={}), tp=(2, 4), cp=(2, 4))
+    odd.trace(replace(STAGE, tp=8), 1)
+    assert [stage.tp for stage, _ in odd.workload._traces] == [8]
+
+
+def test_traces_that_differ_in_more_than_numbers_are_not_combined(traces: StageTraces) -> None:
+    one, other = traces.trace(STAGE, 2), traces.trace(replace(STAGE, recompute="full"), 2)
+    assert combined([one, other], [Fraction(1, 2)] * 2, {}) is None
+
+
+def test_a_line_through_two_points() -> None:
+    first, second = line((2, 3), 7)
+    assert first * 21 + second * 31 == 71
+
+
+def test_the_two_least_sizes_stand_for_all() -> None:
+    found = least_two([Candidate(tp=tp, cp=cp) for tp in (1, 4, 2, 8) for cp in (1, 3)])
+    assert found == ((2, 4), (3,))

@@ -1,0 +1,150 @@
+"""With `exact`, a tied table's uses are summed over the ranks each by itself: on one stage as on two."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from weft.kernels import cross_entropy
+from weft.mesh import ProcessMesh
+from weft.models import (
+    GPTConfig,
+    LlamaConfig,
+    PipelinePlan,
+    clip_gradients,
+    forward_backward,
+    initialize,
+    parallelize,
+)
+from weft.models.config import ModelConfig
+from weft.models.families import make_model
+from weft.reshard import GradientSync, exact_sums, to_global
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 33, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "max_seq_len": 16, "intermediate_size": 48
+}  # fmt: skip
+CONFIGS: dict[str, ModelConfig] = {"gpt": GPTConfig(**SIZES), "llama": LlamaConfig(**SIZES, tie_embeddings=True)}
+EXACT = {"dp": 4, "tp": 2}
+ROWS, LENGTH, MICROBATCHES = 16, 8, 4
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 33, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def make(family: str, axes: dict[str, int], *, schedule: Any = "1f1b", **plan: Any) -> nn.Module:
+    model = make_model(CONFIGS[family])
+    initialize(model, seed=3)
+    pipeline = PipelinePlan(schedule=schedule, microbatches=MICROBATCHES) if "pp" in axes else None
+    plan = {**plan, "exact": EXACT, "pipeline": pipeline}
+    return parallelize(model, ProcessMesh.grid(**axes), replace(model.parallel_plan(), **plan))
+
+
+def table_of(model: Any) -> Any:
+    """The first parameter of both families."""
+    return next(model.parameters())
+
+
+def gradients(family: str, axes: dict[str, int], plan: dict[str, Any]) -> list[Tensor]:
+    """The norm, and the table's gradient, of three steps. Without zero, gradients are added to the earlier ones."""
+    model, found = make(family, axes, **plan), []
+    for step in range(3):
+        forward_backward(model, cross_entropy, *batch(step), microbatches=MICROBATCHES)
+        found += [clip_gradients(model, 0.0), to_global(table_of(model).grad)]
+        if "zero" in plan:
+            model.zero_grad()
+    return found
+
+
+MESHES: list[dict[str, int]] = [
+    {"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "tp": 1}, {"pp": 2, "dp": 2, "tp": 1}
+]  # fmt: skip
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute": {"recompute": "full"},
+    "zero-1": {"zero": 1},
+    # Inside a pipeline, the gradients of microbatches wait for their turn.
+    "zero-2": {"zero": 2, "schedule": "interleaved"},
+    "zero-3": {"zero": 3, "schedule": "zero_bubble"},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("axes", MESHES, ids=["dp-2", "tp-2", "pp-2", "pp-2-dp-2"])
+def test_gradients_of_a_tied_table_have_the_same_bits(pool: Any, family: str, axes: dict[str, int], plan: str) -> None:
+    zero = {"zero": min(PLANS[plan]["zero"], 2)} if "zero" in PLANS[plan] else {}
+    (truth,) = pool.run(gradients, family, {"dp": 1, "tp": 1}, zero, ranks=1)
+    for found in pool.run(gradients, family, axes, PLANS[plan], ranks=math.prod(axes.values())):
+        for number, (expected, value) in enumerate(zip(truth, found, strict=True)):
+            assert torch.equal(expected, value), f"value {number}"
+
+
+def in_own_loops() -> list[Tensor]:
+    """The table's gradient under a GradientSync, after it is closed, of a copied model, and of a plain one."""
+    model, plain = make("gpt", {"dp": 1, "tp": 1}), make_model(CONFIGS["gpt"])
+    initialize(plain, seed=3)
+    sync, copied = GradientSync(model), copy.deepcopy(model)
+    tokens, targets = batch(0)
+    found = []
+
+    def backward(model: nn.Module) -> None:
+        cross_entropy(model(tokens), targets).sum().backward()
+
+    for each, ends in ((model, [sync.wait]), (model, []), (copied, [])):
+        with exact_sums({"dp": 1, "tp": 2}):
+            backward(each)
+            for end in ends:
+                end()
+        found.append(to_global(table_of(each).grad))
+        each.zero_grad()
+        sync.close()
+    backward(plain)
+    return [table_of(plain).grad, *found]
+
+
+def test_a_table_gets_the_gradients_of_both_uses(pool: Any) -> None:
+    """Also where no GradientSync adds: closed, or not made yet."""
+    (truth, *found), *_ = pool.run(in_own_loops, ranks=1)
+    assert len(found) == 3
+    for each in found:
+        torch.testing.assert_close(each, truth)
+
+
+def unfrozen(ranks: int, zero: int, late: bool) -> Tensor:
+    """The table's gradient in a second step. late: in the first step the table is frozen."""
+    model = make("gpt", {"dp": ranks, "tp": 1}, zero=zero)
+    table_of(model).requires_grad_(not late)
+    for number in range(2):
+        model.zero_grad()
+        forward_backward(model, cross_entropy, *batch(number))
+        table_of(model).requires_grad_(True)
+    return to_global(table_of(model).grad)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_table_that_begins_to_learn_late_gets_the_gradients_of_both_uses(pool: Any, zero: int) -> None:
+    (truth,) = pool.run(unfrozen, 1, 0, False, ranks=1)
+    for found in pool.run(unfrozen, 2, zero, True, ranks=2):
+        assert torch.equal(found, truth)
+
+
+def three(pp: int) -> str:
+    model: Any = make_model(replace(CONFIGS["llama"], tie_embeddings=False))
+    for layer in model.layers[1:]:
+        layer.mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
+    plan = replace(model.parallel_plan(), exact={"dp": 2}, pipeline=PipelinePlan(microbatches=2))
+    with pytest.raises(ValueError) as error:
+        parallelize(model, ProcessMesh.grid(pp=pp, dp=1), plan)
+    return str(error.value)
+
+
+def test_a_parameter_of_several_layers_on_several_stages_is_refused(pool: Any) -> None:
+    for message in pool.run(three, 2, ranks=2):
+        assert "layers.0.mlp.up_proj.weight on the stages 0 and 0 and 1 and 1" in message
