@@ -20,7 +20,7 @@ LIGER = ("Liger, where the upstream gradient is 1", "Liger, where it is another 
 
 
 def of_a_cpu(folder: Path) -> Path:
-    """One run of all that is counted and timed without a GPU, and the files that all devices share."""
+    """A run with all counts and times of a CPU, and the files shared by all devices."""
     (folder / "aot").mkdir()
     for name in ("aot/triton-3.7.1.json", "reshard_bytes.json", "predicted.json"):
         shutil.copy(ROOT / "benchmarks/results" / name, folder / name)
@@ -29,7 +29,7 @@ def of_a_cpu(folder: Path) -> Path:
 
 
 def of_a_gpu(folder: Path) -> Path:
-    """Six runs of an H200, the last of them slower, and a CPU's."""
+    """Six runs on an H200, the last run slower, and a run on a CPU."""
     of_a_cpu(folder)
     for minute in range(6):
         gpu_run(minute).write(folder / "NVIDIA-H200")
@@ -37,7 +37,7 @@ def of_a_gpu(folder: Path) -> Path:
 
 
 def of_two_machines(folder: Path) -> Path:
-    """Four runs of a CPU's, the second of another machine; in the newest all of Weft's numbers have grown."""
+    """Four runs on a CPU, the second on a different machine; in the newest run all numbers of Weft are larger."""
     for minute in range(4):
         made = cpu_run(minute)
         grown = {
@@ -50,7 +50,7 @@ def of_two_machines(folder: Path) -> Path:
 
 
 def hostile(folder: Path) -> Path:
-    """Every word that a run may hold is markup, in two runs."""
+    """Two runs in which every text is markup."""
     for minute in range(2):
         words = {"group": HOSTILE, "name": f"{HOSTILE} 2"}
         cases = [
@@ -69,7 +69,7 @@ def hostile(folder: Path) -> Path:
 
 
 def broken(folder: Path) -> Path:
-    """What cannot be read, beside one run that can."""
+    """Unreadable files, beside a readable run."""
     run().write(folder / "NVIDIA-H200")
     for number, text in enumerate(["", "{", "[]", '{"schema": 0}', run(minute=7, device="NVIDIA A100").text()]):
         (folder / "NVIDIA-H200" / f"20260301T13000{number}Z_broken.json").write_text(text)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 from .bounds import PHASES
 from .events import Compute, Event, Segment, Start, Trace, Wait
@@ -116,10 +117,10 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
         return sum(map(int.__mul__, factors, numbers)) // divisor
 
     def event(events: Sequence[Event]) -> Event:
-        first = events[0]
+        first, counted = events[0], list[Any](events)  # all of the type of the first: see `_form`
         if isinstance(first, Wait):
             return first
-        nbytes = total([each.nbytes for each in events])  # type: ignore[union-attr]
+        nbytes = total([each.nbytes for each in counted])
         if isinstance(first, Start):
             size = math.prod(sizes[axis] for axis in first.axes)
             axes = list(sizes)
@@ -127,13 +128,12 @@ def combined(traces: Sequence[Trace], weights: Sequence[Fraction], sizes: Mappin
             nbytes = max(0, nbytes - rounded)
             return replace(first, nbytes=nbytes, size=size, stride=math.prod(sizes[axis] for axis in inner))
         products = tuple(
-            tuple(map(total, zip(*each, strict=True)))
-            for each in zip(*(each.sizes for each in events), strict=True)  # type: ignore[union-attr]
+            tuple(map(total, zip(*each, strict=True))) for each in zip(*(each.sizes for each in counted), strict=True)
         )
-        squares = (len({M, N, K}) < 3 for each in events if first.kind == "product" for _, M, N, K in each.sizes)  # type: ignore[union-attr]
+        squares = (len({M, N, K}) < 3 for each in counted if first.kind == "product" for _, M, N, K in each.sizes)
         if any(squares):  # in a trace with squares, an operand and the transpose count once
             nbytes = min(nbytes, sum(product_bytes(each, first.dtype) for each in products))
-        flops = total([each.flops for each in events])  # type: ignore[union-attr]
+        flops = total([each.flops for each in counted])
         return replace(first, nbytes=nbytes, flops=flops, sizes=products)
 
     if len({tuple(map(_form, trace.segments)) for trace in traces}) > 1:

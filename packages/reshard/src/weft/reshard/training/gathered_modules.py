@@ -16,6 +16,7 @@ from weft.mesh import Layout
 
 from ..moving.dtensor import layout_of
 from .full_parameters import ModelGathering
+from .hooks import with_mixin
 from .unit import ParameterSlot, Unit
 
 P = ParamSpec("P")
@@ -31,11 +32,6 @@ class _UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[_UNIT]
         return unit.call(super().__call__, args, kwargs)  # type: ignore[misc]
-
-
-def _gathering_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind`, of the same name, whose calls gather."""
-    return type(kind.__name__, (_UnitCall, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def gather_when_called(
@@ -57,7 +53,7 @@ def gather_when_called(
             slot.module.__dict__.setdefault(_LAYOUTS, {})[slot.name] = slot.layout
         kind = type(module)
         if kind not in kinds:
-            kinds[kind] = _gathering_class(kind)
+            kinds[kind] = with_mixin(_UnitCall, kind)
         module.__class__ = kinds[kind]
     model.register_forward_pre_hook(model_gathering.before_forward)
     model.register_forward_hook(model_gathering.after_forward, always_call=True)

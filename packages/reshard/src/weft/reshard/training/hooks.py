@@ -2,6 +2,7 @@
 
 `weak_hook`: a hook on a method without keeping the object alive. `tensors_of`, `differentiable`: the tensors to hook in
 a call's nested arguments or results. `backward_is_running`: whether a hook, or a forward, runs inside of backward.
+`with_mixin`: the class of a module whose calls are changed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 
@@ -28,6 +29,11 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
             alive(*arguments)
 
     return call
+
+
+def with_mixin(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `kind`, of the same name, with `mixin` before `kind`: the mixin's `__call__` runs first."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def backward_is_running() -> bool:

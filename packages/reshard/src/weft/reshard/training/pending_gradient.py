@@ -191,9 +191,9 @@ class Leaf:
         if not keeps_passes and dtensor_spec(older) is dtensor_spec(incoming):
             return
         layout = layout_of(older)
-        place = next((i for i, each in enumerate(self.older_grads) if layout_of(each) == layout), None)
         if not keeps_passes and layout == layout_of(incoming):
             return
+        place = next((i for i, each in enumerate(self.older_grads) if layout_of(each) == layout), None)
         if keeps_passes or place is None:
             self.older_grads.append(older)
         else:

@@ -21,6 +21,7 @@ from weft.mesh import Layout
 from ..moving.dtensor import layout_of, memory_of, wrap
 from ..world.groups import this_rank
 from .full_parameters import FullParameter
+from .hooks import with_mixin
 from .pending_gradient import Leaf, as_dtensor, grad_of, sum_of
 
 _USES = "_separate_uses"  # attribute of a module: its separate uses, by the parameter's name
@@ -53,10 +54,14 @@ class Use:
 
     @property
     def parameter(self) -> DTensor:
-        """The parameter now in the module: of a sharded one the full copy while the module computes."""
-        parameter = self._module._parameters[self._name]
+        """The parameter now in the module. While the module computes, the full copy stands for a sharded parameter."""
+        parameter = self._slots[self._name]
         assert isinstance(parameter, DTensor), "a parallel model's parameters are DTensors"
         return parameter
+
+    @property
+    def _slots(self) -> dict[str, Any]:
+        return self._module._parameters
 
     def give_stand_in(self, stand_in: DTensor | None, sync: object) -> None:
         """From now on the gradient goes to `stand_in`, while `sync` is alive; None: to the parameter again."""
@@ -68,12 +73,12 @@ class Use:
         has_sync = self._synchronized_by is not None and self._synchronized_by() is not None
         if has_sync and self._stand_in is not None and parameter.requires_grad and torch.is_grad_enabled():
             self._stand_in.requires_grad_(True)  # the parameter may be unfrozen since the last `wait()`
-            self._module._parameters[self._name] = _Enter.apply(parameter, self._stand_in)  # type: ignore[no-untyped-call]
+            self._slots[self._name] = _Enter.apply(parameter, self._stand_in)  # type: ignore[no-untyped-call]
         return parameter
 
     def leave(self, parameter: DTensor) -> None:
         """Put the parameter back. parameter: the result of `enter`."""
-        self._module._parameters[self._name] = parameter  # type: ignore[assignment]  # a DTensor that is a Parameter
+        self._slots[self._name] = parameter
 
 
 class _UseCall:
@@ -95,10 +100,8 @@ def separate_use(module: nn.Module, name: str) -> None:
     Without a GradientSync, autograd adds the gradients of all uses. Call it before `gather_when_called`.
     """
     if _USES not in module.__dict__:
-        kind = type(module)
-        qualified = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         module.__dict__[_USES] = {}
-        module.__class__ = type(kind.__name__, (_UseCall, kind), qualified)
+        module.__class__ = with_mixin(_UseCall, type(module))
     module.__dict__[_USES][name] = Use(module, name)
 
 
